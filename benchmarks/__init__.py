@@ -1,4 +1,4 @@
-"""Measurements for developing Foretoken that `foretoken bench` cannot make.
+"""Measurements for developing Tokenleap that `tokenleap bench` cannot make.
 
 Run them from the project root:
 
@@ -10,10 +10,10 @@ Run them from the project root:
     python -m benchmarks.topic_shift --head HEAD --out FOLDER   learning while serving
     python -m benchmarks.control_replay --prompts FILE --recorded FILE   parts of the controller
     python -m benchmarks.gpu --prompts FILE           single operations, CUDA graphs, torch.compile
-    python -m benchmarks.serving --prompts FILE --gguf FILE   load on `foretoken serve` and others
+    python -m benchmarks.serving --prompts FILE --gguf FILE   load on `tokenleap serve` and others
 
-How much faster a method is on your prompts: `foretoken bench` (docs/bench.md). Prompts are files as
-in `foretoken.bench.prompts_file`; the project has none.
+How much faster a method is on your prompts: `tokenleap bench` (docs/bench.md). Prompts are files as
+in `tokenleap.bench.prompts_file`; the project has none.
 """
 
 from __future__ import annotations

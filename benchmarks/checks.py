@@ -11,11 +11,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.compare import Comparison, Difference, Generation, ResultsFile, first_difference
 from benchmarks.loading import Loaded, llm_for
-from foretoken import LLM, SamplingParams
-from foretoken.bench.contestants import BASELINE, Contestant
-from foretoken.bench.encode import encode, prompt_limit
-from foretoken.bench.own import drafts_a_tree
-from foretoken.bench.prompts_file import Prompt
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.contestants import BASELINE, Contestant
+from tokenleap.bench.encode import encode, prompt_limit
+from tokenleap.bench.own import drafts_a_tree
+from tokenleap.bench.prompts_file import Prompt
 
 __all__ = ["CHECKS", "Bench", "Check", "Explainer", "Options", "methods_of"]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from benchmarks import BenchmarkError
 from benchmarks.report import markdown_table
-from foretoken.bench.journal import Journal
+from tokenleap.bench.journal import Journal
 
 __all__ = [
     "Comparison",
@@ -20,7 +20,7 @@ __all__ = [
     "summary",
 ]
 
-FORMAT = "foretoken-identity-1"
+FORMAT = "tokenleap-identity-1"
 
 Key: TypeAlias = tuple[str, str, str]
 """Check, method, prompt id."""
@@ -129,7 +129,7 @@ class ResultsFile:
         settings: everything the results depend on.
 
     Raises:
-        ForetokenError: the file is not such a file, or its settings differ.
+        TokenleapError: the file is not such a file, or its settings differ.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:

@@ -40,11 +40,11 @@ from benchmarks.report import (
     markdown_table,
     one_line_errors,
 )
-from foretoken import LLM
-from foretoken.bench.contestants import BASELINE, methods
-from foretoken.bench.encode import prompt_limit
-from foretoken.bench.journal import Journal
-from foretoken.bench.prompts_file import Prompt, read_prompts, stratified
+from tokenleap import LLM
+from tokenleap.bench.contestants import BASELINE, methods
+from tokenleap.bench.encode import prompt_limit
+from tokenleap.bench.journal import Journal
+from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
 
 __all__ = ["main"]
 
@@ -86,7 +86,7 @@ def main(
     }
     with one_line_errors():
         sizes = batch_size or list(BATCH_SIZES)
-        journal = Journal(output, "foretoken contract 4", settings)
+        journal = Journal(output, "tokenleap contract 4", settings)
         everything = read_prompts(prompts)
         sample = stratified(everything, len(everything), seed)
         llms = _llms(model, method, max(sizes), dtype, device)

@@ -16,9 +16,9 @@ from typing import Any
 
 import typer
 
-from foretoken.bench.contestants import BASELINE
-from foretoken.bench.journal import Journal
-from foretoken.bench.ratios import Interval, t_ratio
+from tokenleap.bench.contestants import BASELINE
+from tokenleap.bench.journal import Journal
+from tokenleap.bench.ratios import Interval, t_ratio
 
 __all__ = [
     "DEFAULT",

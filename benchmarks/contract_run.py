@@ -18,12 +18,12 @@ from math import ceil
 from typing import Any
 
 from benchmarks.contract_rounds import Cell
-from foretoken import LLM, SamplingParams
-from foretoken.bench.contestants import BASELINE
-from foretoken.bench.encode import encode, random_ids
-from foretoken.bench.prompts_file import Prompt
-from foretoken.bench.rounds import order
-from foretoken.engine.job_spec import JobSpec
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.contestants import BASELINE
+from tokenleap.bench.encode import encode, random_ids
+from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.rounds import order
+from tokenleap.engine.job_spec import JobSpec
 
 __all__ = ["HOT", "RANDOM", "Texts", "run_round", "warm_up"]
 

@@ -33,21 +33,21 @@ from benchmarks import flags
 from benchmarks.contract_run import HOT, RANDOM, RANDOM_TOKENS
 from benchmarks.loading import llm_for, load
 from benchmarks.report import command_line, markdown_table, one_line_errors
-from foretoken import LLM, SamplingParams
-from foretoken.bench.contestants import BASELINE
-from foretoken.bench.encode import encode, prompt_limit, random_ids
-from foretoken.bench.prompts_file import read_prompts, stratified
-from foretoken.config import SpeculativeConfig
-from foretoken.control import Controller, CostCurve, controller_class
-from foretoken.core.acceptance import Accepted
-from foretoken.core.sampler import TreeDistributions
-from foretoken.core.tree import Draft, chain
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.contestants import BASELINE
+from tokenleap.bench.encode import encode, prompt_limit, random_ids
+from tokenleap.bench.prompts_file import read_prompts, stratified
+from tokenleap.config import SpeculativeConfig
+from tokenleap.control import Controller, CostCurve, controller_class
+from tokenleap.core.acceptance import Accepted
+from tokenleap.core.sampler import TreeDistributions
+from tokenleap.core.tree import Draft, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.ngram import NgramDrafter
+from tokenleap.drafters.suffix import SuffixDrafter
+from tokenleap.request import Request
+from tokenleap.runtime.network import PassOutput
 
 __all__ = ["main", "replay"]
 

@@ -28,18 +28,18 @@ import typer
 
 from benchmarks import flags
 from benchmarks.report import command_line, markdown_table, one_line_errors
-from foretoken import LLM, SamplingParams
-from foretoken.bench.encode import encode
-from foretoken.bench.prompts_file import read_prompts, stratified
-from foretoken.control import Budget, Controller, CostCurve, Fixed, controller_class
-from foretoken.core.acceptance import Accepted
-from foretoken.core.sampler import TreeDistributions
-from foretoken.core.tree import Draft, chain
-from foretoken.decode import Outcome
-from foretoken.drafters.drawing import coupled_draws, most_probable
-from foretoken.request import Request
-from foretoken.runtime.choices import DRAFTING
-from foretoken.runtime.network import PassOutput
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.encode import encode
+from tokenleap.bench.prompts_file import read_prompts, stratified
+from tokenleap.control import Budget, Controller, CostCurve, Fixed, controller_class
+from tokenleap.core.acceptance import Accepted
+from tokenleap.core.sampler import TreeDistributions
+from tokenleap.core.tree import Draft, chain
+from tokenleap.decode import Outcome
+from tokenleap.drafters.drawing import coupled_draws, most_probable
+from tokenleap.request import Request
+from tokenleap.runtime.choices import DRAFTING
+from tokenleap.runtime.network import PassOutput
 
 __all__ = ["Text", "main", "replay"]
 

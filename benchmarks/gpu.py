@@ -35,11 +35,11 @@ from benchmarks.report import (
     one_line_errors,
     progress_bar,
 )
-from foretoken import LLM, SamplingParams
-from foretoken.bench.encode import encode, prompt_limit
-from foretoken.bench.prompts_file import read_prompts, stratified
-from foretoken.bench.ratios import Interval, bootstrap_ratio, geometric_mean
-from foretoken.bench.rounds import order
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.encode import encode, prompt_limit
+from tokenleap.bench.prompts_file import read_prompts, stratified
+from tokenleap.bench.ratios import Interval, bootstrap_ratio, geometric_mean
+from tokenleap.bench.rounds import order
 
 __all__ = ["BASELINE", "Cell", "Contestant", "cells", "contestants", "main", "measure"]
 

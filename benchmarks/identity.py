@@ -35,11 +35,11 @@ from benchmarks.report import (
     one_line_errors,
     progress_bar,
 )
-from foretoken import ConfigError
-from foretoken.bench.contestants import BASELINE, Contestant, methods
-from foretoken.bench.prompts_file import Prompt, read_prompts, stratified
-from foretoken.drafters.registry import METHODS
-from foretoken.models.support import default_device
+from tokenleap import ConfigError
+from tokenleap.bench.contestants import BASELINE, Contestant, methods
+from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
+from tokenleap.drafters.registry import METHODS
+from tokenleap.models.support import default_device
 
 __all__ = ["default_methods", "main", "named_methods"]
 
@@ -127,7 +127,7 @@ def named_methods(texts: Sequence[str], draft_model: str) -> list[Contestant]:
     """The methods of a command line, without the baseline.
 
     Args:
-        texts: see `foretoken.bench.contestants.methods`.
+        texts: see `tokenleap.bench.contestants.methods`.
         draft_model: for methods that take one and do not name it.
 
     Raises:

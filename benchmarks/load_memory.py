@@ -25,7 +25,7 @@ import typer
 
 from benchmarks import BenchmarkError, flags
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors
-from foretoken import LLM, SpeculativeConfig
+from tokenleap import LLM, SpeculativeConfig
 
 __all__ = ["Memory", "main", "memory"]
 

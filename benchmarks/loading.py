@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from foretoken import LLM, models
-from foretoken.models.support import default_device, default_dtype
+from tokenleap import LLM, models
+from tokenleap.models.support import default_device, default_dtype
 
 __all__ = ["TINY", "Loaded", "llm_for", "load"]
 

@@ -79,8 +79,8 @@ class Peak:
 
 def measure(case: Case) -> Peak:
     """Generate one batch, and look at the memory after every step."""
-    from foretoken import LLM, SamplingParams, models
-    from foretoken.bench.memory import peak_bytes, weight_bytes
+    from tokenleap import LLM, SamplingParams, models
+    from tokenleap.bench.memory import peak_bytes, weight_bytes
 
     torch.set_num_threads(case.threads)
     llm = LLM(
@@ -139,7 +139,7 @@ def _configs(given: Sequence[str]) -> list[dict[str, Any]]:
     Raises:
         BenchmarkError: one is no JSON object with a method.
     """
-    from foretoken.drafters.base import with_method
+    from tokenleap.drafters.base import with_method
 
     found = [PLAIN]
     for text in given:

@@ -31,9 +31,9 @@ import typer
 
 from benchmarks import BenchmarkError, flags
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from foretoken.bench.rounds import order
-from foretoken.core.params import SamplingParams
-from foretoken.llm import LLM
+from tokenleap.bench.rounds import order
+from tokenleap.core.params import SamplingParams
+from tokenleap.llm import LLM
 
 __all__ = ["EDITS", "Case", "Run", "cases", "chosen", "main", "measure"]
 

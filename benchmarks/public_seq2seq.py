@@ -34,7 +34,7 @@ from benchmarks.converted import (
     joint_vocabulary,
 )
 from benchmarks.report import command_line, in_one_line, machine, markdown_table, one_line_errors
-from foretoken import LLM, SamplingParams
+from tokenleap import LLM, SamplingParams
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -34,18 +34,18 @@ from benchmarks.report import (
     one_line_errors,
     progress_bar,
 )
-from foretoken import LLM
-from foretoken.bench.contestants import BASELINE
-from foretoken.bench.encode import encode, prompt_limit
-from foretoken.bench.prompts_file import read_prompts, stratified
-from foretoken.core.tree import chain
-from foretoken.models.gguf_file import GgufFile
-from foretoken.models.gguf_weights import GgufWeights
-from foretoken.models.resolver import gguf_file
-from foretoken.models.skeleton import empty, fill, skeleton
-from foretoken.runtime.choices import AUTO, OWN, QUANTIZATIONS
-from foretoken.runtime.packing import fill_ends
-from foretoken.runtime.target import Target
+from tokenleap import LLM
+from tokenleap.bench.contestants import BASELINE
+from tokenleap.bench.encode import encode, prompt_limit
+from tokenleap.bench.prompts_file import read_prompts, stratified
+from tokenleap.core.tree import chain
+from tokenleap.models.gguf_file import GgufFile
+from tokenleap.models.gguf_weights import GgufWeights
+from tokenleap.models.resolver import gguf_file
+from tokenleap.models.skeleton import empty, fill, skeleton
+from tokenleap.runtime.choices import AUTO, OWN, QUANTIZATIONS
+from tokenleap.runtime.packing import fill_ends
+from tokenleap.runtime.target import Target
 
 __all__ = ["Shift", "logits_of", "main", "shift"]
 

@@ -21,10 +21,10 @@ import typer
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from foretoken.bench.rounds import order
-from foretoken.core.params import SamplingParams
-from foretoken.engine.references import QUOTING
-from foretoken.llm import LLM
+from tokenleap.bench.rounds import order
+from tokenleap.core.params import SamplingParams
+from tokenleap.engine.references import QUOTING
+from tokenleap.llm import LLM
 
 __all__ = ["Run", "edited", "main", "measure"]
 

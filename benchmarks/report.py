@@ -21,9 +21,9 @@ from rich.progress import (
 )
 
 from benchmarks import BenchmarkError
-from foretoken import ForetokenError
-from foretoken.bench.machine import host
-from foretoken.bench.tables import markdown_table
+from tokenleap import TokenleapError
+from tokenleap.bench.machine import host
+from tokenleap.bench.tables import markdown_table
 
 __all__ = [
     "command_line",
@@ -72,6 +72,6 @@ def one_line_errors() -> Iterator[None]:
     """Turn errors of wrong use into one line on stderr and exit code 2."""
     try:
         yield
-    except (ForetokenError, BenchmarkError) as error:
+    except (TokenleapError, BenchmarkError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -45,13 +45,13 @@ from benchmarks.seq2seq_measure import (
 from benchmarks.seq2seq_results import Results, score
 from benchmarks.seq2seq_tables import as_markdown, save_figures, tables
 from benchmarks.seq2seq_target import TargetOptions, average, lines, train_target
-from foretoken import LLM, SamplingParams
-from foretoken.bench.journal import Journal
-from foretoken.core.config import Config
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.journal import Journal
+from tokenleap.core.config import Config
 
 __all__ = ["QUICK", "Plan", "app"]
 
-_FORMAT = "foretoken-seq2seq-1"
+_FORMAT = "tokenleap-seq2seq-1"
 _RECORDS = "measurements.jsonl"
 
 

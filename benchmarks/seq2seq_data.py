@@ -23,7 +23,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
-from foretoken.errors import DataError
+from tokenleap.errors import DataError
 
 __all__ = ["CATALOGUES", "HELP", "TextPair", "download", "help_pairs", "messages", "prepare"]
 

@@ -1,4 +1,4 @@
-"""The drafters that `benchmarks.seq2seq` compares, trained by `foretoken train`.
+"""The drafters that `benchmarks.seq2seq` compares, trained by `tokenleap train`.
 
 All of them learn the same: what the target answers to the sentences of `data/train`. The first
 training writes these answers, and the others are given its files.
@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from benchmarks import BenchmarkError
-from foretoken.core.config import Config
-from foretoken.training.folder import TrainingFolder
+from tokenleap.core.config import Config
+from tokenleap.training.folder import TrainingFolder
 
 __all__ = ["MAIN", "SHAPES", "DrafterOptions", "drafters_in", "train_command", "train_drafters"]
 
@@ -41,9 +41,9 @@ class DrafterOptions(Config):
         num_masks: their masks, as many as the longest drafts measured.
         masks: numbers of masks of further Spec-Drafters, of the shape `shared`.
         answers: how the target writes what they learn.
-        spec_set: `--set` of `foretoken train spec_drafter`. The published steps are far too many
+        spec_set: `--set` of `tokenleap train spec_drafter`. The published steps are far too many
             for a CPU. From the target's encoder, the drafter learns faster.
-        heads_set: the same of `foretoken train blockwise`.
+        heads_set: the same of `tokenleap train blockwise`.
         tokens: most tokens of answers to learn; the default is more than there are.
         held_out_tokens: of answers for evaluations while they learn.
     """
@@ -100,7 +100,7 @@ def train_command(name: str, out: Path, options: DrafterOptions) -> list[str]:
         raise BenchmarkError(f"no drafter {name!r}: choose from {', '.join(methods)}.")
     method, given = methods[name]
     return [
-        *("foretoken", "train", method, "--model", str(out / "target")),
+        *("tokenleap", "train", method, "--model", str(out / "target")),
         *("--source", str(out / "data/train.en"), "--target", str(out / "data/train.de")),
         *("--tokens", str(options.tokens), "--held-out-tokens", str(options.held_out_tokens)),
         *("--out", str(out / "drafters" / name)),

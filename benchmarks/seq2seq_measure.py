@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks import BenchmarkError
 from benchmarks.report import progress_bar
 from benchmarks.seq2seq_drafters import MAIN, SHAPES, DrafterOptions
-from foretoken import LLM, SamplingParams
-from foretoken.bench.journal import Journal
-from foretoken.bench.rounds import order
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.journal import Journal
+from tokenleap.bench.rounds import order
 
 __all__ = ["BEAM", "GREEDY", "Contestant", "Sample", "contestants", "measure", "measure_batches"]
 

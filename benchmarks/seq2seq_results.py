@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.bench.ratios import Interval, scipy_stats
-from foretoken.errors import ForetokenError
+from tokenleap.bench.ratios import Interval, scipy_stats
+from tokenleap.errors import TokenleapError
 
 __all__ = ["BatchPoint", "Results", "Score", "ratio_of_sums", "score"]
 
@@ -52,12 +52,12 @@ def score(texts: Sequence[str], references: Sequence[str]) -> Score:
     """BLEU and chrF2 of translations.
 
     Raises:
-        ForetokenError: sacreBLEU is not installed.
+        TokenleapError: sacreBLEU is not installed.
     """
     try:
         sacrebleu: Any = importlib.import_module("sacrebleu")
     except ImportError as error:
-        raise ForetokenError("BLEU needs sacreBLEU: pip install 'foretoken[bench]'.") from error
+        raise TokenleapError("BLEU needs sacreBLEU: pip install 'tokenleap[bench]'.") from error
     found = (
         metric(texts, [references]) for metric in (sacrebleu.corpus_bleu, sacrebleu.corpus_chrf)
     )

@@ -37,8 +37,8 @@ from transformers import (
 )
 
 from benchmarks.seq2seq_batches import TokenBatches
-from foretoken.core.config import Config
-from foretoken.errors import DataError
+from tokenleap.core.config import Config
+from tokenleap.errors import DataError
 
 __all__ = ["TargetOptions", "new_target", "train_target", "train_vocabulary"]
 

@@ -1,4 +1,4 @@
-"""A load test of `foretoken serve`: with speculation, without, replicas, and llama.cpp's server.
+"""A load test of `tokenleap serve`: with speculation, without, replicas, and llama.cpp's server.
 
 Requests come as a Poisson process at several rates, whether earlier ones have ended or not. All
 contestants get the same prompts at the same times from the same HTTP client, and take turns burst
@@ -6,8 +6,8 @@ by burst; while one works, the others wait.
 
     python -m benchmarks.serving --prompts spec_bench.jsonl --gguf model.gguf
 
-`--contestant foretoken --contestant replicas` compares one server with `--replicas` of it on Ray,
-which share the same threads (`pip install 'foretoken[ray]'`). Ray's own processes run all the time.
+`--contestant tokenleap --contestant replicas` compares one server with `--replicas` of it on Ray,
+which share the same threads (`pip install 'tokenleap[ray]'`). Ray's own processes run all the time.
 
 Every contestant serves the same GGUF file, in the numbers of the file. llama.cpp's server needs
 `pip install 'llama-cpp-python[server]'`, here or in the environment of `--llama-python`. Exits with
@@ -47,17 +47,17 @@ from benchmarks.report import (
 from benchmarks.serving_load import Answer, Burst, arrivals, send
 from benchmarks.serving_servers import (
     Server,
-    foretoken_command,
     llama_command,
     llama_is_missing,
+    tokenleap_command,
 )
-from foretoken.bench.prompts_file import Prompt, read_prompts, stratified
-from foretoken.bench.ratios import t_ratio
-from foretoken.bench.rounds import order
+from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
+from tokenleap.bench.ratios import t_ratio
+from tokenleap.bench.rounds import order
 
 __all__ = ["main"]
 
-SPECULATION, NONE, LLAMA, REPLICAS = "foretoken", "none", "llama.cpp", "replicas"
+SPECULATION, NONE, LLAMA, REPLICAS = "tokenleap", "none", "llama.cpp", "replicas"
 DEFAULTS = (SPECULATION, NONE, LLAMA)
 CONTESTANTS = (*DEFAULTS, REPLICAS)
 RATES = (0.5, 1.0, 2.0)
@@ -84,7 +84,7 @@ def main(
         int, typer.Option(min=1, help="Longer prompts are left out: all servers have one context.")
     ] = 1500,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Rows of foretoken's batch.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Rows of tokenleap's batch.")] = 16,
     threads: Annotated[int, typer.Option(min=1, help="Threads of each server.")] = 2,
     replicas: Annotated[int, typer.Option(min=1, help="Of the contestant replicas.")] = 2,
     max_first: Annotated[float, typer.Option(min=0, help="Limit of goodput, seconds.")] = 2.0,
@@ -106,15 +106,15 @@ def main(
         rates = tuple(rate or RATES)
         texts = stratified(pool, requests * rounds * len(rates), seed)
         commands = {
-            SPECULATION: foretoken_command(
+            SPECULATION: tokenleap_command(
                 str(gguf), speculative_config, quantization=None, max_num_seqs=max_num_seqs
             ),
-            NONE: foretoken_command(
+            NONE: tokenleap_command(
                 str(gguf), '{"method": "none"}', quantization=None, max_num_seqs=max_num_seqs
             ),
             LLAMA: llama_command(llama_python, gguf, threads, 2048),
             REPLICAS: [
-                *foretoken_command(
+                *tokenleap_command(
                     str(gguf), speculative_config, quantization=None, max_num_seqs=max_num_seqs
                 ),
                 *("--replicas", str(replicas), "--threads", str(max(1, threads // replicas))),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import httpx2
 
 from benchmarks import BenchmarkError
-from foretoken.bench.prompts_file import Prompt
+from tokenleap.bench.prompts_file import Prompt
 
 __all__ = ["Answer", "Burst", "arrivals", "send"]
 

@@ -1,4 +1,4 @@
-"""Servers as processes: `foretoken serve`, and llama.cpp's own through llama-cpp-python."""
+"""Servers as processes: `tokenleap serve`, and llama.cpp's own through llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx2
 
 from benchmarks import BenchmarkError
 
-__all__ = ["Server", "foretoken_command", "llama_command", "llama_is_missing"]
+__all__ = ["Server", "llama_command", "llama_is_missing", "tokenleap_command"]
 
 _PATIENCE = 300.0
 """Seconds in which a server has to load its model."""
@@ -90,11 +90,11 @@ class Server:
         self._log.close()
 
 
-def foretoken_command(
+def tokenleap_command(
     model: str, config: str | None, *, quantization: str | None, max_num_seqs: int
 ) -> list[str]:
-    """`foretoken serve` on a free port; config None is the default speculation."""
-    command = [sys.executable, "-m", "foretoken", "serve", model, "--port", "{port}"]
+    """`tokenleap serve` on a free port; config None is the default speculation."""
+    command = [sys.executable, "-m", "tokenleap", "serve", model, "--port", "{port}"]
     command += ["--served-model-name", "m", "--max-num-seqs", str(max_num_seqs)]
     command += ["--quiet", "--no-log-requests"]
     command += [] if config is None else ["--speculative-config", config]

@@ -29,22 +29,22 @@ import typer
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from foretoken import LLM, SamplingParams
-from foretoken.bench.ratios import Interval, bootstrap_ratio
-from foretoken.bench.rounds import order
-from foretoken.control import Budget, Fixed
-from foretoken.core.acceptance import rule_class
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.engine.job_spec import JobSpec
-from foretoken.engine.scheduler import Scheduler
-from foretoken.request import Request
-from foretoken.runtime.inputs import PassInputs
-from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.network import LOGITS, Need, PassOutput
-from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation, Strategy
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.ratios import Interval, bootstrap_ratio
+from tokenleap.bench.rounds import order
+from tokenleap.control import Budget, Fixed
+from tokenleap.core.acceptance import rule_class
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.ngram import NgramDrafter, NgramOptions
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.scheduler import Scheduler
+from tokenleap.request import Request
+from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.network import LOGITS, Need, PassOutput
+from tokenleap.runtime.target import Target
+from tokenleap.speculation import Speculation, Strategy
 
 __all__ = ["Filled", "Overhead", "Timed", "hidden_ratios", "main", "overhead", "pass_seconds"]
 

@@ -1,6 +1,6 @@
 """All drafters that can be trained, on one budget: the same text, equally often.
 
-The first method writes the text, as `foretoken train` does, and all others learn from it. Every
+The first method writes the text, as `tokenleap train` does, and all others learn from it. Every
 method has its default options, but draft models begin with the target's first layers. Each is then
 measured by the engine on held-out prompts, one at a time.
 
@@ -26,11 +26,11 @@ import typer
 
 from benchmarks import BenchmarkError, flags
 from benchmarks.report import command_line, in_one_line, machine, markdown_table, one_line_errors
-from foretoken import LLM
-from foretoken.core.files import write_whole
-from foretoken.training.methods import TRAINING_METHODS, training_method
-from foretoken.training.run import TrainingRun
-from foretoken.training.settings import DataSettings, TrainingSettings
+from tokenleap import LLM
+from tokenleap.core.files import write_whole
+from tokenleap.training.methods import TRAINING_METHODS, training_method
+from tokenleap.training.run import TrainingRun
+from tokenleap.training.settings import DataSettings, TrainingSettings
 
 __all__ = ["METHODS", "main"]
 
@@ -60,7 +60,7 @@ def main(
     ] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option(help="Data as for `foretoken train --data` (repeatable). Default: self."),
+        typer.Option(help="Data as for `tokenleap train --data` (repeatable). Default: self."),
     ] = None,
     again: Annotated[bool, typer.Option(help="Measure what is done once more.")] = False,
     dtype: flags.Dtype = "auto",

@@ -24,10 +24,10 @@ import typer
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from foretoken.analysis.rows import RowsVerifier
-from foretoken.bench.rounds import order
-from foretoken.core.tree import TokenTree
-from foretoken.runtime.target import Target
+from tokenleap.analysis.rows import RowsVerifier
+from tokenleap.bench.rounds import order
+from tokenleap.core.tree import TokenTree
+from tokenleap.runtime.target import Target
 
 __all__ = ["Case", "Cost", "main", "measure"]
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from foretoken import LLM, SamplingParams
+from tokenleap import LLM, SamplingParams
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

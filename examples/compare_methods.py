@@ -4,7 +4,7 @@
     python examples/compare_methods.py --methods none,ngram,suffix,recycle --max-tokens 200
 
 The model is loaded once, because each request may have its own method. For numbers that you can
-rely on, use `foretoken bench`: the methods take turns, every prompt is repeated, and the results
+rely on, use `tokenleap bench`: the methods take turns, every prompt is repeated, and the results
 have intervals.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from foretoken import LLM, SamplingParams
+from tokenleap import LLM, SamplingParams
 
 PROMPTS = [
     "Repeat the list: apples, pears, plums, cherries. The list is: apples, pears,",

@@ -12,12 +12,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
-from foretoken import LLM, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.tree import Draft, chain
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter
-from foretoken.request import Request
+from tokenleap import LLM, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.tree import Draft, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.base import Drafter
+from tokenleap.request import Request
 
 
 class SuccessorDrafter(Drafter):

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretoken import LLM, SamplingParams
+from tokenleap import LLM, SamplingParams
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from foretoken import LLM, SamplingParams
+from tokenleap import LLM, SamplingParams
 
 PROMPTS = {
     "counting": "One, two, three, one, two, three, one, two,",

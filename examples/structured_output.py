@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from foretoken import LLM, SamplingParams
+from tokenleap import LLM, SamplingParams
 
 SCHEMA = {
     "type": "object",

@@ -3,7 +3,7 @@
     python examples/translate.py --model path/to/translator
 
 The model is a Hugging Face folder, such as a Marian, mBART, NLLB or T5 one. With `--drafter`, a
-folder that `foretoken train spec_drafter` has written, the drafts come from there. Else they come
+folder that `tokenleap train spec_drafter` has written, the drafts come from there. Else they come
 from earlier outputs. Neither changes a translation.
 """
 
@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foretoken import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from tokenleap import LLM, BeamSearchParams, RequestOutput, SamplingParams
 
 SENTENCES = (
     "The weather is nice today.",

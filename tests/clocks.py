@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from foretoken.core import clock
-from foretoken.runtime.passes import Passes
+from tokenleap.core import clock
+from tokenleap.runtime.passes import Passes
 
 __all__ = ["WorkClock"]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # PyTorch is imported before Foretoken sets it
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # PyTorch is imported before Tokenleap sets it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is asked for must be on the disk
 
 from pathlib import Path
@@ -23,16 +23,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foretoken import models
-from foretoken.core import clock
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.guard import Guard
-from foretoken.models.support import default_dtype
-from foretoken.request import Request
-from foretoken.runtime.native import build
-from foretoken.runtime.native.support import why_no_library
 from tests.clocks import WorkClock
 from tests.measurements import SHORT, measure_with
+from tokenleap import models
+from tokenleap.core import clock
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.guard import Guard
+from tokenleap.models.support import default_dtype
+from tokenleap.request import Request
+from tokenleap.runtime.native import build
+from tokenleap.runtime.native.support import why_no_library
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -95,7 +95,7 @@ def our_own_assertions() -> Iterator[None]:
     give_up = Guard.give_up
 
     def strict(guard: Guard, drafter: Drafter, request: Request, error: Exception) -> None:
-        if isinstance(error, AssertionError) and type(drafter).__module__.startswith("foretoken."):
+        if isinstance(error, AssertionError) and type(drafter).__module__.startswith("tokenleap."):
             raise error
         give_up(guard, drafter, request, error)
 
@@ -116,7 +116,7 @@ def own_cache(native_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """An empty cache folder; the native library is not compiled again for it."""
     library = build.library()
     monkeypatch.setattr(build, "_library", lambda *_flags: library)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

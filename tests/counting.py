@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.runtime.inputs import PassInputs
-from foretoken.runtime.target import Target
+from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.target import Target
 
 __all__ = ["counted"]
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken import LLM
-from foretoken.control import Budget, Fixed
-from foretoken.core.acceptance import RULES
-from foretoken.core.common_prefix import common_prefix
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter
-from foretoken.engine.scheduler import Scheduler
-from foretoken.request import Request
-from foretoken.runtime.kv_slab import OverBudget
-from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation, Strategy
+from tokenleap import LLM
+from tokenleap.control import Budget, Fixed
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.common_prefix import common_prefix
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.base import Drafter
+from tokenleap.engine.scheduler import Scheduler
+from tokenleap.request import Request
+from tokenleap.runtime.kv_slab import OverBudget
+from tokenleap.runtime.target import Target
+from tokenleap.speculation import Speculation, Strategy
 
 __all__ = ["RandomTrees", "Reader", "Scripted", "drafter_of", "scheduler_of"]
 

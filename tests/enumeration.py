@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.core.acceptance import AcceptanceRule, Accepted
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import Draft, TokenTree
+from tokenleap.core.acceptance import AcceptanceRule, Accepted
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import Draft, TokenTree
 
 Context = tuple[int, ...]
 DistributionOf = Callable[[Context], Distribution]

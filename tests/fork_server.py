@@ -94,8 +94,8 @@ if __name__ == "__main__":
     import transformers.models.auto.tokenization_auto
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import foretoken.cli
-    import foretoken.llm  # noqa: F401
+    import tokenleap.cli
+    import tokenleap.llm  # noqa: F401
 
     # The clock of the suite, which is not imported as a part of it.
     clocks = runpy.run_path(str(Path(__file__).with_name("clocks.py")))

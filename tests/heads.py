@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foretoken.drafters.heads.blockwise import BlockwiseConfig, BlockwiseNet
-from foretoken.drafters.heads.checkpoint import new_net, write_checkpoint
-from foretoken.drafters.heads.config_file import Description, Verifier
-from foretoken.drafters.heads.eagle_layer import EagleConfig
-from foretoken.drafters.heads.eagle_net import EagleNet
-from foretoken.drafters.heads.feature_net import FeatureConfig
-from foretoken.drafters.heads.hydra import HydraConfig, HydraNet
-from foretoken.drafters.heads.medusa import MedusaConfig, MedusaNet
-from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
-from foretoken.drafters.heads.parallel_net import ParallelConfig
-from foretoken.drafters.heads.state_file import write_state_file
-from foretoken.drafters.heads.state_net import StateConfig, StateNet
-from foretoken.drafters.pass_tokens import write_pass_tokens
-from foretoken.runtime.target import final_norm
 from tests.tiny import CONTEXT, VOCAB_SIZE
+from tokenleap.drafters.heads.blockwise import BlockwiseConfig, BlockwiseNet
+from tokenleap.drafters.heads.checkpoint import new_net, write_checkpoint
+from tokenleap.drafters.heads.config_file import Description, Verifier
+from tokenleap.drafters.heads.eagle_layer import EagleConfig
+from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.drafters.heads.feature_net import FeatureConfig
+from tokenleap.drafters.heads.hydra import HydraConfig, HydraNet
+from tokenleap.drafters.heads.medusa import MedusaConfig, MedusaNet
+from tokenleap.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
+from tokenleap.drafters.heads.parallel_net import ParallelConfig
+from tokenleap.drafters.heads.state_file import write_state_file
+from tokenleap.drafters.heads.state_net import StateConfig, StateNet
+from tokenleap.drafters.pass_tokens import write_pass_tokens
+from tokenleap.runtime.target import final_norm
 
 
 def tiny_config(vocab_size: int = VOCAB_SIZE, **fields: Any) -> EagleConfig:
@@ -95,7 +95,7 @@ def save_head(folder: Path, net: EagleNet, **notes: Any) -> None:
 @cache
 def random_head(config: EagleConfig) -> str:
     """A folder with random weights, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
     atexit.register(shutil.rmtree, folder)
     nothing = torch.zeros(config.vocab_size, config.hidden_size)
     save_head(folder, _random_net(config, nothing, nothing, seed=0))
@@ -105,7 +105,7 @@ def random_head(config: EagleConfig) -> str:
 @cache
 def random_pass_tokens(vocab_size: int = VOCAB_SIZE, count: int = 4, size: int = 64) -> str:
     """A folder with random look-ahead embeddings, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
     atexit.register(shutil.rmtree, folder)
     torch.manual_seed(0)
     write_pass_tokens(folder, torch.randn(count, size), vocab_size, Verifier("tiny"), {})
@@ -161,7 +161,7 @@ def save_state_head(folder: Path, net: StateNet, **notes: Any) -> None:
 @cache
 def random_state_head(method: str, config: StateConfig) -> str:
     """A folder with random weights, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
     atexit.register(shutil.rmtree, folder)
     save_state_head(folder, state_net(method, config))
     return str(folder)

@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from foretoken import LLM
-from foretoken.core.acceptance import RULES
-from foretoken.drafters.registry import METHODS
-from foretoken.drafters.text.datastore import Datastore, index_texts
-from foretoken.drafters.text.ngrams import NgramTables, count_ngrams
 from tests.heads import tiny_head
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM
+from tokenleap.core.acceptance import RULES
+from tokenleap.drafters.registry import METHODS
+from tokenleap.drafters.text.datastore import Datastore, index_texts
+from tokenleap.drafters.text.ngrams import NgramTables, count_ngrams
 
 NEED_SOURCES = [name for name, spec in METHODS.items() if spec.needs_source]
 """Methods for encoder-decoders alone."""
@@ -44,7 +44,7 @@ def tiny_texts() -> list[list[int]]:
 
 def tiny_file(made: NgramTables | Datastore) -> str:
     """A file until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
     atexit.register(shutil.rmtree, folder)
     made.save(folder / "tiny")
     return str(folder / "tiny")

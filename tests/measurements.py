@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.runtime import profiling
+from tokenleap.runtime import profiling
 
 __all__ = ["SHORT", "USUAL", "measure_with"]
 

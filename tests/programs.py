@@ -22,7 +22,7 @@ from typing import IO
 
 __all__ = ["MAIN", "TIMEOUT", "Program"]
 
-MAIN = "from foretoken.cli import main; main()"
+MAIN = "from tokenleap.cli import main; main()"
 TIMEOUT = 240.0
 """Seconds after which a program hangs: many, for a machine that has other things to do."""
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from foretoken import LLM, AsyncLLM
-from foretoken.core.peers import OutOfStepError
-from foretoken.core.tree import TokenTree
-from foretoken.models.load import load_model
-from foretoken.runtime.network import Need
 from tests.tiny import VOCAB_SIZE
+from tokenleap import LLM, AsyncLLM
+from tokenleap.core.peers import OutOfStepError
+from tokenleap.core.tree import TokenTree
+from tokenleap.models.load import load_model
+from tokenleap.runtime.network import Need
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], [9, 8, 7, 9, 8, 7, 9, 8], [40, 41, 42]]
 GREEDY = {"temperature": 0, "max_tokens": 24}

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from foretoken.drafters.spec_drafter import SpecDrafterNotes
-from foretoken.drafters.transitions import Transitions, save_transitions
-from foretoken.training.draft_lm import write_lm
-from foretoken.training.masked_lm import new_masked_lm
 from tests.tiny_seq2seq import VOCAB_SIZE, seq2seq_config
+from tokenleap.drafters.spec_drafter import SpecDrafterNotes
+from tokenleap.drafters.transitions import Transitions, save_transitions
+from tokenleap.training.draft_lm import write_lm
+from tokenleap.training.masked_lm import new_masked_lm
 
 
 def spec_drafter_of(
@@ -67,7 +67,7 @@ def random_spec_drafter(
     transitions: bool = False,
 ) -> str:
     """A folder with random weights, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="foretoken-tests-"))
+    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
     atexit.register(shutil.rmtree, folder)
     made = spec_drafter_of(
         name, num_masks, encoder=encoder, fewer_masks=fewer_masks, transitions=transitions

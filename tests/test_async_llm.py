@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import (
+from tests.engine.serving import assert_empty, bits
+from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import (
     LLM,
     AsyncLLM,
     ConfigError,
-    ForetokenError,
     RequestError,
     SamplingParams,
     StreamChunk,
+    TokenleapError,
 )
-from foretoken.engine.job_spec import JobSpec
-from foretoken.engine.llm_engine import LLMEngine
-from tests.engine.serving import assert_empty, bits
-from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.llm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1)
 SEVERAL = SamplingParams(n=3, seed=1, max_tokens=9, logprobs=2)
@@ -157,7 +157,7 @@ def test_a_request_that_waits_can_be_aborted() -> None:
 )
 def test_errors_come_before_the_first_chunk(prompt: Any, params: Any, error: str) -> None:
     async def refused(asynchronous: AsyncLLM) -> None:
-        with pytest.raises(ForetokenError, match=error):
+        with pytest.raises(TokenleapError, match=error):
             await collected(asynchronous, prompt, params)
 
     run(llm_of(), refused)
@@ -169,7 +169,7 @@ def test_arguments_that_belong_elsewhere() -> None:
             await collected(asynchronous, "one", None, max_tokens=3)
 
     run(llm_of(), refused)
-    with pytest.raises(ForetokenError, match="max_num_seqs: give it to the LLM"):
+    with pytest.raises(TokenleapError, match="max_num_seqs: give it to the LLM"):
         AsyncLLM(llm_of(), max_num_seqs=3)
 
 
@@ -265,7 +265,7 @@ def test_closing_ends_what_runs() -> None:
         with pytest.raises(RequestError, match="closed"):
             async for _ in request:
                 pass
-        with pytest.raises(ForetokenError, match="closed"):
+        with pytest.raises(TokenleapError, match="closed"):
             await asynchronous.in_engine(lambda: None)
         asynchronous.close()
         request.abort()
@@ -314,7 +314,7 @@ def test_prompts_with_strategies_of_their_own_take_one_turn(
         return [[chunk async for chunk in request] for request in requests]
 
     chunks = run(llm, ended)
-    assert turns == ["foretoken-engine"]
+    assert turns == ["tokenleap-engine"]
     assert all(each[-1].finished for each in chunks)
     assert [each[-1].prompt_index for each in chunks] == [0, 1, 2, 3]
 

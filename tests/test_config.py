@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from foretoken import ConfigError, SamplingParams, SpeculativeConfig
-from foretoken.core.acceptance import RULES
+from tokenleap import ConfigError, SamplingParams, SpeculativeConfig
+from tokenleap.core.acceptance import RULES
 
 
 @pytest.mark.parametrize(

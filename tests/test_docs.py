@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foretoken.cli import app
-from foretoken.control import CONTROLLERS
-from foretoken.core.acceptance import RULES
-from foretoken.drafters.registry import METHODS
+from tokenleap.cli import app
+from tokenleap.control import CONTROLLERS
+from tokenleap.core.acceptance import RULES
+from tokenleap.drafters.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = ("src", "tests", "docs", "examples", "benchmarks")
-HOMES = (ROOT, ROOT / "src/foretoken", ROOT / "tests", ROOT / "tests/invariants")
+HOMES = (ROOT, ROOT / "src/tokenleap", ROOT / "tests", ROOT / "tests/invariants")
 WRITTEN_BY_BENCH = {"table.md"}
 DELETED_BENCHMARKS = {"methods"}
 """Measurements in docs/results.md name the program that made them, also if it is gone."""
@@ -149,10 +149,10 @@ def test_programs_exist(document: Path) -> None:
 @each_document
 def test_commands_have_these_options(document: Path) -> None:
     text = re.sub(r"\\?\n {8,}", " ", document.read_text(encoding="utf-8"))  # one line each
-    for line in re.findall(r"^(?:    |\$ )+(?:\.venv/bin/)?foretoken (.*)$", text, re.MULTILINE):
+    for line in re.findall(r"^(?:    |\$ )+(?:\.venv/bin/)?tokenleap (.*)$", text, re.MULTILINE):
         check_command(re.sub(r"\s#.*", "", line))
     for span in code_spans(document):
-        if match := re.fullmatch(r"foretoken ([a-z-]+(?: .*)?|--help)", span):
+        if match := re.fullmatch(r"tokenleap ([a-z-]+(?: .*)?|--help)", span):
             check_command(match[1])
 
 

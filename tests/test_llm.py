@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, ModelError, Origin, PromptError, SamplingParams
-from foretoken.engine.job_spec import JobSpec
-from foretoken.llm import Prompt
 from tests.core.test_detokenizer import TOKENIZER
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, ConfigError, ModelError, Origin, PromptError, SamplingParams
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.llm import Prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 BYTES = 256
@@ -513,7 +513,7 @@ def test_without_trace_unreached_probabilities_are_left_out() -> None:
 
 
 def test_metrics_of_known_numbers() -> None:
-    from foretoken import Metrics
+    from tokenleap import Metrics
 
     metrics = Metrics(
         generated_tokens=30,

@@ -45,30 +45,30 @@ def run(unpacked: Path, *arguments: str) -> str:
 
 
 def test_the_wheel_has_everything_it_needs(unpacked: Path) -> None:
-    sources = {path.name for path in (ROOT / "src/foretoken/runtime/native").glob("*.[ch]*")}
-    packed = {path.name for path in (unpacked / "foretoken/runtime/native").iterdir()}
+    sources = {path.name for path in (ROOT / "src/tokenleap/runtime/native").glob("*.[ch]*")}
+    packed = {path.name for path in (unpacked / "tokenleap/runtime/native").iterdir()}
     assert sources <= packed
-    assert (unpacked / "foretoken/py.typed").exists()
-    head = unpacked / "foretoken/drafters/heads/pretrained/smollm2-135m"
+    assert (unpacked / "tokenleap/py.typed").exists()
+    head = unpacked / "tokenleap/drafters/heads/pretrained/smollm2-135m"
     assert {path.name for path in head.iterdir()} == {"config.json", "model.safetensors"}
-    page = {path.name for path in (ROOT / "src/foretoken/serve/static").iterdir()}
-    assert page == {path.name for path in (unpacked / "foretoken/serve/static").iterdir()}
+    page = {path.name for path in (ROOT / "src/tokenleap/serve/static").iterdir()}
+    assert page == {path.name for path in (unpacked / "tokenleap/serve/static").iterdir()}
     assert not list(unpacked.glob("tests*"))
 
 
 def test_it_generates_outside_the_checkout(unpacked: Path, tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     script = (
-        "import foretoken, sys\n"
-        "from foretoken import LLM, SamplingParams\n"
+        "import tokenleap, sys\n"
+        "from tokenleap import LLM, SamplingParams\n"
         "llm = LLM(sys.argv[1], speculative_config={'method': 'ngram'})\n"
         "out = llm.generate([[1, 2, 1, 2]], SamplingParams(temperature=0, max_tokens=4))[0]\n"
-        "print(foretoken.__file__, llm.runtime, len(out.token_ids))\n"
+        "print(tokenleap.__file__, llm.runtime, len(out.token_ids))\n"
     )
     home, _, tokens = run(unpacked, "-c", script, str(tmp_path / "model")).split()
     assert Path(home).is_relative_to(unpacked)
     assert tokens == "4"
 
 
-def test_python_m_foretoken(unpacked: Path) -> None:
-    assert "generate" in run(unpacked, "-m", "foretoken", "--help")
+def test_python_m_tokenleap(unpacked: Path) -> None:
+    assert "generate" in run(unpacked, "-m", "tokenleap", "--help")

@@ -13,17 +13,17 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner, Result
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
-from foretoken.cli import app
-from foretoken.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDistributions
-from foretoken.core.acceptance.block import Block
-from foretoken.core.acceptance.lenient import Lenient
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
-from foretoken.drafters.registry import METHODS
 from tests.drafting import RandomTrees, Scripted, drafter_of
 from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
+from tokenleap.cli import app
+from tokenleap.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDistributions
+from tokenleap.core.acceptance.block import Block
+from tokenleap.core.acceptance.lenient import Lenient
+from tokenleap.core.noise import StepNoise
+from tokenleap.core.tree import Draft
+from tokenleap.drafters.registry import METHODS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
@@ -31,10 +31,10 @@ SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
 MODULE = '''
 """A package with a drafter and a rule."""
 
-from foretoken.core.acceptance.base import AcceptanceRule, Accepted
-from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter, DrafterOptions
-from foretoken.drafters.spec import DrafterSpec
+from tokenleap.core.acceptance.base import AcceptanceRule, Accepted
+from tokenleap.core.tree import Draft, chain
+from tokenleap.drafters.base import Drafter, DrafterOptions
+from tokenleap.drafters.spec import DrafterSpec
 
 
 class ParrotOptions(DrafterOptions):
@@ -91,7 +91,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         acceptance: dict[str, str] | None = None,
         source: str = MODULE,
     ) -> str:
-        module = f"foretoken_plugin_{next(_numbers)}"
+        module = f"tokenleap_plugin_{next(_numbers)}"
         folder = tmp_path / module
         info = folder / f"{module}-1.0.dist-info"
         info.mkdir(parents=True)
@@ -99,7 +99,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
         lines = []
         for group, points in (("drafters", drafters), ("acceptance", acceptance)):
-            lines.append(f"[foretoken.{group}]")
+            lines.append(f"[tokenleap.{group}]")
             lines += [f"{name} = {value}" for name, value in (points or {}).items()]
         text = "\n".join(lines).replace("{module}", module)
         (info / "entry_points.txt").write_text(text + "\n")
@@ -351,7 +351,7 @@ def test_broken_entry_points_give_one_line(install: Install, case: str, group: s
         SpeculativeConfig.parse(fields)
     message = str(caught.value)
     assert "'broken'" in message
-    assert f"foretoken.{group}" in message
+    assert f"tokenleap.{group}" in message
     assert said.replace("{module}", module) in message
     assert "\n" not in message
     # What works goes on working, and the listing says what does not.

@@ -7,10 +7,10 @@ import io
 import pytest
 from rich.console import Console
 
-from foretoken import LLM, CompletionOutput, SamplingParams
-from foretoken.core.shown import shortened
 from tests.core.test_detokenizer import TOKENIZER
 from tests.tiny import tiny_model
+from tokenleap import LLM, CompletionOutput, SamplingParams
+from tokenleap.core.shown import shortened
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 

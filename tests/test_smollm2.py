@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.heads.eagle_layer import EagleConfig
-from foretoken.drafters.heads.parallel_net import ParallelConfig
-from foretoken.drafters.registry import METHODS
 from tests.heads import random_head, random_pass_tokens, random_state_head, state_config
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
 from tests.tiny import reference_greedy
+from tokenleap import LLM, SamplingParams
+from tokenleap.drafters.heads.eagle_layer import EagleConfig
+from tokenleap.drafters.heads.parallel_net import ParallelConfig
+from tokenleap.drafters.registry import METHODS
 
 pytestmark = pytest.mark.model
 

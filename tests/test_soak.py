@@ -10,14 +10,14 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.base import Drafter
-from foretoken.engine.prefix_cache import BLOCK
-from foretoken.request import Request
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.target import Target
 from tests.matrix import METHOD_FIELDS
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.drafters.base import Drafter
+from tokenleap.engine.prefix_cache import BLOCK
+from tokenleap.request import Request
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.target import Target
 
 METHODS = ("ngram", "ngram_table", "random", "early_exit", "switch", "draft_model")
 BLOCKS, PREFIX_BLOCKS = 4, 12
@@ -68,7 +68,7 @@ def live_tensors() -> int:
 
 def states_of(owner: object, seen: set[int]) -> list[tuple[str, object]]:
     """What drafters, and the drafters and scorers inside them, keep by request."""
-    if id(owner) in seen or not type(owner).__module__.startswith("foretoken.drafters"):
+    if id(owner) in seen or not type(owner).__module__.startswith("tokenleap.drafters"):
         return []
     seen.add(id(owner))
     found: list[tuple[str, object]] = []

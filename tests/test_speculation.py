@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.control import Budget, Controller, CostCurve, Fixed
-from foretoken.control.batch import BatchTable
-from foretoken.control.cost_model import CostModel
-from foretoken.core.acceptance import RULES
-from foretoken.core.distribution import Distribution, LazyDistribution
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.none import NoDrafter
-from foretoken.engine.scheduler import Scheduler
-from foretoken.request import Request
-from foretoken.runtime.kv_slab import OverBudget, SlabFull
-from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation, Strategy
 from tests.control.worlds import outcome as outcome_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.control import Budget, Controller, CostCurve, Fixed
+from tokenleap.control.batch import BatchTable
+from tokenleap.control.cost_model import CostModel
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.distribution import Distribution, LazyDistribution
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.none import NoDrafter
+from tokenleap.engine.scheduler import Scheduler
+from tokenleap.request import Request
+from tokenleap.runtime.kv_slab import OverBudget, SlabFull
+from tokenleap.runtime.target import Target
+from tokenleap.speculation import Speculation, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -348,7 +348,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("foretoken.core.clock.now", clock)
+    monkeypatch.setattr("tokenleap.core.clock.now", clock)
     return clock
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foretoken import LLM
 from tests.cli.terminal import environment
 from tests.heads import tiny_head
 from tests.sharded_programs import GREEDY, SEEDED, tokens
 from tests.tiny import GROUPED, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def test_shell(folders: dict[str, str], tmp_path: Path) -> None:
     given = ["-m", folders["llama"], "--dtype", "float32", "--max-tokens", 8, "--temperature", 0]
     out = tmp_path / "out.jsonl"
     lines = ["--file", tmp_path / "in.txt", "--jsonl", "--output", out]
-    both = ["foretoken", "generate", *given, "--tensor-parallel-size", 2]
+    both = ["tokenleap", "generate", *given, "--tensor-parallel-size", 2]
     done = launch(*both, *lines)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in out.read_text().splitlines()]

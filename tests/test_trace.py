@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import ForetokenError, SamplingParams, Trace
-from foretoken.trace import PASS_SIZES
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 from tests.traces import step as made_step
+from tokenleap import SamplingParams, TokenleapError, Trace
+from tokenleap.trace import PASS_SIZES
 
 
 def some_trace() -> Trace:
@@ -92,16 +92,16 @@ def test_sources_tell_lookups_from_drafters_with_a_model() -> None:
         pytest.param("[" * 100_000, "cannot read trace", id="deep"),
         ("[]", "not a trace"),
         ('{"format": "other"}', "not a trace"),
-        ('{"format": "foretoken-trace-1"}', "damaged trace"),
-        ('{"format": "foretoken-trace-1", "pieces": {}, "steps": [{"x": 1}]}', "steps.0.parents"),
-        ('{"format": "foretoken-trace-1", "pieces": {}, "steps": [{}]}', "damaged trace"),
-        ('{"format": "foretoken-trace-1", "pieces": [], "steps": []}', "damaged trace"),
+        ('{"format": "tokenleap-trace-1"}', "damaged trace"),
+        ('{"format": "tokenleap-trace-1", "pieces": {}, "steps": [{"x": 1}]}', "steps.0.parents"),
+        ('{"format": "tokenleap-trace-1", "pieces": {}, "steps": [{}]}', "damaged trace"),
+        ('{"format": "tokenleap-trace-1", "pieces": [], "steps": []}', "damaged trace"),
     ],
 )
 def test_not_a_trace(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
-    with pytest.raises(ForetokenError, match=message):
+    with pytest.raises(TokenleapError, match=message):
         Trace.load(path)
 
 
@@ -109,10 +109,10 @@ def test_an_unknown_field_is_refused() -> None:
     value = Trace([made_step((1, 2), (0,))]).as_dict()
     assert len(Trace.from_dict(value)) == 1
     value["steps"][0]["x"] = 1
-    with pytest.raises(ForetokenError, match=r"steps\.0\.x: unexpected"):
+    with pytest.raises(TokenleapError, match=r"steps\.0\.x: unexpected"):
         Trace.from_dict(value)
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match="cannot read trace"):
+    with pytest.raises(TokenleapError, match="cannot read trace"):
         Trace.load(tmp_path / "absent.json")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from foretoken import ConfigError, SamplingParams
-from foretoken.core.structured import StructuredOutputs
+from tokenleap import ConfigError, SamplingParams
+from tokenleap.core.structured import StructuredOutputs
 
 PAGE = (Path(__file__).parents[1] / "docs/api.md").read_text(encoding="utf-8")
 ROWS = re.findall(

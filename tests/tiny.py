@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from foretoken.runtime.cpu import linear_layer
+from tokenleap.runtime.cpu import linear_layer
 
 VOCAB_SIZE = 96
 CONTEXT = 256

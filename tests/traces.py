@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken import Origin, StepTrace
+from tokenleap import Origin, StepTrace
 
 PIECES = {1: " the", 2: " cat", 3: " sat", 4: "\n", 5: " dog", 6: "\t"}
 

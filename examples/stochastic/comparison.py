@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.analysis.stochastic import Result, Speculation, expected_speedup
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import Noise
+from tokenleap.analysis.stochastic import Result, Speculation, expected_speedup
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise
 
 DRAWS = 4000
 

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from comparison import Comparison, show_distribution
 
-from foretoken.analysis.stochastic import Speculation
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import Noise
+from tokenleap.analysis.stochastic import Speculation
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise
 
 SIDE = 24  # sites along the edge of a periodic square crystal
 MODES_AT_SADDLE = 180  # size of an eigenvalue problem; there are four per hop

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from comparison import Comparison, show_distribution
 
-from foretoken.analysis.stochastic import Speculation
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import Noise
+from tokenleap.analysis.stochastic import Speculation
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise
 
 PAGES = 4
 POLICY_SECONDS = 0.030

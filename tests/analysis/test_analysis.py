@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken import ConfigError
-from foretoken import analysis as theory
-from foretoken.core.acceptance import RULES
 from tests.enumeration import chains, decisions, random_distributions
+from tokenleap import ConfigError
+from tokenleap import analysis as theory
+from tokenleap.core.acceptance import RULES
 
 ALARM = 1e-9
 STEPS = 40_000

@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.analysis.measure import Laboratory
-from foretoken.core.acceptance import RULES
-from foretoken.core.distribution import Distribution
 from tests.enumeration import (
     Context,
     DistributionOf,
@@ -22,6 +18,10 @@ from tests.enumeration import (
     random_distributions,
 )
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.analysis.measure import Laboratory
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.distribution import Distribution
 
 ALARM = 1e-6
 

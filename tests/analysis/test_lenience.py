@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foretoken import LLM, ConfigError
-from foretoken.analysis import (
+from tests.analysis.test_measure import PARAMS, PROMPTS, distributions, laboratory
+from tests.tiny import tiny_model
+from tokenleap import LLM, ConfigError
+from tokenleap.analysis import (
     lenient_acceptance_probability,
     rejection_sampling_probability,
 )
-from foretoken.analysis.lenience import LENIENCES, alpha_by_lenience
-from tests.analysis.test_measure import PARAMS, PROMPTS, distributions, laboratory
-from tests.tiny import tiny_model
+from tokenleap.analysis.lenience import LENIENCES, alpha_by_lenience
 
 
 def test_alpha_by_lenience_is_that_of_p_and_q() -> None:

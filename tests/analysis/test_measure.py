@@ -12,19 +12,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.analysis import (
+from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
+from tokenleap.analysis import (
     acceptance_rate,
     accepted_distribution,
     expected_tokens,
     improvement,
     improvement_on_curve,
 )
-from foretoken.analysis.compare import Assumptions, StepSample, compare
-from foretoken.analysis.measure import Laboratory
-from foretoken.core.distribution import Distribution
-from foretoken.core.sampler import Sampler
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap.analysis.compare import Assumptions, StepSample, compare
+from tokenleap.analysis.measure import Laboratory
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.sampler import Sampler
 
 PROMPTS = [[1, 2, 3, 4], [7, 7, 8]]
 PARAMS = SamplingParams(temperature=0.8, top_k=20, seed=3, max_tokens=24)

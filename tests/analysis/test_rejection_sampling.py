@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from foretoken import ConfigError
-from foretoken import analysis as theory
+from tokenleap import ConfigError
+from tokenleap import analysis as theory
 
 ALARM = 1e-9
 """Bounds the chance that a right formula fails (Hoeffding, as in `test_analysis.py`)."""

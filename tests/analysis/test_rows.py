@@ -9,22 +9,22 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import SamplingParams
-from foretoken.analysis.rows import RowsVerifier
-from foretoken.control import Fixed
-from foretoken.core.acceptance import RULES
-from foretoken.core.tree import TokenTree, chain
-from foretoken.decode import Verifier, step
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import OwnModel
-from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.tree_options import TreeOptions, shape_of
-from foretoken.request import Request
-from foretoken.runtime.target import Target
-from foretoken.speculation import Speculation, Strategy
 from tests.counting import counted
 from tests.matrix import PROMPTS
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import SamplingParams
+from tokenleap.analysis.rows import RowsVerifier
+from tokenleap.control import Fixed
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.decode import Verifier, step
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.draft_model import OwnModel
+from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.tree_options import TreeOptions, shape_of
+from tokenleap.request import Request
+from tokenleap.runtime.target import Target
+from tokenleap.speculation import Speculation, Strategy
 
 
 @pytest.fixture(scope="module")

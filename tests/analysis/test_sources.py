@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken import analysis as theory
+from tokenleap import analysis as theory
 
 SAMPLED = [(0.62, 2.5), (0.71, 3.1), (0.76, 3.6), (0.84, 5.0)]
 """Leviathan et al., appendix A.5: alpha of table 5 for T5-small (lenience 1, 0.5, 0.3 and 0.1), and

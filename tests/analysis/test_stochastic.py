@@ -13,12 +13,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from foretoken import ConfigError
-from foretoken.analysis import acceptance_probability
-from foretoken.analysis.stochastic import Speculation, decide, expected_speedup
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import Noise
 from tests.enumeration import ScriptedNoise, _AnswerNeeded
+from tokenleap import ConfigError
+from tokenleap.analysis import acceptance_probability
+from tokenleap.analysis.stochastic import Speculation, decide, expected_speedup
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise
 
 P = Distribution(torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64))
 WAIT = 20.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.bench.contestants import BASELINE, OWN, Contestant
+from tokenleap.bench.contestants import BASELINE, OWN, Contestant
 
 NGRAM = Contestant("ngram", OWN, {"method": "ngram"})
 PLAIN = Contestant("transformers-plain", "transformers-plain")

@@ -7,13 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.bench.agreement import agreements, bleu_metric, unjudged
-from foretoken.bench.contestants import BASELINE, Setting
-from foretoken.bench.own import OwnRunner
-from foretoken.bench.report import markdown
-from foretoken.bench.scoring import mean_logprob
-from foretoken.bench.summary import Results
 from tests.bench.records import (
     CONTESTANTS,
     HEADER,
@@ -25,6 +18,13 @@ from tests.bench.records import (
     request,
 )
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.agreement import agreements, bleu_metric, unjudged
+from tokenleap.bench.contestants import BASELINE, Setting
+from tokenleap.bench.own import OwnRunner
+from tokenleap.bench.report import markdown
+from tokenleap.bench.scoring import mean_logprob
+from tokenleap.bench.summary import Results
 
 TEXT = "the cat sat on the mat and slept"
 OTHER = "the cat sat on the roof and slept"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.contestants import PEERS, Setting, methods, peers
-from foretoken.errors import ConfigError
+from tokenleap.bench.contestants import PEERS, Setting, methods, peers
+from tokenleap.errors import ConfigError
 
 WHOLE = Setting("model", draft_model="small", gguf="model.gguf")
 
@@ -95,7 +95,7 @@ def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, family: s
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in absent else known(name)
     )
-    with pytest.raises(ConfigError, match=r"is not installed: pip install 'foretoken\[peers\]'"):
+    with pytest.raises(ConfigError, match=r"is not installed: pip install 'tokenleap\[peers\]'"):
         peers(family, WHOLE)
 
 

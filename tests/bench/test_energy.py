@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.energy import open_meter
+from tokenleap.bench.energy import open_meter
 
 
 def zone(powercap: Path, name: str, energy: int, limit: int = 999) -> Path:
@@ -79,4 +79,4 @@ def test_a_gpu_without_counter_or_library(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pynvml", None)
     meter, said = open_meter("cuda")
     assert meter is None
-    assert "pip install 'foretoken[energy]'" in said
+    assert "pip install 'tokenleap[energy]'" in said

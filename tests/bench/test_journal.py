@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.journal import Journal
-from foretoken.errors import ForetokenError
+from tokenleap.bench.journal import Journal
+from tokenleap.errors import TokenleapError
 
 HEADER = b'{"format": "test", "seed": 0, "checksum": "980e8106"}\n'
 
@@ -41,7 +41,7 @@ def test_a_record_that_was_changed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     journal(path).add({"of": 2})
     path.write_text(path.read_text().replace("2}", "3}").replace('"of": 2', '"of": "two"'))
-    with pytest.raises(ForetokenError, match="line 2 has changed since it was written"):
+    with pytest.raises(TokenleapError, match="line 2 has changed since it was written"):
         journal(path)
 
 
@@ -57,6 +57,6 @@ def test_what_is_no_results_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     for content in (b"notes", b"notes\n", b"[]\n", HEADER.replace(b"0,", b"1,")[:-1]):
         path.write_bytes(content)
-        with pytest.raises(ForetokenError, match="not a results file"):
+        with pytest.raises(TokenleapError, match="not a results file"):
             journal(path)
         assert path.read_bytes() == content

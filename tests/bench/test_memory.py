@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.bench.memory import BYTES, weight_bytes
-from foretoken.runtime.choices import QUANTIZATIONS
-from foretoken.runtime.llama import LinearWeights
-from foretoken.runtime.native.pack import Format, pack
 from tests.heads import published_medusa
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap.bench.memory import BYTES, weight_bytes
+from tokenleap.runtime.choices import QUANTIZATIONS
+from tokenleap.runtime.llama import LinearWeights
+from tokenleap.runtime.native.pack import Format, pack
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

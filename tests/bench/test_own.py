@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import ConfigError
-from foretoken.bench.contestants import BASELINE, OWN, Contestant, Setting
-from foretoken.bench.own import OwnRunner
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import ConfigError
+from tokenleap.bench.contestants import BASELINE, OWN, Contestant, Setting
+from tokenleap.bench.own import OwnRunner
 
 
 @pytest.fixture(scope="module")

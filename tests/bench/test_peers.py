@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foretoken.bench.contestants import BASELINE, OWN, Contestant, Setting
-from foretoken.bench.peers import runner
-from foretoken.bench.worker import serve
 from tests.cli.conftest import save_tiny
 from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap.bench.contestants import BASELINE, OWN, Contestant, Setting
+from tokenleap.bench.peers import runner
+from tokenleap.bench.worker import serve
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9]]
 

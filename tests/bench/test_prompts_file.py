@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.prompts_file import MULTI_TURN, Prompt, cut_middle, read_prompts, stratified
-from foretoken.errors import ForetokenError, PromptError
+from tokenleap.bench.prompts_file import MULTI_TURN, Prompt, cut_middle, read_prompts, stratified
+from tokenleap.errors import PromptError, TokenleapError
 
 
 def write(folder: Path, name: str, *lines: Any) -> Path:
@@ -60,7 +60,7 @@ def test_what_is_not_a_prompt_is_refused(tmp_path: Path, lines: list[Any], told:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match="cannot read"):
+    with pytest.raises(TokenleapError, match="cannot read"):
         read_prompts(tmp_path / "none.jsonl")
 
 

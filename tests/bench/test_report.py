@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foretoken.bench import figures
-from foretoken.bench.page import html
-from foretoken.bench.report import ACCEPTANCE, markdown
-from foretoken.bench.rows import Footprint
-from foretoken.bench.summary import Results
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
+from tokenleap.bench import figures
+from tokenleap.bench.page import html
+from tokenleap.bench.report import ACCEPTANCE, markdown
+from tokenleap.bench.rows import Footprint
+from tokenleap.bench.summary import Results
 
 PLOTS = [
     "Speed-up by kind of prompt",
@@ -178,4 +178,4 @@ def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     text = html(results(), HEADER)
     assert Page(text).images == {}
-    assert "pip install 'foretoken[plots]'" in text
+    assert "pip install 'tokenleap[plots]'" in text

@@ -10,14 +10,14 @@ from typing import Any, Self
 
 import pytest
 
-from foretoken.bench import process, run
-from foretoken.bench.contestants import BASELINE, Contestant, Setting
-from foretoken.bench.journal import Journal
-from foretoken.bench.process import Process
-from foretoken.bench.prompts_file import Prompt
-from foretoken.bench.run import FORMAT, Plan
-from foretoken.errors import ForetokenError
 from tests.bench.records import NGRAM, OWN_FACTS, PEER_FACTS
+from tokenleap.bench import process, run
+from tokenleap.bench.contestants import BASELINE, Contestant, Setting
+from tokenleap.bench.journal import Journal
+from tokenleap.bench.process import Process
+from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.run import FORMAT, Plan
+from tokenleap.errors import TokenleapError
 
 PEER = Contestant("transformers-plain", "transformers-plain")
 PROMPTS = tuple(Prompt(name, "kind", name * 3) for name in ("a", "b"))
@@ -150,7 +150,7 @@ def test_batches_are_for_those_who_take_them(processes: type[FakeProcess]) -> No
     assert batches[0]["prompt_tokens"] == [3, 3, 3]
 
 
-def test_the_control_is_for_foretokens_contestants(processes: type[FakeProcess]) -> None:
+def test_the_control_is_for_tokenleaps_contestants(processes: type[FakeProcess]) -> None:
     """Peers do not sample with its noise."""
     journal = Journal(None, FORMAT, {})
     run.run(replace(plan(rounds=1), control=2), journal, silent)
@@ -221,7 +221,7 @@ def test_rounds_may_be_added_and_other_settings_are_refused(tmp_path: Path) -> N
     Journal(file, FORMAT, plan(1).header())
     Journal(file, FORMAT, plan(3).header())
     other = Plan((BASELINE, PEER), Setting("m", max_tokens=5), PROMPTS, 1)
-    with pytest.raises(ForetokenError, match="made with max_tokens 4, and this run has 5"):
+    with pytest.raises(TokenleapError, match="made with max_tokens 4, and this run has 5"):
         Journal(file, FORMAT, other.header())
 
 
@@ -237,7 +237,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 def test_a_process_that_ends_leaves_its_last_words(program: Callable[[str], None]) -> None:
     program("import sys; sys.exit('no memory left')")
-    with Process(PEER, Setting("m")) as started, pytest.raises(ForetokenError) as caught:
+    with Process(PEER, Setting("m")) as started, pytest.raises(TokenleapError) as caught:
         started.wait_until_loaded()
     assert str(caught.value) == "transformers-plain has ended: no memory left"
 
@@ -246,7 +246,7 @@ def test_what_a_contestant_complains_of_is_told(program: Callable[[str], None]) 
     program('input(); print(\'{"error": "no such file"}\')')
     with (
         Process(PEER, Setting("m")) as started,
-        pytest.raises(ForetokenError, match="transformers-plain: no such file"),
+        pytest.raises(TokenleapError, match="transformers-plain: no such file"),
     ):
         started.wait_until_loaded()
 
@@ -278,7 +278,7 @@ def test_a_process_that_answers_no_more_is_ended(
         "import os, sys, time; print('stuck', file=sys.stderr, flush=True);"
         "os.close(1); time.sleep(600)"
     )
-    with Process(PEER, Setting("m")) as started, pytest.raises(ForetokenError) as caught:
+    with Process(PEER, Setting("m")) as started, pytest.raises(TokenleapError) as caught:
         started.wait_until_loaded()
     assert str(caught.value) == "transformers-plain has ended: stuck"
     assert started._process.returncode is not None

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.contestants import BASELINE, OWN, Contestant
-from foretoken.bench.rows import Footprint, Start
-from foretoken.bench.summary import Results
 from tests.bench.records import (
     CONTESTANTS,
     OWN_FACTS,
@@ -19,6 +16,9 @@ from tests.bench.records import (
     own_output,
     request,
 )
+from tokenleap.bench.contestants import BASELINE, OWN, Contestant
+from tokenleap.bench.rows import Footprint, Start
+from tokenleap.bench.summary import Results
 
 
 def results(*requests: dict[str, Any]) -> Results:

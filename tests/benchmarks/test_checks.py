@@ -14,14 +14,14 @@ from benchmarks.loading import Loaded
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from foretoken.bench.contestants import BASELINE, Contestant
-from foretoken.bench.prompts_file import Prompt
-from foretoken.core.acceptance.base import Accepted, TargetDistributions
-from foretoken.core.acceptance.coupled import Coupled
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
-from foretoken.drafters.registry import METHODS as REGISTERED
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap.bench.contestants import BASELINE, Contestant
+from tokenleap.bench.prompts_file import Prompt
+from tokenleap.core.acceptance.base import Accepted, TargetDistributions
+from tokenleap.core.acceptance.coupled import Coupled
+from tokenleap.core.noise import StepNoise
+from tokenleap.core.tree import Draft
+from tokenleap.drafters.registry import METHODS as REGISTERED
 
 NAMES = ("draft_model", "ngram", "ngram_table")
 # Drafts of one length: the default controller may draft nothing on a busy machine.

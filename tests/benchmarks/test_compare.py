@@ -12,7 +12,7 @@ from benchmarks.compare import (
     summary,
 )
 
-from foretoken import ForetokenError
+from tokenleap import TokenleapError
 
 
 def test_equal_generations_do_not_differ() -> None:
@@ -61,7 +61,7 @@ def test_a_results_file_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
 def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     ResultsFile(file, {"seed": 1})
-    with pytest.raises(ForetokenError, match="made with seed 1, and this run has 2"):
+    with pytest.raises(TokenleapError, match="made with seed 1, and this run has 2"):
         ResultsFile(file, {"seed": 2})
 
 
@@ -69,7 +69,7 @@ def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
 def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
     file = tmp_path / "notes.txt"
     file.write_text(content)
-    with pytest.raises(ForetokenError, match="not a results file"):
+    with pytest.raises(TokenleapError, match="not a results file"):
         ResultsFile(file, {})
     assert file.read_text() == content
 

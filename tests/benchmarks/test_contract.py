@@ -27,12 +27,12 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import contract, contract_run
-from foretoken import LLM
-from foretoken.bench.journal import Journal
-from foretoken.bench.prompts_file import Prompt
-from foretoken.bench.ratios import Interval, t_ratio
-from foretoken.errors import ForetokenError
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM
+from tokenleap.bench.journal import Journal
+from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.ratios import Interval, t_ratio
+from tokenleap.errors import TokenleapError
 
 CELLS = [Cell(1, "qa"), Cell(4, "qa"), Cell(4, "rag")]
 
@@ -149,7 +149,7 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     found = measure(CELLS, journal(path, seed=0), 2, second)
     assert second.calls == [(CELLS[2], 0), *((cell, 1) for cell in CELLS)]
     assert [r.rounds for r in found] == [2, 2, 2]
-    with pytest.raises(ForetokenError, match="seed 0"):
+    with pytest.raises(TokenleapError, match="seed 0"):
         journal(path, seed=1)
 
 
@@ -289,7 +289,7 @@ def test_a_file_of_the_old_form_is_refused(tmp_path: Path) -> None:
     """Its rounds had the same prompts every time."""
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
     prompts.write_text('{"prompt": "abc"}\n')
-    output.write_text('{"format": "foretoken contract 1"}\n')
+    output.write_text('{"format": "tokenleap contract 1"}\n')
     app = Typer()
     app.command()(contract.main)
     result = CliRunner().invoke(app, ["--prompts", str(prompts), "--output", str(output)])

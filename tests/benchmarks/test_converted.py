@@ -15,7 +15,7 @@ from benchmarks.converted import (
 )
 from torch import nn
 
-from foretoken import LLM, SamplingParams, models
+from tokenleap import LLM, SamplingParams, models
 
 E, V = 32, 20
 

@@ -15,8 +15,8 @@ from benchmarks.loading import Loaded
 from typer.testing import CliRunner
 
 from benchmarks import BenchmarkError, gpu
-from foretoken.bench.ratios import Interval
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap.bench.ratios import Interval
 
 app = typer.Typer()
 app.command()(main)

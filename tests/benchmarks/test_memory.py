@@ -7,10 +7,10 @@ import pytest
 from benchmarks.memory import PLAIN, Case, Peak, _configs, measure, table
 
 from benchmarks import BenchmarkError
-from foretoken.runtime.attention import KEY_BLOCK
 from tests.spec_drafters import random_spec_drafter
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap.runtime.attention import KEY_BLOCK
 
 
 def test_differences_are_to_plain_decoding_of_the_same_batch() -> None:

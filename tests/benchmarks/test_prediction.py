@@ -4,8 +4,8 @@ import pytest
 from benchmarks.prediction import EDITS, UNRELATED, Run, cases, chosen, measure
 
 from benchmarks import BenchmarkError
-from foretoken import LLM
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM
 
 
 def test_every_edit_changes_the_file() -> None:

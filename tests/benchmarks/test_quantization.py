@@ -4,8 +4,8 @@ import pytest
 import torch
 from benchmarks.quantization import Shift, logits_of, shift
 
-from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
+from tokenleap.runtime.target import Target
 
 
 def test_equal_distributions_do_not_differ() -> None:

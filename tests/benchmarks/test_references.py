@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from benchmarks.references import RUNS, edited, measure
 
-from foretoken import LLM
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM
 
 
 def test_one_word_in_so_many_is_replaced() -> None:

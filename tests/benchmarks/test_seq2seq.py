@@ -38,14 +38,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from benchmarks import BenchmarkError, seq2seq_results
-from foretoken import LLM
-from foretoken.bench.journal import Journal
-from foretoken.drafters.spec_drafter import SpecDrafterNotes
-from foretoken.training.folder import TrainingFolder
-from foretoken.training.masked_lm import new_masked_lm
-from foretoken.training.methods import training_method
-from foretoken.training.settings import TrainingSettings
 from tests.spec_drafters import save_spec_drafter
+from tokenleap import LLM
+from tokenleap.bench.journal import Journal
+from tokenleap.drafters.spec_drafter import SpecDrafterNotes
+from tokenleap.training.folder import TrainingFolder
+from tokenleap.training.masked_lm import new_masked_lm
+from tokenleap.training.methods import training_method
+from tokenleap.training.settings import TrainingSettings
 
 GENERAL = TrainingSettings.field_names()
 SMALL = "specdec-small"
@@ -244,7 +244,7 @@ def test_drafts_have_their_own_drafter_or_the_first_tokens_of_the_main_one() -> 
 def test_commands_name_what_is_learnt() -> None:
     options = DrafterOptions(spec_set=("max_steps=5",), heads_set=(), answers="beam")
     command = " ".join(train_command("specdec-small", Path("out"), options))
-    assert command.startswith("foretoken train spec_drafter --model out/target --source ")
+    assert command.startswith("tokenleap train spec_drafter --model out/target --source ")
     assert command.endswith(
         "--set shape=small --set num_masks=25 --set answers=beam --set max_steps=5"
     )

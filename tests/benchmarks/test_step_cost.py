@@ -6,11 +6,11 @@ from benchmarks.loading import TINY, load
 from benchmarks.step_cost import Filled, hidden_layers, hidden_ratios, main, overhead, pass_seconds
 from typer.testing import CliRunner
 
-from foretoken import LLM, SamplingParams
-from foretoken.control import Budget
-from foretoken.request import Request
-from foretoken.runtime.target import Target
 from tests.tiny import VOCAB_SIZE
+from tokenleap import LLM, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.request import Request
+from tokenleap.runtime.target import Target
 
 app = typer.Typer()
 app.command()(main)

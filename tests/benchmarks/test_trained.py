@@ -7,8 +7,8 @@ import typer
 from benchmarks.trained import METHODS, main
 from typer.testing import CliRunner
 
-from foretoken.training.methods import TRAINING_METHODS
 from tests.cli.conftest import save_tiny
+from tokenleap.training.methods import TRAINING_METHODS
 
 app = typer.Typer()
 app.command()(main)

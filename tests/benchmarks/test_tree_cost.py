@@ -6,7 +6,7 @@ from benchmarks.loading import TINY, load
 from benchmarks.tree_cost import Case, main, measure
 from typer.testing import CliRunner
 
-from foretoken.runtime.target import Target
+from tokenleap.runtime.target import Target
 
 app = typer.Typer()
 app.command()(main)

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from foretoken.cli import app
 from tests.tiny import tiny_model
+from tokenleap.cli import app
 
 # One token per character, in the letters of byte-level tokenizers.
 CHARACTERS = ["\u0120", "\u010a", *(chr(code) for code in range(33, 127))]

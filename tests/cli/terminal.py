@@ -23,13 +23,13 @@ _PATIENCE = 5.0
 def environment(cache: Path | None = None) -> dict[str, str]:
     names = {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
     if cache is not None:
-        names["FORETOKEN_CACHE"] = str(cache)
+        names["TOKENLEAP_CACHE"] = str(cache)
     dropped = {"NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES"}
     return {**{k: v for k, v in os.environ.items() if k not in dropped}, **names}
 
 
 class Terminal:
-    """`foretoken ARGUMENTS` in a terminal of 80 columns; use as a context manager."""
+    """`tokenleap ARGUMENTS` in a terminal of 80 columns; use as a context manager."""
 
     def __init__(self, *arguments: object) -> None:
         self._controller, controlled = pty.openpty()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams, decode
-from foretoken.cli.line_results import LineResults
 from tests.cli.conftest import Run, error_of
+from tokenleap import LLM, SamplingParams, decode
+from tokenleap.cli.line_results import LineResults
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = ("--max-tokens", 12, "--method", "none")

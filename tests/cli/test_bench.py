@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.contestants import Contestant, Setting
-from foretoken.bench.journal import Journal
-from foretoken.bench.process import Process
-from foretoken.bench.run import Plan
-from foretoken.bench.worker import Worker
 from tests.bench.records import background, drafted, own_output, request
 from tests.cli.conftest import Run, error_of, save_gguf
 from tests.cli.terminal import environment
 from tests.programs import MAIN, TIMEOUT, Program
+from tokenleap.bench.contestants import Contestant, Setting
+from tokenleap.bench.journal import Journal
+from tokenleap.bench.process import Process
+from tokenleap.bench.run import Plan
+from tokenleap.bench.worker import Worker
 
 FAKE_LLAMA = """
 class Llama:
@@ -109,7 +109,7 @@ def test_lossy_rules_are_judged_at_a_temperature(
     run: Run, tiny: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeded samples of the default rule are those of `none`; a lossy rule's are not."""
-    monkeypatch.setattr("foretoken.bench.run.Process", Here)
+    monkeypatch.setattr("tokenleap.bench.run.Process", Here)
     lossy = '{"method": "random", "acceptance": {"rule": "lenient", "lenience": 1e-6}}'
     result = run(
         *("bench", prompts, "-m", tiny, "--peers", "", "--method", "random", "--method", lossy),
@@ -140,7 +140,7 @@ def test_other_tokens_than_plain_decoding_are_a_failure(
         for record in (*background(), *calls):
             journal.add(record)
 
-    monkeypatch.setattr("foretoken.bench.run.run", measured)
+    monkeypatch.setattr("tokenleap.bench.run.run", measured)
     output = tmp_path / "results"
     result = run("bench", prompts, "-m", tiny, "--peers", "", "--output", output)
     assert result.exit_code == 1
@@ -207,7 +207,7 @@ def test_a_peer_that_is_not_installed(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     result = run("bench", prompts, "--gguf", prompts, "--peers", "llama.cpp")
     assert result.exit_code == 2
-    assert "llama.cpp is not installed: pip install 'foretoken[peers]'" in error_of(result)
+    assert "llama.cpp is not installed: pip install 'tokenleap[peers]'" in error_of(result)
 
 
 def test_a_gguf_model_is_the_peers_model(
@@ -245,7 +245,7 @@ def test_what_could_not_be_reported_is_not_measured(
     monkeypatch.setitem(sys.modules, module, None)
     result = run("bench", prompts, "-m", tiny, "--peers", "none", "--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert f"{message}: pip install 'foretoken[bench]'" in error_of(result)
+    assert f"{message}: pip install 'tokenleap[bench]'" in error_of(result)
     assert not (tmp_path / "out").exists()
 
 

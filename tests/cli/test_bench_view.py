@@ -7,12 +7,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from foretoken.bench.report import tables
-from foretoken.bench.summary import Results
-from foretoken.cli import bench_view
-from foretoken.cli.bench_view import fitted, show_results
-from foretoken.cli.console import THEME
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
+from tokenleap.bench.report import tables
+from tokenleap.bench.summary import Results
+from tokenleap.cli import bench_view
+from tokenleap.cli.bench_view import fitted, show_results
+from tokenleap.cli.console import THEME
 
 WIDTHS = (60, 80, 120)
 

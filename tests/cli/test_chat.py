@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli.conversation import Conversation
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
+from tokenleap import LLM, SamplingParams
+from tokenleap.cli.conversation import Conversation
 
 PROMPT = r">\x08\x1b\[2C"
 """A prompt, as prompt_toolkit draws it."""
@@ -125,7 +125,7 @@ def test_ctrl_d_ends(tiny: Path) -> None:
 
 
 def test_what_was_said_before_ctrl_c_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken.cli import conversation as module
+    from tokenleap.cli import conversation as module
 
     class Interrupts:
         """As if Ctrl-C had come during the third step."""

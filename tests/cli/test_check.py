@@ -30,7 +30,7 @@ def test_a_record_is_kept(run: Run, tiny: Path, head: Path, tmp_path: Path) -> N
     kept = run("check", head, "-m", tiny, "--record")
     assert kept.exit_code == 0, kept.stderr
     assert str(head / "config.json") in kept.stdout
-    assert "probe" in json.loads((head / "config.json").read_text())["foretoken"]
+    assert "probe" in json.loads((head / "config.json").read_text())["tokenleap"]
     assert run("check", head, "-m", tiny).stdout == shown.stdout
     model = AutoModelForCausalLM.from_pretrained(tiny)
     sizes = {"vocab_size": model.config.vocab_size, "num_hidden_layers": 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from foretoken.drafters.text.datastore import Datastore
 from tests.cli.conftest import Run, error_of
+from tokenleap.drafters.text.datastore import Datastore
 
 
 def test_build_and_use(run: Run, tiny: Path, tmp_path: Path) -> None:

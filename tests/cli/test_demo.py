@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, RequestOutput
-from foretoken.cli.demo_prompts import PROMPTS
 from tests.cli.conftest import Run, error_of
+from tokenleap import LLM, RequestOutput
+from tokenleap.cli.demo_prompts import PROMPTS
 
 QUICK = ["--rounds", "1", "--max-tokens", "12"]
 

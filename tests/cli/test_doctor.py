@@ -1,4 +1,4 @@
-"""`foretoken doctor`: the machine, and what would be faster."""
+"""`tokenleap doctor`: the machine, and what would be faster."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.runtime.native import build
 from tests.cli.conftest import Run
+from tokenleap.runtime.native import build
 
 
 def findings(run: Run) -> dict[str, tuple[str, str]]:
@@ -21,10 +21,10 @@ def test_what_is_there(run: Run) -> None:
     found = findings(run)
     assert found["native runtime"][0].startswith("ready")
     assert "of" in found["cores"][0]
-    assert found["foretoken[bench]"][0] == found["foretoken[serve]"][0] == "installed"
+    assert found["tokenleap[bench]"][0] == found["tokenleap[serve]"][0] == "installed"
     assert found["C++ compiler"][1] == ""
-    extras = set(metadata("foretoken").get_all("Provides-Extra", [])) - {"dev", "docs"}
-    assert {f"foretoken[{extra}]" for extra in extras} <= found.keys()
+    extras = set(metadata("tokenleap").get_all("Provides-Extra", [])) - {"dev", "docs"}
+    assert {f"tokenleap[{extra}]" for extra in extras} <= found.keys()
     shown = run("doctor").stdout
     assert all(name in shown for name in found)
 
@@ -44,7 +44,7 @@ def test_no_compiler(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_a_processor_without_vectors(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.bench.machine.processor_flags", frozenset)
+    monkeypatch.setattr("tokenleap.bench.machine.processor_flags", frozenset)
     value, advice = findings(run)["instructions"]
     assert "none" in value
     assert "AVX2" in advice

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM
-from foretoken import llm as llm_module
-from foretoken.bench.contestants import BASELINE, Setting
-from foretoken.bench.run import Plan
-from foretoken.cli.options import _quantizations
-from foretoken.runtime.choices import QUANTIZATION_OPTIONS
 from tests.cli.conftest import Run, error_of
+from tokenleap import LLM
+from tokenleap import llm as llm_module
+from tokenleap.bench.contestants import BASELINE, Setting
+from tokenleap.bench.run import Plan
+from tokenleap.cli.options import _quantizations
+from tokenleap.runtime.choices import QUANTIZATION_OPTIONS
 
 SHORT = ["--max-tokens", 8]
 GIVEN = ["--kv-cache-memory", "4MiB", "--max-num-batched-tokens", 7, "--max-model-len", 900]
@@ -30,7 +30,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             seen.append(arguments)
             super().__init__(model, **arguments)
 
-    monkeypatch.setattr("foretoken.llm.LLM", Seen)
+    monkeypatch.setattr("tokenleap.llm.LLM", Seen)
     return seen
 
 
@@ -62,7 +62,7 @@ def test_chat(run: Run, tiny: Path, made: list[dict[str, Any]]) -> None:
 def test_bench(
     run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[Any]
 ) -> None:
-    from foretoken.bench.own import OwnRunner
+    from tokenleap.bench.own import OwnRunner
 
     plans: list[Plan] = []
 
@@ -73,8 +73,8 @@ def test_bench(
         plans.append(plan)
         raise StoppedError
 
-    monkeypatch.setattr("foretoken.bench.run.run", measured)
-    monkeypatch.setattr("foretoken.bench.own.LLM", llm_module.LLM)
+    monkeypatch.setattr("tokenleap.bench.run.run", measured)
+    monkeypatch.setattr("tokenleap.bench.own.LLM", llm_module.LLM)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")
     common = ["bench", prompts, "-m", tiny, "--peers", "", "--quantization", "int8"]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from foretoken.cli import app, habits
-from foretoken.cli.advice import in_flags
 from tests.cli.conftest import Run, error_of, save_tiny
 from tests.tiny import tiny_model
+from tokenleap.cli import app, habits
+from tokenleap.cli.advice import in_flags
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> 
         ("generate hi --temp 1", "--temp: did you mean '--temperature'? Try"),
         ("generate hi --seeed 1", "--seeed: did you mean '--seed'? Try"),
         ("generate hi --stream", "--stream: answers to one prompt are streamed anyway. Try"),
-        ("generate hi --frobnicate", "--frobnicate. Try 'foretoken generate --help'."),
-        ("generate hi -v", "-v: set the environment variable FORETOKEN_LOG=info. Try"),
-        ("-v", "-v: use --version. Try 'foretoken --help'."),
+        ("generate hi --frobnicate", "--frobnicate. Try 'tokenleap generate --help'."),
+        ("generate hi -v", "-v: set the environment variable TOKENLEAP_LOG=info. Try"),
+        ("-v", "-v: use --version. Try 'tokenleap --help'."),
         ("serve -p 80", "-p: use --port. Try"),
         ("generate -p hi", "-p: write the prompt without an option. Try"),
         ("serve --stream", "no such option: --stream. Try"),
         ("models -p hi", "no such option: -p. Try"),
         ("generate hi there", "(there): put a prompt of several words in quotes. Try"),
         ("chat smollm2-135m", "(smollm2-135m): name a model with --model. Try"),
-        ("pull x", "no such command 'pull': use 'foretoken models fetch'"),
-        ("models rm x", "no such command 'rm': use 'foretoken models remove'"),
+        ("pull x", "no such command 'pull': use 'tokenleap models fetch'"),
+        ("models rm x", "no such command 'rm': use 'tokenleap models remove'"),
         ("generat hi", "no such command 'generat': did you mean 'generate'?"),
         ("zzz", "no such command 'zzz': known: bench, chat, "),
     ],
@@ -120,7 +120,7 @@ def test_advice_names_what_there_is() -> None:
     for advice in chain.from_iterable(habits._OPTIONS.values()):
         assert set(re.findall(r"(?<!\S)--[a-z-]+", advice)) <= options, advice
     for advice in habits._COMMANDS.values():
-        for words in re.findall(r"'foretoken ([^']+)'", advice):
+        for words in re.findall(r"'tokenleap ([^']+)'", advice):
             assert set(words.split()) <= commands, advice
 
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from foretoken.drafters.heads.checkpoint import write_checkpoint
-from foretoken.drafters.heads.config_file import Description, Verifier
 from tests.cli.conftest import Run, error_of
 from tests.heads import save_state_head, state_config, state_net, tiny_config, tiny_net
 from tests.tiny import tiny_model
+from tokenleap.drafters.heads.checkpoint import write_checkpoint
+from tokenleap.drafters.heads.config_file import Description, Verifier
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = run("export", "--help")
     assert result.exit_code == 0
-    assert "$ foretoken export" in result.stdout
+    assert "$ tokenleap export" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from foretoken import LLM, SamplingParams, Trace
-from foretoken.core.source import Source
-from foretoken.runtime.passes import Passes
 from tests.cli.conftest import Run, ascii_tokenizer, error_of
 from tests.heads import published_medusa, tiny_head
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, SamplingParams, Trace
+from tokenleap.core.source import Source
+from tokenleap.runtime.passes import Passes
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = ["--max-tokens", "20"]
@@ -126,7 +126,7 @@ def test_json_has_the_trace_if_it_is_wanted(run: Run, tiny: Path, tmp_path: Path
 def test_json_names_the_controller_that_ran(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.runtime.target.probe", lambda *_, **__: False)
+    monkeypatch.setattr("tokenleap.runtime.target.probe", lambda *_, **__: False)
     given = ["generate", "hello", "-m", tiny, *SHORT, "--method", "ngram", "--json"]
     value = parsed(run(*given))
     config = value["speculative_config"]

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from foretoken import __version__
 from tests.cli.conftest import Run, error_of
+from tokenleap import __version__
 
 COMMANDS = [
     *(
@@ -30,7 +30,7 @@ COMMANDS = [
 
 def test_no_heavy_import() -> None:
     code = (
-        "import sys; from foretoken.cli import app\n"
+        "import sys; from tokenleap.cli import app\n"
         "for words in ('--help', 'generate --help', 'train --help', 'models', ''):\n"
         "    try: app(words.split())\n"
         "    except SystemExit: pass\n"
@@ -47,7 +47,7 @@ def test_every_command_has_examples(
     for flag in ("--help", "-h"):
         result = run(command, flag)
         assert result.exit_code == 0
-        assert f"$ foretoken {command}" in result.stdout or command == "trace"
+        assert f"$ tokenleap {command}" in result.stdout or command == "trace"
         assert "Examples" in result.stdout
         assert max(map(len, result.stdout.splitlines())) <= 80
         assert result.stderr == ""
@@ -60,7 +60,7 @@ def test_without_a_command_there_is_help(run: Run) -> None:
 
 
 def test_version(run: Run) -> None:
-    assert run("--version").stdout == f"foretoken {__version__}\n"
+    assert run("--version").stdout == f"tokenleap {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_wrong_use_is_one_line_and_2(run: Run, arguments: list[str], message: st
 
 
 def test_methods(run: Run) -> None:
-    from foretoken.control import CONTROLLERS
-    from foretoken.core.acceptance import RULES
-    from foretoken.drafters.registry import METHODS
+    from tokenleap.control import CONTROLLERS
+    from tokenleap.core.acceptance import RULES
+    from tokenleap.drafters.registry import METHODS
 
     shown = run("methods").stdout
     assert all(name in shown for name in (*METHODS, *RULES, *CONTROLLERS))

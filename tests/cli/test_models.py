@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from foretoken.cli.options import ModelOptions
-from foretoken.models import store
 from tests.cli.conftest import Run, error_of
 from tests.cli.terminal import Terminal
+from tokenleap.cli.options import ModelOptions
+from tokenleap.models import store
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setenv("FORETOKEN_CACHE", str(folder))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(folder))
     return folder
 
 
@@ -141,7 +141,7 @@ def test_check(run: Run) -> None:
             {"name": "mine", "damaged": []},
         ]
     }
-    manifest = mine / "foretoken.json"
+    manifest = mine / "manifest.json"
     manifest.chmod(0o644)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"sums": {}}))
     assert "mine has no checksums" in run("models", "check", "mine").stdout

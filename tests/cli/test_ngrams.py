@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import LLM
-from foretoken.drafters.text.ngrams import NgramTables, count_ngrams
-from foretoken.training import own_text
-from foretoken.training.self_data import SelfTalk
 from tests.cli.conftest import Run, error_of
+from tokenleap import LLM
+from tokenleap.drafters.text.ngrams import NgramTables, count_ngrams
+from tokenleap.training import own_text
+from tokenleap.training.self_data import SelfTalk
 
 
 def test_build_and_use(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from foretoken import analysis
-from foretoken.cli import plan_trials
 from tests.cli.conftest import Run, error_of
+from tokenleap import analysis
+from tokenleap.cli import plan_trials
 
 MEASURE = ["plan", "--measure", "--max-tokens", "16", "--rounds", "2"]
 
@@ -65,7 +65,7 @@ def test_json_without_a_bound(run: Run) -> None:
 
 def test_theory_loads_no_model_libraries() -> None:
     code = (
-        "import sys; from foretoken.cli import app\n"
+        "import sys; from tokenleap.cli import app\n"
         "try: app(['plan', '--alpha', '0.5'])\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -263,7 +263,7 @@ def test_plots_without_matplotlib(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     result = run("plan", "--alpha", "0.8", "--plots", tmp_path)
     assert result.exit_code == 2
-    assert "pip install 'foretoken[plots]'" in error_of(result)
+    assert "pip install 'tokenleap[plots]'" in error_of(result)
 
 
 def test_plots_into_a_file(run: Run, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_commands_that_run_in_one_process(run: Run, two: pytest.MonkeyPatch, command: str) -> None:
     result = run(command)
     assert result.exit_code == 2
-    message = f"torchrun has started 2 processes, and foretoken {command} runs in one"
+    message = f"torchrun has started 2 processes, and tokenleap {command} runs in one"
     assert message in error_of(result)
 
 
@@ -58,7 +58,7 @@ def test_without_torchrun(run: Run, tiny: Path) -> None:
 
 MUTED = """
 import os, sys
-from foretoken.cli.processes import mute_others
+from tokenleap.cli.processes import mute_others
 muted = mute_others(2)
 print("something")
 print(muted, file=sys.stderr)

@@ -13,10 +13,10 @@ import torch
 import typer
 from rich.console import Console
 
-from foretoken.cli import app
-from foretoken.cli.console import THEME, counting
-from foretoken.errors import ForetokenError
 from tests.cli.conftest import Run, error_of
+from tokenleap.cli import app
+from tokenleap.cli.console import THEME, counting
+from tokenleap.errors import TokenleapError
 
 SHORT = ("--max-tokens", 8)
 
@@ -31,7 +31,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         yield lambda *call: calls.append(call)
 
     for name in ("plan_trials", "plan_lenience", "lines", "bench"):
-        monkeypatch.setattr(f"foretoken.cli.{name}.counting", counting)
+        monkeypatch.setattr(f"tokenleap.cli.{name}.counting", counting)
     return calls
 
 
@@ -68,7 +68,7 @@ def test_a_terminal_gets_a_bar_with_the_time_that_is_left(monkeypatch: pytest.Mo
         stderr = Console(
             file=text, width=80, force_terminal=terminal, theme=THEME, color_system=None
         )
-        monkeypatch.setattr("foretoken.cli.console.errors", lambda console=stderr: console)
+        monkeypatch.setattr("tokenleap.cli.console.errors", lambda console=stderr: console)
         with counting() as show:
             show("lines", 1, 2)
         found = re.search(r"1/2 .*(-:--:--|0:00:\d\d).* lines", text.getvalue())
@@ -98,7 +98,7 @@ def test_threads(
 ) -> None:
     def asked(threads: int) -> None:
         assert threads == 3
-        raise ForetokenError("these threads")
+        raise TokenleapError("these threads")
 
     monkeypatch.setattr(torch, "set_num_threads", asked)
     result = run(*command, "-m", tiny, "--threads", 3)

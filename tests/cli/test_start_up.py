@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from foretoken.drafters.registry import METHODS
+from tokenleap.drafters.registry import METHODS
 
 HEAVY = [
     *("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy"),
@@ -15,7 +15,7 @@ HEAVY = [
 
 RUN = """
 import contextlib, io, json, sys
-from foretoken.cli import app
+from tokenleap.cli import app
 
 heavy, commands = json.loads(sys.argv[1])
 for argv in commands:
@@ -45,7 +45,7 @@ def ran(commands: list[list[str]]) -> list[tuple[list[str], int, str, str]]:
     results = []
     for line in done.stdout.splitlines():
         argv, code, out, err, loaded = json.loads(line)
-        assert not loaded, f"foretoken {' '.join(argv)} imports {loaded}"
+        assert not loaded, f"tokenleap {' '.join(argv)} imports {loaded}"
         results.append((argv, code, out, err))
     assert len(results) == len(commands)
     return results
@@ -102,6 +102,6 @@ def test_wrong_options_and_names(tmp_path: Path) -> None:
 
 
 def test_the_package_itself() -> None:
-    code = f"import foretoken, sys; print([n for n in {HEAVY} if n in sys.modules])"
+    code = f"import tokenleap, sys; print([n for n in {HEAVY} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

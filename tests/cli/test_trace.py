@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken import LLM, Origin, SamplingParams, StepTrace, Trace
-from foretoken.cli.trace_picture import picture
-from foretoken.cli.trace_summary import TraceSummary
 from tests.cli.conftest import Run, error_of
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.traces import PIECES, step
+from tokenleap import LLM, Origin, SamplingParams, StepTrace, Trace
+from tokenleap.cli.trace_picture import picture
+from tokenleap.cli.trace_summary import TraceSummary
 
 CORRECTED = step((1, 2, 3, 4), (0, 1), rejected=(2,), origin=Origin.CORRECTION, reason="no")
 BONUS = step((1, 2), (0, 1), token=4)

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from foretoken import LLM, Origin, SamplingParams, StepTrace, Trace
-from foretoken.cli.trace_timeline import Span, timeline_of
-from foretoken.errors import ForetokenError
 from tests.cli.conftest import Run, error_of
 from tests.tiny import tiny_model
+from tokenleap import LLM, Origin, SamplingParams, StepTrace, Trace
+from tokenleap.cli.trace_timeline import Span, timeline_of
+from tokenleap.errors import TokenleapError
 
 PLAIN = StepTrace((), (), (), (), (), (), "", 5, Origin.BONUS, 1, 0.0, 0.4, 0.0)
 DRAFTED = StepTrace(
@@ -65,7 +65,7 @@ def test_looking_for_a_draft_in_vain_is_not_a_draft() -> None:
 
 
 def test_a_trace_without_times() -> None:
-    with pytest.raises(ForetokenError, match="x: the trace has no steps with times"):
+    with pytest.raises(TokenleapError, match="x: the trace has no steps with times"):
         timeline_of("x", Trace([replace(PLAIN, verify_seconds=0.0)]))
 
 
@@ -140,8 +140,8 @@ def test_wrong_use(run: Run, tmp_path: Path, arguments: list[str], message: str)
 
 
 def test_svg_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.cli.trace_svg.find_spec", lambda _: None)
+    monkeypatch.setattr("tokenleap.cli.trace_svg.find_spec", lambda _: None)
     file = saved(tmp_path, "one.json", WITH_PROMPT)
     result = run("trace", file, "--svg", tmp_path / "x.svg")
     assert result.exit_code == 2
-    assert "--svg needs Matplotlib: pip install 'foretoken[plots]'" in error_of(result)
+    assert "--svg needs Matplotlib: pip install 'tokenleap[plots]'" in error_of(result)

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.training import curves, serving
-from foretoken.training import run as training_run
-from foretoken.training.conversations import ConversationFile
-from foretoken.training.estimate import Speeds
-from foretoken.training.features import bytes_per_token
-from foretoken.training.methods import TRAINING_METHODS
-from foretoken.training.series import DrafterSeries
 from tests.cli.conftest import Run, ascii_tokenizer, error_of, save_tiny
 from tests.cli.terminal import environment
 from tests.programs import Program
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import short_talks
+from tokenleap import LLM, SamplingParams
+from tokenleap.training import curves, serving
+from tokenleap.training import run as training_run
+from tokenleap.training.conversations import ConversationFile
+from tokenleap.training.estimate import Speeds
+from tokenleap.training.features import bytes_per_token
+from tokenleap.training.methods import TRAINING_METHODS
+from tokenleap.training.series import DrafterSeries
 
 QUICK = ["--tokens", 200, "--held-out-tokens", 60, "--set", "batch_tokens=128"]
 SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
@@ -245,8 +245,8 @@ def test_other_targets(run: Run, tmp_path: Path, own_cache: Path, kind: str, met
 SCRIPT = """
 import os, signal, sys
 import pytest
-from foretoken.training import run, trainer
-from foretoken.training.estimate import Speeds
+from tokenleap.training import run, trainer
+from tokenleap.training.estimate import Speeds
 from tests.training.world import short_talks
 short_talks(pytest.MonkeyPatch())
 run._ROWS, run._SERVED_PROMPTS = 1, 1
@@ -261,7 +261,7 @@ def stopping(self, batches):
         os.kill(os.getpid(), number)
     return found
 trainer.Trainer._step = stopping
-from foretoken.cli import main
+from tokenleap.cli import main
 main()
 """
 
@@ -324,7 +324,7 @@ def test_two_processes(tiny: Path, tmp_path: Path) -> None:
         settings = ["--set", "evaluate_every=1", "--set", "patience=0"]
         options = ["train", "hydra", "-m", tiny, "-o", out, *QUICK, *settings, "--json"]
         result = subprocess.run(
-            [sys.executable, *launcher, "-m", "foretoken", *(str(each) for each in options)],
+            [sys.executable, *launcher, "-m", "tokenleap", *(str(each) for each in options)],
             capture_output=True,
             text=True,
             check=False,
@@ -482,7 +482,7 @@ def test_without_the_library_it_stands_on(
     monkeypatch.setitem(sys.modules, "accelerate", None)
     result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head")
     assert result.exit_code == 2
-    assert error_of(result) == "error: training needs accelerate: pip install 'foretoken[train]'"
+    assert error_of(result) == "error: training needs accelerate: pip install 'tokenleap[train]'"
 
 
 def test_help_names_all_methods(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,9 +516,9 @@ def test_a_spec_drafter(run: Run, bart: Path, tmp_path: Path) -> None:
     assert len(report["served"]["by_position"]) == 3
     assert report["training"]["conversations"] > 10  # which all begin alike
     written = json.loads((out / "config.json").read_text())
-    assert written["foretoken"]["spec_drafter"]["num_masks"] == 3
+    assert written["tokenleap"]["spec_drafter"]["num_masks"] == 3
     assert written["d_model"] == 16
-    assert written["foretoken"]["probe"]
+    assert written["tokenleap"]["probe"]
     llm = LLM(bart, speculative_config={"method": "spec_drafter", "model": out})
     (output,) = llm.generate("say 5!", SamplingParams(temperature=0, max_tokens=8))
     assert output.metrics.drafter_failure is None

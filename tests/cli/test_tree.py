@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from foretoken.cli.console import THEME
-from foretoken.cli.tree_report import drawn
-from foretoken.cli.tree_search import Costs, solved
-from foretoken.drafters.tree_file import TreeFile
-from foretoken.runtime.costs import CostCurve
-from foretoken.tuning.sequoia import best_size, best_tree, expected_tokens
 from tests.cli.conftest import Run, error_of, save_tiny
+from tokenleap.cli.console import THEME
+from tokenleap.cli.tree_report import drawn
+from tokenleap.cli.tree_search import Costs, solved
+from tokenleap.drafters.tree_file import TreeFile
+from tokenleap.runtime.costs import CostCurve
+from tokenleap.tuning.sequoia import best_size, best_tree, expected_tokens
 
 VECTOR = (0.7, 0.15, 0.05)
 GIVEN = ["tree", "--acceptance-vector", "0.7,0.15,0.05"]
@@ -58,7 +58,7 @@ def test_a_given_vector(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json(run: Run) -> None:
     value = json.loads(run(*GIVEN, "--nodes", "9", "--depth", "2", "--json").stdout)
     best = best_tree(VECTOR, 9, 2)
-    assert value["format"] == "foretoken-tree-1"
+    assert value["format"] == "tokenleap-tree-1"
     assert [tuple(path) for path in value["paths"]] == list(best.paths)
     assert value["acceptance"] == list(VECTOR)
     assert value["expected_tokens"] == best.expected_tokens
@@ -76,7 +76,7 @@ def test_json(run: Run) -> None:
 
 def test_a_vector_needs_no_model_libraries() -> None:
     code = (
-        "import sys; from foretoken.cli import app\n"
+        "import sys; from tokenleap.cli import app\n"
         f"try: app({[*GIVEN, '--nodes', '5']!r})\n"
         "except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
@@ -99,7 +99,7 @@ def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = run("tree", "--help")
     assert result.exit_code == 0
-    assert "$ foretoken tree" in result.stdout
+    assert "$ tokenleap tree" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 

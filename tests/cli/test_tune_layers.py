@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from foretoken.drafters.tuned_layers import TunedLayers
-from foretoken.tuning.layer_laboratory import LayerLaboratory
-from foretoken.tuning.skip_sets import Run as Speed
-from foretoken.tuning.skip_sets import SkipSet
 from tests.cli.conftest import Run, error_of
 from tests.cli.terminal import Terminal
+from tokenleap.drafters.tuned_layers import TunedLayers
+from tokenleap.tuning.layer_laboratory import LayerLaboratory
+from tokenleap.tuning.skip_sets import Run as Speed
+from tokenleap.tuning.skip_sets import SkipSet
 
 QUICK = ["--max-tokens", "8", "--trials", "3", "--seconds", "30"]
 
@@ -79,7 +79,7 @@ def test_json(run: Run, tiny: Path, prompts: Path, output: Path) -> None:
     trials = value.pop("trials")
     assert value.pop("output") == str(output)
     assert value == saved
-    assert saved["format"] == "foretoken-layers-1"
+    assert saved["format"] == "tokenleap-layers-1"
     assert saved["measured"]["temperature"] == 1
     assert sum(trial["runs"] for trial in trials) <= 3
     best = max(trials, key=lambda trial: (trial["runs"], trial["speedup"]))
@@ -189,7 +189,7 @@ def test_progress_at_a_terminal(tiny: Path, prompts: Path, output: Path) -> None
 def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = run("tune-layers", "--help").stdout
-    assert "$ foretoken tune-layers" in shown
+    assert "$ tokenleap tune-layers" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken import Origin, StreamedToken
-from foretoken.cli.writer import TokenWriter
+from tokenleap import Origin, StreamedToken
+from tokenleap.cli.writer import TokenWriter
 
 CODES = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.analysis import expected_tokens
-from foretoken.control import CostCurve
-from foretoken.control.cost_model import CostModel
 from tests.control.worlds import (
     World,
     acceptance_rates,
@@ -18,6 +15,9 @@ from tests.control.worlds import (
     stairs,
     steep,
 )
+from tokenleap.analysis import expected_tokens
+from tokenleap.control import CostCurve
+from tokenleap.control.cost_model import CostModel
 
 CHAIN, TREE = (1,) * 8, (4, 8, 8, 8)
 

@@ -7,10 +7,6 @@ from itertools import product
 
 import pytest
 
-from foretoken.analysis import expected_tokens
-from foretoken.control import CostCurve
-from foretoken.control.cost_model import CostModel
-from foretoken.control.drafting_costs import levels_of_one
 from tests.control.worlds import (
     acceptance_rates,
     cheap,
@@ -19,6 +15,10 @@ from tests.control.worlds import (
     outcome,
     request_of,
 )
+from tokenleap.analysis import expected_tokens
+from tokenleap.control import CostCurve
+from tokenleap.control.cost_model import CostModel
+from tokenleap.control.drafting_costs import levels_of_one
 
 
 def after(model: CostModel, good: int, bad: int, steps: int = 60) -> list[int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken import SamplingParams
-from foretoken.control import CostCurve
-from foretoken.control.base import Expected
-from foretoken.control.cost_model import CostModel
-from foretoken.control.drafting_costs import DeeperLevels, DraftingCosts, reading
-from foretoken.control.lengths import OutputLengths
-from foretoken.core.source import Source
-from foretoken.request import Request
 from tests.control.worlds import learn, outcome
+from tokenleap import SamplingParams
+from tokenleap.control import CostCurve
+from tokenleap.control.base import Expected
+from tokenleap.control.cost_model import CostModel
+from tokenleap.control.drafting_costs import DeeperLevels, DraftingCosts, reading
+from tokenleap.control.lengths import OutputLengths
+from tokenleap.core.source import Source
+from tokenleap.request import Request
 
 PASS = 0.01
 

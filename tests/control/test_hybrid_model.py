@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from foretoken.control import CONTROLLERS, Budget, CostCurve, controller_class
-from foretoken.control.evidence import (
+from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, steep
+from tokenleap.control import CONTROLLERS, Budget, CostCurve, controller_class
+from tokenleap.control.evidence import (
     agreed,
     by_match,
     by_rank,
@@ -18,16 +19,15 @@ from foretoken.control.evidence import (
     is_graft,
     prior_rate,
 )
-from foretoken.control.hybrid_model import HybridModel
-from foretoken.control.lookup_model import LookupModel, LookupPlan
-from foretoken.core.acceptance import Accepted
-from foretoken.core.sampler import TreeDistributions
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.decode import Outcome
-from foretoken.drafters.hybrid import graft
-from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
-from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, steep
+from tokenleap.control.hybrid_model import HybridModel
+from tokenleap.control.lookup_model import LookupModel, LookupPlan
+from tokenleap.core.acceptance import Accepted
+from tokenleap.core.sampler import TreeDistributions
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.decode import Outcome
+from tokenleap.drafters.hybrid import graft
+from tokenleap.request import Request
+from tokenleap.runtime.network import PassOutput
 
 LENGTH, LEVELS = 12, (1, 1, 1, 1)
 ROOT, RIGHT, WRONG = 0, 1, 2
@@ -46,7 +46,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("foretoken.core.clock.now", clock.read)
+    monkeypatch.setattr("tokenleap.core.clock.now", clock.read)
     return clock
 
 

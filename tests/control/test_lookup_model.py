@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from foretoken.control import CONTROLLERS, CostCurve, controller_class
-from foretoken.control.cost_model import CostModel
-from foretoken.control.evidence import (
+from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, stairs, steep
+from tokenleap.control import CONTROLLERS, CostCurve, controller_class
+from tokenleap.control.cost_model import CostModel
+from tokenleap.control.evidence import (
     LONGEST_MATCH,
     AcceptanceRates,
     by_match,
@@ -17,14 +18,13 @@ from foretoken.control.evidence import (
     path_probs,
     prior_rate,
 )
-from foretoken.control.lookup_model import LookupModel
-from foretoken.core.acceptance import Accepted
-from foretoken.core.sampler import TreeDistributions
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.decode import Outcome
-from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
-from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, stairs, steep
+from tokenleap.control.lookup_model import LookupModel
+from tokenleap.core.acceptance import Accepted
+from tokenleap.core.sampler import TreeDistributions
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.decode import Outcome
+from tokenleap.request import Request
+from tokenleap.runtime.network import PassOutput
 
 LENGTH = 8
 
@@ -41,7 +41,7 @@ def guess(match: int, length: int = LENGTH) -> Draft:
 @pytest.fixture(autouse=True)
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What learning takes here is no part of the worlds."""
-    monkeypatch.setattr("foretoken.core.clock.now", lambda: 0.0)
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: 0.0)
 
 
 def outcome(request: Request, draft: Draft, right: int) -> Outcome:

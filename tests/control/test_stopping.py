@@ -9,13 +9,13 @@ from math import nan
 import pytest
 from benchmarks.draft_replay import LENGTHS, Text, replay
 
-from foretoken import SamplingParams
-from foretoken.control.cost_model import CostModel
-from foretoken.control.draft_sizes import DraftSizes
-from foretoken.control.stopping import Stopping
-from foretoken.core.tree import Draft
-from foretoken.request import Request
 from tests.control.worlds import cpu, learn, measured, outcome, request_of, tree_of
+from tokenleap import SamplingParams
+from tokenleap.control.cost_model import CostModel
+from tokenleap.control.draft_sizes import DraftSizes
+from tokenleap.control.stopping import Stopping
+from tokenleap.core.tree import Draft
+from tokenleap.request import Request
 
 PASSES = {1: 1.0, 4: 1.08, 6: 1.2, 8: 1.55, 12: 1.8}
 """Seconds of a pass, by nodes: those of a kernel that reads a weight once for six nodes."""

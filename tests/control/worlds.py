@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from foretoken import SamplingParams
-from foretoken.control import Controller, CostCurve
-from foretoken.control.cost_model import CostModel
-from foretoken.core.acceptance import Accepted
-from foretoken.core.sampler import TreeDistributions
-from foretoken.core.tree import Draft, TokenTree
-from foretoken.decode import Outcome
-from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
+from tokenleap import SamplingParams
+from tokenleap.control import Controller, CostCurve
+from tokenleap.control.cost_model import CostModel
+from tokenleap.core.acceptance import Accepted
+from tokenleap.core.sampler import TreeDistributions
+from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.decode import Outcome
+from tokenleap.request import Request
+from tokenleap.runtime.network import PassOutput
 
 __all__ = [
     "World",

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.beams import BeamDraft, Beams, BeamSettings, search
-from foretoken.core.tree import TokenTree, chain
-from foretoken.errors import RequestError
+from tokenleap.core.beams import BeamDraft, Beams, BeamSettings, search
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.errors import RequestError
 
 VOCAB_SIZE, EOS, ROOT = 12, 2, 7
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from foretoken.core.detokenizer import Detokenizer, _Beginning
+from tokenleap.core.detokenizer import Detokenizer, _Beginning
 
 # One token per byte: every character outside ASCII is split over tokens.
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

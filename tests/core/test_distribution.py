@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretoken.core.distribution import Distribution, OneHots
+from tokenleap.core.distribution import Distribution, OneHots
 
 V = 6
 weights = st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]), min_size=V, max_size=V).filter(any)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core.files import write_whole
+from tokenleap.core.files import write_whole
 
 
 def broken(path: Path) -> None:

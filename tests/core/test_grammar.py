@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputs
-from foretoken.core.grammar import Grammars
 from tests.matrix import LOSSLESS, SPECULATIVE, fits, speculative_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tokenleap import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputs
+from tokenleap.core.grammar import Grammars
 
 EOS = 95
 SCHEMA = {
@@ -126,7 +126,7 @@ def test_the_distribution_is_p_restricted_to_what_is_allowed() -> None:
     allowed = grammar.allowed([])
     assert allowed is not None
     assert allowed.nonzero()[:, 0].tolist() == [65, 66, 67]  # a, b, c
-    from foretoken.core.sampler import Sampler
+    from tokenleap.core.sampler import Sampler
 
     fields = SamplingParams(temperature=0.7, structured_outputs=outputs)
     sampler = Sampler(fields, VOCAB_SIZE, [1], [EOS], grammar)
@@ -210,7 +210,7 @@ def test_models_that_cannot(model: Any) -> None:
 
 def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"pip install 'foretoken\[structured\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tokenleap\[structured\]'"):
         SamplingParams(structured_outputs={"regex": "a"})
 
 
@@ -239,7 +239,7 @@ AMBIGUOUS: dict[str, Any] = {"grammar": 'start: s\ns: s s s | s s | "a"'}
 
 @pytest.fixture
 def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.core.trial.MAX_ITEMS", 200)
+    monkeypatch.setattr("tokenleap.core.trial.MAX_ITEMS", 200)
 
 
 @pytest.mark.usefixtures("few_items")
@@ -255,7 +255,7 @@ def test_a_limit_reached_later_is_an_error_and_not_the_end_of_the_form() -> None
 
 def test_the_work_for_a_mask_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial ends before the expression becomes expensive."""
-    monkeypatch.setattr("foretoken.core.trial.MAX_FUEL", 200)
+    monkeypatch.setattr("tokenleap.core.trial.MAX_FUEL", 200)
     grammar = grammars().compile(StructuredOutputs(regex="a{70}(.*a.{40}b.{40})*"))
     (a,) = tiny_tokenizer().encode("a", add_special_tokens=False)
     assert grammar.allowed([a] * 60) is not None

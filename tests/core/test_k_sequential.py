@@ -8,10 +8,6 @@ from itertools import combinations
 import pytest
 import torch
 
-from foretoken.core.acceptance import RULES
-from foretoken.core.acceptance.k_sequential import KSequential, Selection
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import Draft, TokenTree
 from tests.enumeration import (
     Context,
     DistributionOf,
@@ -24,6 +20,10 @@ from tests.enumeration import (
     trees,
     without_replacement,
 )
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.acceptance.k_sequential import KSequential, Selection
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import Draft, TokenTree
 
 TOLERANCE = 1e-6
 

@@ -1,4 +1,4 @@
-"""`FORETOKEN_LOG` shows log lines; without it, a program's own handlers get them."""
+"""`TOKENLEAP_LOG` shows log lines; without it, a program's own handlers get them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from foretoken import LLM, ConfigError
-from foretoken.core.log import show_log_lines
-from foretoken.runtime import choose
-from foretoken.runtime.native import build
 from tests.tiny import tiny_model
+from tokenleap import LLM, ConfigError
+from tokenleap.core.log import show_log_lines
+from tokenleap.runtime import choose
+from tokenleap.runtime.native import build
 
-OURS = logging.getLogger("foretoken")
+OURS = logging.getLogger("tokenleap")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def as_before() -> Iterator[None]:
 
 
 def test_nothing_is_set_up_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FORETOKEN_LOG", raising=False)
+    monkeypatch.delenv("TOKENLEAP_LOG", raising=False)
     show_log_lines()
     assert OURS.level == logging.NOTSET
     assert not OURS.handlers
@@ -34,18 +34,18 @@ def test_nothing_is_set_up_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_on_standard_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FORETOKEN_LOG", "INFO")
+    monkeypatch.setenv("TOKENLEAP_LOG", "INFO")
     for _ in range(2):  # a second model adds no second handler
         show_log_lines()
     LLM(tiny_model())
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "INFO foretoken.engine.llm_engine: LlamaForCausalLM runs on cpu" in lines[0]
+    assert "INFO tokenleap.engine.llm_engine: LlamaForCausalLM runs on cpu" in lines[0]
 
 
 def test_an_unknown_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETOKEN_LOG", "loud")
-    with pytest.raises(ConfigError, match="FORETOKEN_LOG: must be one of debug, info"):
+    monkeypatch.setenv("TOKENLEAP_LOG", "loud")
+    with pytest.raises(ConfigError, match="TOKENLEAP_LOG: must be one of debug, info"):
         LLM(tiny_model())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.core.noise import Noise
+from tokenleap.core.noise import Noise
 
 
 def test_derived_noise_differs_by_every_step_it_is_derived_for() -> None:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from foretoken import CompatibilityError, ConfigError, SamplingParams
-from foretoken.core.grammar import Grammars
-from foretoken.core.rules import DecodingRules
-from foretoken.core.sampler import Sampler, TreeDistributions
-from foretoken.core.source import Source
-from foretoken.core.tree import TokenTree
-from foretoken.errors import RequestError
 from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import CompatibilityError, ConfigError, SamplingParams
+from tokenleap.core.grammar import Grammars
+from tokenleap.core.rules import DecodingRules
+from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.core.source import Source
+from tokenleap.core.tree import TokenTree
+from tokenleap.errors import RequestError
 
 V = 12
 EOS = (2,)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import Draft, TokenTree, chain
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import Draft, TokenTree, chain
 
 trees = (
     st.integers(1, 12)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from foretoken import ConfigError, SamplingParams, StructuredOutputs
-from foretoken.core import trial, trials
-from foretoken.core.form import MAX_LENGTH
-from foretoken.core.grammar import Grammars
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
+from tokenleap import ConfigError, SamplingParams, StructuredOutputs
+from tokenleap.core import trial, trials
+from tokenleap.core.form import MAX_LENGTH
+from tokenleap.core.grammar import Grammars
 
 EOS = 95
 REFUSED = "at most .*: make it smaller|at most 128 levels|too complex"
@@ -210,7 +210,7 @@ def test_compiled_grammars_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FORKING = """
 import os
-from foretoken import StructuredOutputs
+from tokenleap import StructuredOutputs
 
 StructuredOutputs(regex="[ab]")
 child = os.fork()

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from torch import Tensor
 
-from foretoken.core.source import Source
-from foretoken.runtime.seq2seq.encoder import EncoderSide
+from tokenleap.core.source import Source
+from tokenleap.runtime.seq2seq.encoder import EncoderSide
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.rules import DecodingRules
-from foretoken.drafters.allowed import allowed_part
-from foretoken.drafters.block import BlockScorer
-from foretoken.request import Request
-from foretoken.runtime.network import GrownTree
 from tests.spec_drafters import random_spec_drafter
 from tests.tiny_seq2seq import tiny_seq2seq, tiny_source
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.rules import DecodingRules
+from tokenleap.drafters.allowed import allowed_part
+from tokenleap.drafters.block import BlockScorer
+from tokenleap.request import Request
+from tokenleap.runtime.network import GrownTree
 
 
 def request_of(**fields: Any) -> Request:

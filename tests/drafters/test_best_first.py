@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.control import Budget
-from foretoken.drafters.best_first import best_first_nodes
+from tokenleap.control import Budget
+from tokenleap.drafters.best_first import best_first_nodes
 
 Path = tuple[int, ...]
 ROOT: Path = ()

@@ -9,18 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import ConfigError, SamplingParams, SpeculativeConfig
-from foretoken.control import Budget
-from foretoken.control.evidence import by_match, by_rank
-from foretoken.core.acceptance import RULES
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.combine import Ensemble, Switch, SwitchOptions, merge
-from foretoken.drafters.hybrid import graft
-from foretoken.drafters.model_set import write_drafters
-from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.drafters.none import NoDrafter
 from tests.control.worlds import request_of
 from tests.drafting import drafter_of
 from tests.enumeration import (
@@ -36,6 +24,18 @@ from tests.invariants.test_controllers import outcome
 from tests.invariants.test_shared_nodes import shared_trees
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
+from tokenleap import ConfigError, SamplingParams, SpeculativeConfig
+from tokenleap.control import Budget
+from tokenleap.control.evidence import by_match, by_rank
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.combine import Ensemble, Switch, SwitchOptions, merge
+from tokenleap.drafters.hybrid import graft
+from tokenleap.drafters.model_set import write_drafters
+from tokenleap.drafters.ngram import NgramDrafter, NgramOptions
+from tokenleap.drafters.none import NoDrafter
 
 NOTHING = ({"method": "none"}, {"method": "none"})
 """Options of two drafters that a test makes itself."""

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from foretoken import ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.rules import DecodingRules
-from foretoken.core.source import Source
-from foretoken.drafters.copy import CopyDrafter
-from foretoken.drafters.options.lookups import LONGEST_ALIGNED, CopyOptions
-from foretoken.request import Request
+from tokenleap import ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.rules import DecodingRules
+from tokenleap.core.source import Source
+from tokenleap.drafters.copy import CopyDrafter
+from tokenleap.drafters.options.lookups import LONGEST_ALIGNED, CopyOptions
+from tokenleap.request import Request
 
 INPUT = [10, 11, 12, 13, 14, 15, 16]
 

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foretoken import ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.tree import Draft
-from foretoken.drafters.corpus_ngram import (
+from tests.drafters.text.test_ngrams import ngrams_of
+from tokenleap import ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.tree import Draft
+from tokenleap.drafters.corpus_ngram import (
     CorpusNgramDrafter,
     CorpusNgramOptions,
     SmoothedNgrams,
 )
-from foretoken.drafters.text.ngrams import count_ngrams
-from foretoken.request import Request
-from tests.drafters.text.test_ngrams import ngrams_of
+from tokenleap.drafters.text.ngrams import count_ngrams
+from tokenleap.request import Request
 
 V = 7
 DICE = random.Random(1)

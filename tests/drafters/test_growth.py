@@ -8,18 +8,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.sampler import Sampler
-from foretoken.core.tree import Draft
-from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.request import Request
-from foretoken.runtime.native.decoder import NativeDecoder
-from foretoken.runtime.passes import Passes
 from tests.drafting import drafter_of
 from tests.heads import feature_config, random_head, tiny_config
 from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
+from tokenleap import LLM, RequestOutput, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.sampler import Sampler
+from tokenleap.core.tree import Draft
+from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.request import Request
+from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.passes import Passes
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import CompatibilityError, ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.distribution import Distribution, LazyDistribution
-from foretoken.core.tree import Draft, chain
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.horizontal import HorizontalCascade, HorizontalOptions
-from foretoken.request import Request
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import CompatibilityError, ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.distribution import Distribution, LazyDistribution
+from tokenleap.core.tree import Draft, chain
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.horizontal import HorizontalCascade, HorizontalOptions
+from tokenleap.request import Request
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40)
 

@@ -8,17 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.control.evidence import agreed, by_match, by_rank, disagreed
-from foretoken.control.fixed import Fixed
-from foretoken.control.hybrid_model import HybridModel
-from foretoken.core.acceptance import RULES
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.hybrid import Hybrid, MoreTokens, graft
-from foretoken.request import Request
 from tests.control.worlds import request_of
 from tests.drafting import drafter_of
 from tests.enumeration import (
@@ -32,6 +21,17 @@ from tests.enumeration import (
 from tests.heads import tiny_head
 from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.control.evidence import agreed, by_match, by_rank, disagreed
+from tokenleap.control.fixed import Fixed
+from tokenleap.control.hybrid_model import HybridModel
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.hybrid import Hybrid, MoreTokens, graft
+from tokenleap.request import Request
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 TREE = {"method": "eagle", "tree": "dynamic", "num_speculative_tokens": 8}

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from foretoken.drafters.draft_model import OwnModel
-from foretoken.drafters.learnable import LearnableModel
-from foretoken.runtime import choose
-from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
+from tokenleap.drafters.draft_model import OwnModel
+from tokenleap.drafters.learnable import LearnableModel
+from tokenleap.runtime import choose
+from tokenleap.runtime.target import Target
 
 
 def test_what_it_learnt_is_packed_beside_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_what_it_learnt_is_packed_beside_the_target(monkeypatch: pytest.MonkeyPa
         return original(*args)
 
     original = choose.network_for
-    monkeypatch.setattr("foretoken.drafters.learnable.network_for", network_for)
+    monkeypatch.setattr("tokenleap.drafters.learnable.network_for", network_for)
     target, module = Target(tiny_model()), tiny_model(seed=1)
     model = Target(module, beside=target)
     learner = LearnableModel(OwnModel(model), module, model, target)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.source import Source
-from foretoken.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.source import Source
+from tokenleap.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
+from tokenleap.request import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
 

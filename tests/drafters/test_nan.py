@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
 from tests.tiny import tiny_model
 from tests.vocabularies import OTHER_TEXT, bpe
+from tokenleap import LLM, SamplingParams
 
 TARGET, OTHER = bpe(), bpe(OTHER_TEXT, 80)
 LONG, SHORT = "the cat sat on the water and the cat sat", "the cat sat"

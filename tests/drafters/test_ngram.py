@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from foretoken import ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.control.evidence import LONGEST_MATCH
-from foretoken.drafters.ngram import NgramDrafter, NgramOptions, copy_from
-from foretoken.request import Request
+from tokenleap import ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.control.evidence import LONGEST_MATCH
+from tokenleap.drafters.ngram import NgramDrafter, NgramOptions, copy_from
+from tokenleap.request import Request
 
 
 def draft(tokens: list[int], length: int = 4, longest: int = 3, shortest: int = 1) -> list[int]:

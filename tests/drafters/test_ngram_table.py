@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken import SamplingParams
-from foretoken.control import Budget
-from foretoken.drafters.ngram_table import (
+from tokenleap import SamplingParams
+from tokenleap.control import Budget
+from tokenleap.drafters.ngram_table import (
     ORDERS,
     NgramTable,
     NgramTableDrafter,
     NgramTableOptions,
     distribution_of_counts,
 )
-from foretoken.request import Request
+from tokenleap.request import Request
 
 
 def table_of(tokens: list[int], window: int | None = None) -> NgramTable:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken import ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.drafters.pad import PadDrafter, block_size
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.drafters.pad import PadDrafter, block_size
+from tokenleap.request import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 PAD = 90

@@ -12,17 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, ForetokenError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.acceptance import RULES
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import TokenTree, chain
-from foretoken.drafters.heads.folder import Verifier
-from foretoken.drafters.heads.probe import Probe, look
-from foretoken.drafters.pass_tokens import PassDrafter, read_pass_tokens, write_pass_tokens
-from foretoken.request import Request
-from foretoken.runtime.cuda.network import CudaNetwork
-from foretoken.runtime.target import Target
 from tests.drafters.heads.folders import (
     FILE_FAULTS,
     Fault,
@@ -36,6 +25,17 @@ from tests.heads import random_pass_tokens
 from tests.matrix import PROMPTS, speculative_config, takes_any_tree, tiny_llm
 from tests.runtime.on_device import graphs_of, use_cuda_runtime
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tokenleap import LLM, CompatibilityError, SamplingParams, TokenleapError
+from tokenleap.control import Budget
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.drafters.heads.folder import Verifier
+from tokenleap.drafters.heads.probe import Probe, look
+from tokenleap.drafters.pass_tokens import PassDrafter, read_pass_tokens, write_pass_tokens
+from tokenleap.request import Request
+from tokenleap.runtime.cuda.network import CudaNetwork
+from tokenleap.runtime.target import Target
 
 TEXT = [5, 3, 8, 1, 9, 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -233,14 +233,14 @@ def test_what_is_written_is_read(folder: Path) -> None:
     found = read_pass_tokens(folder, Target(tiny_model()))
     assert torch.equal(found, rows_of().bfloat16())
     fields = json.loads((folder / "config.json").read_text())
-    assert fields["foretoken"]["seed"] == 3
-    assert fields["foretoken"]["verifier"]["name_or_path"] == "tiny"
+    assert fields["tokenleap"]["seed"] == 3
+    assert fields["tokenleap"]["verifier"]["name_or_path"] == "tiny"
 
 
 FAULTS: dict[str, Fault] = {
     **FILE_FAULTS,
     "another kind": (
-        lambda f: change_config(f, model_type="foretoken_head"),
+        lambda f: change_config(f, model_type="tokenleap_head"),
         "does not describe look-ahead embeddings",
     ),
     "no sizes": (lambda f: change_config(f, config={}), "hidden_size: .*required"),
@@ -258,7 +258,7 @@ FAULTS: dict[str, Fault] = {
         lambda f: change_tensors(f, lambda t: t["look_ahead"].fill_(torch.nan)),
         "not finite",
     ),
-    "no target": (lambda f: change_config(f, foretoken={}), "verifier: .*required"),
+    "no target": (lambda f: change_config(f, tokenleap={}), "verifier: .*required"),
 }
 
 
@@ -286,5 +286,5 @@ def test_another_target_of_the_same_sizes_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_needed() -> None:
-    with pytest.raises(ForetokenError, match="give the folder of a trained head"):
+    with pytest.raises(TokenleapError, match="give the folder of a trained head"):
         LLM(tiny_model(), speculative_config={"method": "pass", "model": "nowhere"})

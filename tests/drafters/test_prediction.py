@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from foretoken import SamplingParams
-from foretoken.control import Budget
-from foretoken.control.evidence import EDITED, by_guess, by_match, by_prediction, prior_rate
-from foretoken.core.references import References
-from foretoken.core.rules import DecodingRules
-from foretoken.core.source import Source
-from foretoken.drafters.follower import (
+from tokenleap import SamplingParams
+from tokenleap.control import Budget
+from tokenleap.control.evidence import EDITED, by_guess, by_match, by_prediction, prior_rate
+from tokenleap.core.references import References
+from tokenleap.core.rules import DecodingRules
+from tokenleap.core.source import Source
+from tokenleap.drafters.follower import (
     FIRST_LENGTH,
     GUESS_LENGTH,
     LONGEST_EDIT,
@@ -20,8 +20,8 @@ from foretoken.drafters.follower import (
     Follower,
     PredictedText,
 )
-from foretoken.drafters.prediction import PredictionDrafter
-from foretoken.request import Request
+from tokenleap.drafters.prediction import PredictionDrafter
+from tokenleap.request import Request
 
 TEXT = list(range(10, 60))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken import SamplingParams
-from foretoken.control import Budget
-from foretoken.core.tree import Draft
-from foretoken.drafters.random_tokens import RandomDrafter
-from foretoken.request import Request
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
+from tokenleap import SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.tree import Draft
+from tokenleap.drafters.random_tokens import RandomDrafter
+from tokenleap.request import Request
 
 V = 50
 

@@ -7,21 +7,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken import ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.control.evidence import by_rank
-from foretoken.core.acceptance import Accepted
-from foretoken.core.acceptance.base import Origin
-from foretoken.core.sampler import TreeDistributions
-from foretoken.core.sequence import Scope
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.recycle import Memory, RecycleDrafter, RecycleOptions, most_probable
-from foretoken.outputs import StreamedToken
-from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
+from tokenleap import ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.control.evidence import by_rank
+from tokenleap.core.acceptance import Accepted
+from tokenleap.core.acceptance.base import Origin
+from tokenleap.core.sampler import TreeDistributions
+from tokenleap.core.sequence import Scope
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.recycle import Memory, RecycleDrafter, RecycleOptions, most_probable
+from tokenleap.outputs import StreamedToken
+from tokenleap.request import Request
+from tokenleap.runtime.network import PassOutput
 
 VOCAB = 16
 TIMES = StepTimes(0.0, 0.0, 0.0)

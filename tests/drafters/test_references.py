@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import pytest
 
-from foretoken import SamplingParams
-from foretoken.control import Budget
-from foretoken.core.references import References
-from foretoken.core.source import Source
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.copy import CopyDrafter, CopyOptions
-from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.drafters.suffix import SuffixDrafter, SuffixOptions
-from foretoken.request import Request
+from tokenleap import SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.references import References
+from tokenleap.core.source import Source
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.copy import CopyDrafter, CopyOptions
+from tokenleap.drafters.ngram import NgramDrafter, NgramOptions
+from tokenleap.drafters.suffix import SuffixDrafter, SuffixOptions
+from tokenleap.request import Request
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "copy": lambda: CopyDrafter(CopyOptions(copy_min_match=1)),

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import CompatibilityError, ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.tree import Draft, TokenTree
-from foretoken.drafters.rest import RestDrafter, RestOptions, spread
-from foretoken.drafters.text.datastore import index_texts
-from foretoken.request import Request
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import reference_greedy, tiny_model
+from tokenleap import CompatibilityError, ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.drafters.rest import RestDrafter, RestOptions, spread
+from tokenleap.drafters.text.datastore import index_texts
+from tokenleap.request import Request
 
 V = 40
 TEXTS = [
@@ -161,7 +161,7 @@ def test_trees_need_a_rule_that_takes_them() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"datastore": ""}, "'rest' needs 'datastore': a file made by 'foretoken datastore build'"),
+        ({"datastore": ""}, "'rest' needs 'datastore': a file made by 'tokenleap datastore build'"),
         ({"max_match": 1}, r"min_match \(2\) is larger than max_match \(1\)"),
         ({"max_match": 0}, "max_match"),
         ({"min_match": 0}, "min_match"),

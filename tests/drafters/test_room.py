@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, RequestOutput, SamplingParams
-from foretoken.control import Budget
-from foretoken.drafters.admission import rows_that_fit
-from foretoken.drafters.draft_model import FIRST_PASS, OwnModel
-from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.shapes import Chain, Shape, Widths
-from foretoken.drafters.tree_options import TreeOptions
-from foretoken.engine.kv_budget import KVBudget
-from foretoken.request import Request
-from foretoken.runtime import slab_buffers as slab_module
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.target import Target
 from tests.matrix import SPECULATIVE, speculative_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tokenleap import LLM, ConfigError, RequestOutput, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.drafters.admission import rows_that_fit
+from tokenleap.drafters.draft_model import FIRST_PASS, OwnModel
+from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.shapes import Chain, Shape, Widths
+from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.engine.kv_budget import KVBudget
+from tokenleap.request import Request
+from tokenleap.runtime import slab_buffers as slab_module
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.target import Target
 
 CONTEXT = 3 * KEY_BLOCK
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
@@ -205,9 +205,9 @@ def test_a_pass_that_does_not_fit_after_all(
     llm = llm_of(model, small, 2)
     draft_slab(llm).limit = KEY_BLOCK
     monkeypatch.setattr(
-        "foretoken.drafters.draft_model.rows_that_fit", lambda _, w, *__: (set(w), [])
+        "tokenleap.drafters.draft_model.rows_that_fit", lambda _, w, *__: (set(w), [])
     )
-    monkeypatch.setattr("foretoken.drafters.draft_model.OwnModel.room", lambda *_: 100)
+    monkeypatch.setattr("tokenleap.drafters.draft_model.OwnModel.room", lambda *_: 100)
     (output,) = llm.generate(prompts, GREEDY)
     assert bits([output]) == expected
     assert output.metrics.drafter_failure is None

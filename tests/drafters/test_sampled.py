@@ -19,18 +19,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from foretoken import ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import Draft
-from foretoken.core.truncation import Truncation, truncate, truncated
-from foretoken.drafters.corpus_ngram import CorpusNgramDrafter, CorpusNgramOptions, SmoothedNgrams
-from foretoken.drafters.ngram_table import NgramTableDrafter, NgramTableOptions
-from foretoken.drafters.text.ngrams import count_ngrams
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import Draft
+from tokenleap.core.truncation import Truncation, truncate, truncated
+from tokenleap.drafters.corpus_ngram import CorpusNgramDrafter, CorpusNgramOptions, SmoothedNgrams
+from tokenleap.drafters.ngram_table import NgramTableDrafter, NgramTableOptions
+from tokenleap.drafters.text.ngrams import count_ngrams
+from tokenleap.request import Request
 
 OWN: list[dict[str, Any]] = [
     {"draft_top_k": 3},

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.tree import Draft
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.tree import Draft
+from tokenleap.request import Request
 
 LAYERS = (1, 2, 4)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

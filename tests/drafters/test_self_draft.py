@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
-from foretoken.control import Budget
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
+from tokenleap.control import Budget
+from tokenleap.request import Request
 
 
 def first_draft(method: str, **fields: Any) -> tuple[int, ...]:
@@ -104,10 +104,10 @@ def test_layers_out_of_range(method: str, fields: dict[str, Any], message: str) 
     assert message in str(caught.value)
 
 
-# Files of `foretoken tune-layers`
+# Files of `tokenleap tune-layers`
 
 TUNED = {
-    "format": "foretoken-layers-1",
+    "format": "tokenleap-layers-1",
     "skip_attention": [1],
     "skip_mlp": [1, 2],
     "num_hidden_layers": 4,
@@ -163,13 +163,13 @@ def test_a_file_for_another_depth(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "is not a valid layers file"),
-        (b'{"format": "foretoken-layers-1"', "is not a valid layers file"),
+        (b'{"format": "tokenleap-layers-1"', "is not a valid layers file"),
         (b"\xff", "is not a valid layers file"),
         (b"[" * 100_000, "is not a valid layers file"),
-        (b'["foretoken-layers-1"]', "is not a valid layers file"),
+        (b'["tokenleap-layers-1"]', "is not a valid layers file"),
         (b'{"skip_mlp": [1]}', "is not a valid layers file"),
-        (b'{"format": "foretoken-layers-2"}', "is not a valid layers file"),
-        (b'{"format": "foretoken-layers-1"}', "is damaged (skip_attention: field required"),
+        (b'{"format": "tokenleap-layers-2"}', "is not a valid layers file"),
+        (b'{"format": "tokenleap-layers-1"}', "is damaged (skip_attention: field required"),
     ],
 )
 def test_files_of_another_kind(tmp_path: Path, content: bytes, message: str) -> None:
@@ -196,7 +196,7 @@ def test_damaged_files(tmp_path: Path, changes: dict[str, Any], message: str) ->
     found = refusal(layers_file(tmp_path, **changes))
     assert "is damaged (" in found
     assert message in found
-    assert found.endswith("make it again with 'foretoken tune-layers'.")
+    assert found.endswith("make it again with 'tokenleap tune-layers'.")
 
 
 def test_no_file_at_all(tmp_path: Path) -> None:

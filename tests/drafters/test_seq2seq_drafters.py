@@ -12,13 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, RequestOutput, SamplingParams
-from foretoken.core.source import Source
-from foretoken.drafters.draft_model import OwnModel
-from foretoken.drafters.registry import METHODS
-from foretoken.request import Request
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.target import Target
 from tests.drafting import drafter_of
 from tests.heads import tiny_head
 from tests.matrix import (
@@ -32,6 +25,13 @@ from tests.matrix import (
 from tests.spec_drafters import random_spec_drafter
 from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
+from tokenleap import LLM, CompatibilityError, RequestOutput, SamplingParams
+from tokenleap.core.source import Source
+from tokenleap.drafters.draft_model import OwnModel
+from tokenleap.drafters.registry import METHODS
+from tokenleap.request import Request
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.target import Target
 
 TOKENS = 7
 SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9, 30)]

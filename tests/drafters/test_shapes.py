@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.acceptance import RULES
-from foretoken.core.distribution import Distribution
-from foretoken.core.noise import Noise
-from foretoken.core.tree import Draft, chain
-from foretoken.drafters.draft_model import OwnModel
-from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.shapes import Dynamic, Node, Paths, Widths
-from foretoken.drafters.tree_options import TreeOptions
-from foretoken.request import Request
-from foretoken.runtime.target import Target
 from tests.drafting import drafter_of
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise
+from tokenleap.core.tree import Draft, chain
+from tokenleap.drafters.draft_model import OwnModel
+from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.shapes import Dynamic, Node, Paths, Widths
+from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.request import Request
+from tokenleap.runtime.target import Target
 
 TREES: dict[str, dict[str, Any]] = {
     "widths": {"tree": [3, 2, 1]},
@@ -181,9 +181,9 @@ def test_wrong_trees(fields: dict[str, Any], message: str) -> None:
 
 
 def tree_file(folder: Path, content: str) -> Path:
-    """A file with this text after the format, as `foretoken tree` writes it."""
+    """A file with this text after the format, as `tokenleap tree` writes it."""
     path = folder / "tree.json"
-    path.write_text(f'{{"format": "foretoken-tree-1", {content}}}')
+    path.write_text(f'{{"format": "tokenleap-tree-1", {content}}}')
     return path
 
 
@@ -220,7 +220,7 @@ def test_a_tree_from_a_file_is_the_tree_itself(tmp_path: Path) -> None:
         ('"size": 3', "is a damaged tree: paths"),
         (f'"paths": [{[0] * 65}]', "the tree is 65 levels deep, more than 64."),
         (f'"paths": [{[63] * 5}]', "the tree has 320 nodes, more than 256."),
-        ('"paths": [[0]], "format": "foretoken-trace-1"', "is not a tree: expected an object with"),
+        ('"paths": [[0]], "format": "tokenleap-trace-1"', "is not a tree: expected an object with"),
         ('"paths": [[0]', "is not a tree: not JSON in UTF-8"),
     ],
 )

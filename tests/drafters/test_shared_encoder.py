@@ -10,15 +10,6 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from foretoken import LLM, CompatibilityError, SamplingParams, models
-from foretoken.core.acceptance import RULES
-from foretoken.core.source import Source
-from foretoken.drafters.spec_drafter import load_spec_drafter
-from foretoken.engine.request_maker import RequestMaker
-from foretoken.request import Request
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.target import Target
-from foretoken.training.draft_lm import write_lm
 from tests.drafting import drafter_of
 from tests.engine.serving import assert_empty
 from tests.spec_drafters import random_spec_drafter, save_spec_drafter, spec_drafter_of
@@ -29,6 +20,15 @@ from tests.tiny_seq2seq import (
     tiny_seq2seq,
     tiny_source,
 )
+from tokenleap import LLM, CompatibilityError, SamplingParams, models
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.source import Source
+from tokenleap.drafters.spec_drafter import load_spec_drafter
+from tokenleap.engine.request_maker import RequestMaker
+from tokenleap.request import Request
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.target import Target
+from tokenleap.training.draft_lm import write_lm
 
 MASKS, MASK = 5, VOCAB_SIZE
 GREEDY = SamplingParams(temperature=0, max_tokens=9, logprobs=1)

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, ModelError, SamplingParams
-from foretoken.core.acceptance import RULES
-from foretoken.core.tree import chain
-from foretoken.drafters import spec_drafter
-from foretoken.drafters.heads.probe import Probe, look
-from foretoken.drafters.spec_drafter import SpecDrafterNotes, load_spec_drafter
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.passes import Passes
-from foretoken.runtime.target import Target
 from tests.drafters.heads.folders import Fault, assert_refused, change_inside, truncate
 from tests.matrix import takes_any_tree
 from tests.spec_drafters import random_spec_drafter, save_spec_drafter, spec_drafter_of
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, reference_logits, tiny_seq2seq, tiny_source
+from tokenleap import LLM, CompatibilityError, ModelError, SamplingParams
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.tree import chain
+from tokenleap.drafters import spec_drafter
+from tokenleap.drafters.heads.probe import Probe, look
+from tokenleap.drafters.spec_drafter import SpecDrafterNotes, load_spec_drafter
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.passes import Passes
+from tokenleap.runtime.target import Target
 
 MASKS, MASK = 5, VOCAB_SIZE
 TEXT = [2, 20, 21, 22, 23, 24, 25, 26]
@@ -243,12 +243,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "truncated": (truncate, "truncated or damaged"),
     "no masks": (
-        lambda f: change_inside(f, "foretoken", spec_drafter={"num_masks": 0}),
+        lambda f: change_inside(f, "tokenleap", spec_drafter={"num_masks": 0}),
         "config.json",
     ),
     "no such mask": (
         lambda f: change_inside(
-            f, "foretoken", spec_drafter=SpecDrafterNotes(5, 97, 96).note()["spec_drafter"]
+            f, "tokenleap", spec_drafter=SpecDrafterNotes(5, 97, 96).note()["spec_drafter"]
         ),
         "has no token 97",
     ),

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import CompatibilityError, ConfigError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.sequence import SHARED, Scope
-from foretoken.core.tree import Draft, TokenTree
-from foretoken.drafters.suffix import EarlierOutputs, SuffixDrafter, SuffixOptions
-from foretoken.drafters.suffix_candidates import grow_chain, grow_tree
-from foretoken.drafters.suffix_trie import SuffixTrie
-from foretoken.request import Request
 from tests.drafters.test_suffix_trie import expected_counts, fill
 from tests.drafting import drafter_of
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import ARCHITECTURES, tiny_model
+from tokenleap import CompatibilityError, ConfigError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.sequence import SHARED, Scope
+from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.drafters.suffix import EarlierOutputs, SuffixDrafter, SuffixOptions
+from tokenleap.drafters.suffix_candidates import grow_chain, grow_tree
+from tokenleap.drafters.suffix_trie import SuffixTrie
+from tokenleap.request import Request
 
 
 def options(**fields: Any) -> SuffixOptions:

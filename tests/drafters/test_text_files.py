@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
-from foretoken.drafters.text.datastore import build_datastore, index_texts
-from foretoken.drafters.text.ngrams import build_ngrams, count_ngrams
 from tests.cli.conftest import ascii_tokenizer
 from tests.tiny import tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, TokenleapError
+from tokenleap.drafters.text.datastore import build_datastore, index_texts
+from tokenleap.drafters.text.ngrams import build_ngrams, count_ngrams
 
 V = 40
 TEXTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7], [9, 2, 8, 8, 8], [2]]
@@ -56,11 +56,11 @@ def test_a_path_or_text(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_no_file(kind: Kind, tmp_path: Path) -> None:
-    needs = f"'{kind.method}' needs '{kind.field}': a file made by 'foretoken"
+    needs = f"'{kind.method}' needs '{kind.field}': a file made by 'tokenleap"
     for path in (None, ""):
         with pytest.raises(ConfigError, match=needs):
             kind.llm(path)
-    with pytest.raises(ForetokenError, match=r"cannot read .*none: No such file"):
+    with pytest.raises(TokenleapError, match=r"cannot read .*none: No such file"):
         kind.llm(tmp_path / "none")
 
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.acceptance import RULES
-from foretoken.core.tree import TokenTree
-from foretoken.drafters import product_tree as product_trees
-from foretoken.drafters.product_tree import product_chain, product_tree
-from foretoken.drafters.spec_drafter import load_spec_drafter
-from foretoken.drafters.transitions import TRANSITIONS_FILE, TokenTransitions
-from foretoken.request import Request
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.network import GrowthLimit, GrowthPlan
-from foretoken.runtime.target import Target
 from tests.drafters.heads.folders import Fault, assert_refused
 from tests.matrix import takes_any_tree
 from tests.spec_drafters import random_spec_drafter, save_spec_drafter, spec_drafter_of
 from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.tree import TokenTree
+from tokenleap.drafters import product_tree as product_trees
+from tokenleap.drafters.product_tree import product_chain, product_tree
+from tokenleap.drafters.spec_drafter import load_spec_drafter
+from tokenleap.drafters.transitions import TRANSITIONS_FILE, TokenTransitions
+from tokenleap.request import Request
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.network import GrowthLimit, GrowthPlan
+from tokenleap.runtime.target import Target
 
 DEPTH, SIZE, WIDTH = 4, 12, 8
 MASKS = 5

@@ -17,28 +17,28 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from foretoken import (
-    LLM,
-    CompatibilityError,
-    ConfigError,
-    ForetokenError,
-    SamplingParams,
-    SpeculativeConfig,
-)
-from foretoken.control import Budget
-from foretoken.core.sampler import Sampler
-from foretoken.core.tree import Draft, chain
-from foretoken.drafters.draft_model import OwnModel
-from foretoken.drafters.model_drafter import ModelDrafter
-from foretoken.drafters.overlap import VocabularyOverlap
-from foretoken.drafters.retokenise import Splitter, TextDrafter
-from foretoken.drafters.translation import INCOMPLETE, LONGEST_PIECE, Script, Translator
-from foretoken.llm import Prompt
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.invariants.test_statistics import p_value
 from tests.tiny import CONTEXT, tiny_model
 from tests.vocabularies import END, OTHER_TEXT, TEXT, bpe, permuted, small, words
+from tokenleap import (
+    LLM,
+    CompatibilityError,
+    ConfigError,
+    SamplingParams,
+    SpeculativeConfig,
+    TokenleapError,
+)
+from tokenleap.control import Budget
+from tokenleap.core.sampler import Sampler
+from tokenleap.core.tree import Draft, chain
+from tokenleap.drafters.draft_model import OwnModel
+from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.overlap import VocabularyOverlap
+from tokenleap.drafters.retokenise import Splitter, TextDrafter
+from tokenleap.drafters.translation import INCOMPLETE, LONGEST_PIECE, Script, Translator
+from tokenleap.llm import Prompt
+from tokenleap.request import Request
 
 TARGET = bpe()
 DRAFT = bpe(OTHER_TEXT, 80)
@@ -124,7 +124,7 @@ def test_auto_takes_the_closest_way_there_is() -> None:
 def test_what_cannot_be(
     draft: PreTrainedTokenizerBase, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ForetokenError) as caught:
+    with pytest.raises(TokenleapError) as caught:
         llm_for(TARGET, draft, **fields)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

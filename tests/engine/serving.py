@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompletionOutput, LLMEngine, RequestOutput, SamplingParams
+from tokenleap import LLM, CompletionOutput, LLMEngine, RequestOutput, SamplingParams
 
 __all__ = ["GREEDY", "alone", "assert_empty", "bits", "run", "run_all"]
 

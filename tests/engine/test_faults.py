@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, RequestError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.tree import Draft, TokenTree
-from foretoken.decode import Outcome, StepTimes
-from foretoken.drafters.base import Drafter
-from foretoken.engine.prefix_cache import BLOCK, PrefixCache
-from foretoken.request import Request
-from foretoken.runtime.kv_slab import OverBudget
-from foretoken.runtime.target import Target
 from tests.drafting import Reader
 from tests.engine.serving import GREEDY, alone, assert_empty, bits
 from tests.tiny import tiny_model
+from tokenleap import LLM, RequestError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.base import Drafter
+from tokenleap.engine.prefix_cache import BLOCK, PrefixCache
+from tokenleap.request import Request
+from tokenleap.runtime.kv_slab import OverBudget
+from tokenleap.runtime.target import Target
 
 LONG = [(7 * i * i + 3 * i) % 96 for i in range(3 * BLOCK)]
 

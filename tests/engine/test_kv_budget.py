@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import gc
 
-from foretoken.engine.kv_budget import KVBudget
-from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.rows import Rows
+from tokenleap.engine.kv_budget import KVBudget
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.rows import Rows
 
 
 def test_models_that_are_gone_are_forgotten() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.engine.lines import Shape, jobs_of, line_of, records
-from foretoken.errors import PromptError
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, SamplingParams
+from tokenleap.engine.lines import Shape, jobs_of, line_of, records
+from tokenleap.errors import PromptError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 SOURCE = [20, 21, 22, 23]

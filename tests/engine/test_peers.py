@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from foretoken import LLM
-from foretoken.core.peers import Peers
-from foretoken.runtime import target as target_module
 from tests.heads import tiny_head
 from tests.tiny import tiny_model
+from tokenleap import LLM
+from tokenleap.core.peers import Peers
+from tokenleap.runtime import target as target_module
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ def test_two_processes_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = steps_with(First(told), monkeypatch)
     assert len(told) > 50
     ticks = count()
-    monkeypatch.setattr("foretoken.core.clock.now", lambda: (next(ticks) * 7919 % 1000) * 1e-3)
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: (next(ticks) * 7919 % 1000) * 1e-3)
     heard = iter(told)
     assert steps_with(Second(heard), monkeypatch) == expected
     assert next(heard, None) is None  # both have asked as often

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from foretoken import ForetokenError
-from foretoken.engine.pool import Pool
+from tokenleap import TokenleapError
+from tokenleap.engine.pool import Pool
 
 
 def test_what_is_submitted_runs_and_errors_reach_who_waits() -> None:
@@ -30,9 +30,9 @@ def test_closing_waits_for_nothing_and_refuses_the_rest() -> None:
     runs, waits = pool.submit(slow), pool.submit(lambda: "never")
     assert begun.wait(60)
     pool.close()
-    with pytest.raises(ForetokenError, match="closed"):
+    with pytest.raises(TokenleapError, match="closed"):
         waits.result(60)
-    with pytest.raises(ForetokenError, match="closed"):
+    with pytest.raises(TokenleapError, match="closed"):
         pool.submit(lambda: "never")
     assert not runs.done()
     gate.set()

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, CompatibilityError, PromptError, SamplingParams
-from foretoken.control.evidence import AcceptanceRates, by_prediction
-from foretoken.core.references import References
-from foretoken.drafters.options.lookups import LONGEST_PREDICTED
-from foretoken.drafters.prediction import PredictionDrafter
-from foretoken.engine.references import predictions_per_prompt
-from foretoken.metrics import Metrics
 from tests.matrix import BRANCHING, LOSSLESS, PROMPTS, SPECULATIVE, fits, tiny_llm
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams
+from tokenleap.control.evidence import AcceptanceRates, by_prediction
+from tokenleap.core.references import References
+from tokenleap.drafters.options.lookups import LONGEST_PREDICTED
+from tokenleap.drafters.prediction import PredictionDrafter
+from tokenleap.engine.references import predictions_per_prompt
+from tokenleap.metrics import Metrics
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=24)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, PromptError, SamplingParams
-from foretoken.core.source import Source
-from foretoken.core.tree import chain
-from foretoken.engine.prefix_cache import BLOCK, PrefixCache
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.target import Target
 from tests.counting import counted
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, PromptError, SamplingParams
+from tokenleap.core.source import Source
+from tokenleap.core.tree import chain
+from tokenleap.engine.prefix_cache import BLOCK, PrefixCache
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.target import Target
 
 PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=12, logprobs=2)
 

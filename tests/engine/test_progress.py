@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, RequestError, SamplingParams
-from foretoken.engine import progress
-from foretoken.engine.job_spec import JobSpec, specs_of
-from foretoken.engine.jobs import Job
 from tests.engine.serving import assert_empty, bits
 from tests.tiny import tiny_model
+from tokenleap import LLM, RequestError, SamplingParams
+from tokenleap.engine import progress
+from tokenleap.engine.job_spec import JobSpec, specs_of
+from tokenleap.engine.jobs import Job
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=0)

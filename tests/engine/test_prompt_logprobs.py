@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
-from foretoken.engine.prefix_cache import BLOCK
 from tests.engine.serving import assert_empty, run_all
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
+from tokenleap.engine.prefix_cache import BLOCK
 
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
 LONG = [(7 * place) % 90 for place in range(3 * BLOCK + 9)]

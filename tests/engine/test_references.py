@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, CompatibilityError, PromptError, SamplingParams
-from foretoken.core.references import References
-from foretoken.drafters.registry import METHODS
-from foretoken.engine.job_spec import JobSpec
-from foretoken.engine.references import QUOTING, per_prompt
 from tests.matrix import LOSSLESS, PROMPTS, SPECULATIVE, takes_any_tree, tiny_llm
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams
+from tokenleap.core.references import References
+from tokenleap.drafters.registry import METHODS
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.references import QUOTING, per_prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=24)

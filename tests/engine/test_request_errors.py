@@ -9,20 +9,20 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken import decode as decode_module
-from foretoken.core.acceptance import RULES
-from foretoken.core.detokenizer import Detokenizer
-from foretoken.core.grammar import Grammar
-from foretoken.core.noise import Noise
-from foretoken.core.sampler import Sampler, TreeDistributions
-from foretoken.errors import ConfigError, ForetokenError, PromptError, RequestError
-from foretoken.request import Request
-from foretoken.runtime.network import PassOutput
-from foretoken.runtime.target import Target
 from tests.engine.serving import assert_empty, bits, run
 from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tokenleap import LLM, RequestOutput, SamplingParams
+from tokenleap import decode as decode_module
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.detokenizer import Detokenizer
+from tokenleap.core.grammar import Grammar
+from tokenleap.core.noise import Noise
+from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.errors import ConfigError, PromptError, RequestError, TokenleapError
+from tokenleap.request import Request
+from tokenleap.runtime.network import PassOutput
+from tokenleap.runtime.target import Target
 
 EOS = 95
 SEED = 666
@@ -223,7 +223,7 @@ def test_a_stream_raises_after_its_last_token(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ForetokenError("too much\nof it"), "too much"),
+        (TokenleapError("too much\nof it"), "too much"),
         (KeyError(), "KeyError"),
         (ValueError("a\nb"), "ValueError: a"),
         (AssertionError("ours"), "AssertionError: ours"),
@@ -455,7 +455,7 @@ def test_a_request_that_is_refused_does_not_touch_the_others(
     _, others = expected
     ids = [llm.engine.add_request(p, q) for p, q in zip(PROMPTS[1:], OTHERS, strict=False)]
     llm.engine.step()
-    refused: list[tuple[type[ForetokenError], Any, Any]] = [
+    refused: list[tuple[type[TokenleapError], Any, Any]] = [
         (PromptError, [], None),
         (PromptError, [VOCAB_SIZE], None),
         (ConfigError, [1], SamplingParams(logit_bias={VOCAB_SIZE: 1.0})),

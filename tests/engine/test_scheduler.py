@@ -10,19 +10,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompletionOutput, ConfigError, PromptError, SamplingParams
-from foretoken.control import CostCurve
-from foretoken.core.memory import num_bytes
-from foretoken.engine import strategies as strategies_module
-from foretoken.errors import CompatibilityError, RequestError
-from foretoken.runtime import slab_buffers as slab_module
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.profiling import measure_costs
-from foretoken.runtime.target import Target
 from tests.counting import counted
 from tests.engine.serving import GREEDY, alone, assert_empty, bits, run, run_all
 from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, CompletionOutput, ConfigError, PromptError, SamplingParams
+from tokenleap.control import CostCurve
+from tokenleap.core.memory import num_bytes
+from tokenleap.engine import strategies as strategies_module
+from tokenleap.errors import CompatibilityError, RequestError
+from tokenleap.runtime import slab_buffers as slab_module
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.profiling import measure_costs
+from tokenleap.runtime.target import Target
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
@@ -629,7 +629,7 @@ def test_where_bits_depend_on_the_nodes_no_clock_chooses_them(
     assert name({"method": "ngram"}) == "cost_model"
     assert name(trees) == "fixed"  # not on the native runtime
     assert name({**trees, "controller": "cost_model"}) == "cost_model"
-    monkeypatch.setattr("foretoken.runtime.probing._same_bits", lambda *_: False)
+    monkeypatch.setattr("tokenleap.runtime.probing._same_bits", lambda *_: False)
     assert name({"method": "ngram"}) == "fixed"
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams, models
-from foretoken.drafters.vocabulary import DraftModel
-from foretoken.engine.job_spec import JobSpec
 from tests.drafting import drafter_of
 from tests.tiny import tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, models
+from tokenleap.drafters.vocabulary import DraftModel
+from tokenleap.engine.job_spec import JobSpec
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -10,14 +10,6 @@ import pytest
 import torch
 from transformers import NllbTokenizer, PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.source import Source
-from foretoken.engine.job_spec import JobSpec
-from foretoken.engine.sources import languages
-from foretoken.errors import CompatibilityError, ForetokenError, PromptError, RequestError
-from foretoken.models.audio import AudioReader
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.source_network import SourceNetwork
 from tests.engine.serving import assert_empty, bits, run, run_all
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import (
@@ -31,6 +23,14 @@ from tests.tiny_seq2seq import (
     tiny_seq2seq,
     tiny_source,
 )
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.source import Source
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.sources import languages
+from tokenleap.errors import CompatibilityError, PromptError, RequestError, TokenleapError
+from tokenleap.models.audio import AudioReader
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.source_network import SourceNetwork
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=1)
@@ -409,7 +409,7 @@ def no_start(_: PreTrainedModel) -> None:
 def test_what_does_not_fit(
     model: PreTrainedModel,
     act: Callable[[PreTrainedModel], None],
-    kind: type[ForetokenError],
+    kind: type[TokenleapError],
     message: str,
 ) -> None:
     with pytest.raises(kind, match=message):

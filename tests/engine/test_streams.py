@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, RequestError, SamplingParams, StreamChunk
-from foretoken.core.acceptance import RULES
 from tests.engine.serving import assert_empty, bits
 from tests.matrix import METHOD_FIELDS, PROMPTS
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM, ConfigError, RequestError, SamplingParams, StreamChunk
+from tokenleap.core.acceptance import RULES
 
 SEVERAL = SamplingParams(n=3, seed=1, max_tokens=9, logprobs=2)
 GREEDY = SamplingParams(temperature=0, max_tokens=14, logprobs=1)

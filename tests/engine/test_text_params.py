@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken import LLM, ConfigError, SamplingParams
 from tests.tiny import CONTEXT, tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, ConfigError, SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -14,20 +14,20 @@ from typing import Any, TypeVar
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import LLM, AsyncLLM, ConfigError, ForetokenError, SamplingParams, StreamChunk
-from foretoken.control import Budget
-from foretoken.core.acceptance import AcceptanceRule, Accepted
-from foretoken.core.acceptance.base import TargetDistributions
-from foretoken.core.noise import StepNoise
-from foretoken.core.tree import Draft
-from foretoken.drafters.base import Drafter
-from foretoken.engine.turns import Turns
-from foretoken.errors import RequestError
-from foretoken.request import Request
 from tests.engine.serving import alone, assert_empty, bits
 from tests.matrix import PROMPTS
 from tests.programs import Program
 from tests.tiny import tiny_model
+from tokenleap import LLM, AsyncLLM, ConfigError, SamplingParams, StreamChunk, TokenleapError
+from tokenleap.control import Budget
+from tokenleap.core.acceptance import AcceptanceRule, Accepted
+from tokenleap.core.acceptance.base import TargetDistributions
+from tokenleap.core.noise import StepNoise
+from tokenleap.core.tree import Draft
+from tokenleap.drafters.base import Drafter
+from tokenleap.engine.turns import Turns
+from tokenleap.errors import RequestError
+from tokenleap.request import Request
 
 T = TypeVar("T")
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}
@@ -281,7 +281,7 @@ def test_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
             lambda: llm.reset_drafter_memory(),
         ]
         for use in uses:
-            with pytest.raises(ForetokenError, match="'spawn'"):
+            with pytest.raises(TokenleapError, match="'spawn'"):
                 use()
 
     assert exit_code(refused) == 0
@@ -310,7 +310,7 @@ def test_an_async_llm_in_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
             parents.measure_costs,
             lambda: asyncio.run(streamed(AsyncLLM(llm))),
         ):
-            with pytest.raises(ForetokenError, match="'spawn'"):
+            with pytest.raises(TokenleapError, match="'spawn'"):
                 use()
         assert parents.close()
 
@@ -323,7 +323,7 @@ def test_an_async_llm_in_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
 EXIT = """
 import ctypes, sys, threading, time
 import torch
-from foretoken import LLM, AsyncLLM, SamplingParams
+from tokenleap import LLM, AsyncLLM, SamplingParams
 from tests.tiny import tiny_model
 
 llm, begun = LLM(tiny_model()), threading.Event()
@@ -366,7 +366,7 @@ def test_python_ends_while_a_daemon_thread_generates(way: str) -> None:
 def test_nothing_is_generated_when_python_ends() -> None:
     turns, seen = Turns(), list[str]()
     turns.end()
-    with pytest.raises(ForetokenError, match="Python is ending"):
+    with pytest.raises(TokenleapError, match="Python is ending"):
         turns.take(lambda: seen.append("in the thread that ends"))
     given_up = threading.Event()
     take = partial(turns.take, lambda: seen.append("in a daemon thread"), unless=given_up.is_set)
@@ -432,7 +432,7 @@ def test_a_drafter_cannot_call_the_engine_that_asks_it(model: PreTrainedModel, u
     failures = [output.metrics.drafter_failure for output in outputs]
     assert failures[1] is None
     assert failures[0] is not None
-    assert failures[0].startswith("ForetokenError: the engine was called from inside")
+    assert failures[0].startswith("TokenleapError: the engine was called from inside")
     assert_empty(llm)
 
 
@@ -562,7 +562,7 @@ import os, random, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
 import torch
 torch.set_num_threads(1)
-from foretoken import LLM, SamplingParams
+from tokenleap import LLM, SamplingParams
 from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import LLM, PromptError, SamplingParams
-from foretoken.core.source import Source
-from foretoken.models.audio import AudioReader
 from tests.matrix import speculative_config
 from tests.tiny_seq2seq import BINS, FRAMES, reference_outputs, tiny_seq2seq, tiny_source
+from tokenleap import LLM, PromptError, SamplingParams
+from tokenleap.core.source import Source
+from tokenleap.models.audio import AudioReader
 
 TOKENS = 14
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)

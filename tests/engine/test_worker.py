@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, ForetokenError
-from foretoken.engine.job_spec import JobSpec
-from foretoken.engine.jobs import Job
-from foretoken.engine.worker import Worker
 from tests.tiny import tiny_model
+from tokenleap import LLM, TokenleapError
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.jobs import Job
+from tokenleap.engine.worker import Worker
 
 PATIENCE = 60.0
 
@@ -76,5 +76,5 @@ def test_a_panic_after_an_error_closes_the_worker(
     worker.start(job_of(llm), lambda *given: told.put(given))
     assert "made to fail" in str(told.get(timeout=PATIENCE)[1])
     worker._thread.join(PATIENCE)
-    with pytest.raises(ForetokenError, match="closed"):
+    with pytest.raises(TokenleapError, match="closed"):
         worker.start(job_of(llm), lambda *given: told.put(given))

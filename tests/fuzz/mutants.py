@@ -3,7 +3,7 @@
 `mutant` damages one file of a folder: its bytes, the fields of its JSON, or the header of its
 tensors. The same number gives the same damage. `failures` lets a reader loose on many mutants in a
 process of its own, whose memory and time are limited. A reader may succeed, or raise a
-`ForetokenError` of one line. Everything else is a failure: another exception, a crash, a hang.
+`TokenleapError` of one line. Everything else is a failure: another exception, a crash, a hang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from foretoken.errors import ForetokenError
+from tokenleap.errors import TokenleapError
 
 __all__ = ["Failure", "Files", "Reader", "failures", "mutant"]
 
@@ -262,7 +262,7 @@ def _read(reader: Reader, folder: Path, number: int) -> str | None:
     signal.alarm(SECONDS)
     try:
         reader.read(folder)
-    except ForetokenError as error:
+    except TokenleapError as error:
         message = str(error)
         if "\n" in message.strip() or not message.isprintable():
             return f"its error is not one line: {message[:300]!r}"

@@ -12,34 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from foretoken import LLM, SamplingParams
-from foretoken.bench.journal import Journal
-from foretoken.cli.line_results import LineResults
-from foretoken.cli.trace import trace as show_trace
-from foretoken.drafters.corpus_ngram import load_corpus
-from foretoken.drafters.heads.folder import Verifier
-from foretoken.drafters.heads.state_file import write_state_file
-from foretoken.drafters.model_set import drafters_in
-from foretoken.drafters.rest import load_datastore
-from foretoken.drafters.text.datastore import index_texts
-from foretoken.drafters.text.ngrams import count_ngrams
-from foretoken.drafters.tree_file import TreeFile
-from foretoken.drafters.tuned_layers import TunedLayers
-from foretoken.engine.lines import line_of
-from foretoken.models.convert import convert_gguf
-from foretoken.models.gguf_file import GgufFile
-from foretoken.models.load import load_model, load_tokenizer
-from foretoken.models.weights import FolderWeights
-from foretoken.runtime.native import build
-from foretoken.runtime.native.support import why_no_library
-from foretoken.trace import Trace
-from foretoken.training.checkpoints import Checkpoints
-from foretoken.training.conversations import Conversation, ConversationFile
-from foretoken.training.diversity import texts_in
-from foretoken.training.feature_passes import compute_features
-from foretoken.training.features import FeatureCache
-from foretoken.training.progress import Progress
-from foretoken.training.prompt_data import FileData
 from tests.cli.conftest import ascii_tokenizer
 from tests.drafters.heads.test_published import EAGLE1, published
 from tests.fuzz.mutants import Reader
@@ -56,6 +28,34 @@ from tests.heads import (
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.traces import PIECES, step
+from tokenleap import LLM, SamplingParams
+from tokenleap.bench.journal import Journal
+from tokenleap.cli.line_results import LineResults
+from tokenleap.cli.trace import trace as show_trace
+from tokenleap.drafters.corpus_ngram import load_corpus
+from tokenleap.drafters.heads.folder import Verifier
+from tokenleap.drafters.heads.state_file import write_state_file
+from tokenleap.drafters.model_set import drafters_in
+from tokenleap.drafters.rest import load_datastore
+from tokenleap.drafters.text.datastore import index_texts
+from tokenleap.drafters.text.ngrams import count_ngrams
+from tokenleap.drafters.tree_file import TreeFile
+from tokenleap.drafters.tuned_layers import TunedLayers
+from tokenleap.engine.lines import line_of
+from tokenleap.models.convert import convert_gguf
+from tokenleap.models.gguf_file import GgufFile
+from tokenleap.models.load import load_model, load_tokenizer
+from tokenleap.models.weights import FolderWeights
+from tokenleap.runtime.native import build
+from tokenleap.runtime.native.support import why_no_library
+from tokenleap.trace import Trace
+from tokenleap.training.checkpoints import Checkpoints
+from tokenleap.training.conversations import Conversation, ConversationFile
+from tokenleap.training.diversity import texts_in
+from tokenleap.training.feature_passes import compute_features
+from tokenleap.training.features import FeatureCache
+from tokenleap.training.progress import Progress
+from tokenleap.training.prompt_data import FileData
 
 __all__ = ["READERS", "reader"]
 
@@ -226,14 +226,14 @@ def _lines(folder: Path, _: Any) -> Callable[[Path], object]:
 
 
 def _tree(folder: Path, _: Any) -> Callable[[Path], object]:
-    tree = {"format": "foretoken-tree-1", "paths": [[0], [0, 0], [1]], "acceptance": [0.5, 0.2]}
+    tree = {"format": "tokenleap-tree-1", "paths": [[0], [0, 0], [1]], "acceptance": [0.5, 0.2]}
     (folder / "tree.json").write_text(json.dumps({**tree, "method": "eagle", "model": "tiny"}))
     return lambda place: TreeFile.load(place / "tree.json")
 
 
 def _layers(folder: Path, _: Any) -> Callable[[Path], object]:
     fields = {"skip_attention": [0], "skip_mlp": [1], "num_hidden_layers": 2}
-    measured = {"num_speculative_tokens": 3, "measured": {"x": 1}, "format": "foretoken-layers-1"}
+    measured = {"num_speculative_tokens": 3, "measured": {"x": 1}, "format": "tokenleap-layers-1"}
     (folder / "layers.json").write_text(json.dumps({**fields, **measured}))
     return lambda place: TunedLayers.load(str(place / "layers.json"))
 
@@ -241,7 +241,7 @@ def _layers(folder: Path, _: Any) -> Callable[[Path], object]:
 def _set(folder: Path, _: Any) -> Callable[[Path], object]:
     (folder / "first").mkdir()
     (folder / "first" / "config.json").write_text("{}")
-    fields = {"model_type": "foretoken_drafters", "drafters": ["first"]}
+    fields = {"model_type": "tokenleap_drafters", "drafters": ["first"]}
     (folder / "config.json").write_text(json.dumps(fields))
     return drafters_in
 
@@ -274,7 +274,7 @@ def _packed(folder: Path, _: Any) -> Callable[[Path], object]:
     def read(place: Path) -> list[int]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "_library", lambda *_flags: library)
-            patch.setenv("FORETOKEN_CACHE", str(place))
+            patch.setenv("TOKENLEAP_CACHE", str(place))
             llm = LLM(model, quantization="int8", dtype="float32")
             return list(llm.generate([[1, 2, 3]], FEW)[0].token_ids)
 

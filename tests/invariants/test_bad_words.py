@@ -17,16 +17,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from foretoken import LLM, ConfigError, PromptError, RequestError, SamplingParams
-from foretoken.control import Budget
-from foretoken.core.bad_words import BadWords
-from foretoken.core.sampler import Sampler, TreeDistributions
-from foretoken.core.tree import Draft, TokenTree
-from foretoken.drafters.base import Drafter
-from foretoken.engine.job_spec import JobSpec
-from foretoken.request import Request
 from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, speculative_config, tiny_llm
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM, ConfigError, PromptError, RequestError, SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.bad_words import BadWords
+from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.drafters.base import Drafter
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.request import Request
 
 V = 12
 WORDS = [(5,), (7, 8), (6, 7, 8), (6, 6, 7), (9, 8), (11, 11)]

@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompletionOutput, SamplingParams
-from foretoken.drafters.registry import METHODS
-from foretoken.engine.prefix_cache import BLOCK
-from foretoken.runtime.attention import KEY_BLOCK
 from tests.heads import parallel_config, random_head, tiny_config, tiny_head
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, WITH_TOKENIZER
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, CompletionOutput, SamplingParams
+from tokenleap.drafters.registry import METHODS
+from tokenleap.engine.prefix_cache import BLOCK
+from tokenleap.runtime.attention import KEY_BLOCK
 
 CONTEXT = 2 * KEY_BLOCK
 CHOICES = ("none", *(method for method in ON_CHAINS if method not in WITH_TOKENIZER))

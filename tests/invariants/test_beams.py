@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, BeamSearchParams, SamplingParams
-from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.outputs import CompletionOutput
-from foretoken.runtime.attention import KEY_BLOCK
 from tests.tiny import tiny_model
+from tokenleap import LLM, BeamSearchParams, SamplingParams
+from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.outputs import CompletionOutput
+from tokenleap.runtime.attention import KEY_BLOCK
 
 EOS = 3
 PROMPTS = ([5, 9, 11, 7], [40, 41, 42, 40, 41, 42, 40, 41], [30, 8])

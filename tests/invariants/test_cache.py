@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from foretoken import SamplingParams
-from foretoken.core.tree import TokenTree, chain
-from foretoken.drafters.ngram import NgramDrafter, NgramOptions
-from foretoken.request import Request
-from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, scheduler_of
 from tests.matrix import PROMPTS
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import SamplingParams
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.drafters.ngram import NgramDrafter, NgramOptions
+from tokenleap.request import Request
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.target import Target
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from foretoken import SamplingParams
-from foretoken.core import clock as clock_module
-from foretoken.runtime import target
-from foretoken.runtime.passes import Passes
 from tests.matrix import PROMPTS, SPECULATIVE, fits, tiny_llm
 from tests.measurements import USUAL, measure_with
 from tests.tiny import tiny_model
+from tokenleap import SamplingParams
+from tokenleap.core import clock as clock_module
+from tokenleap.runtime import target
+from tokenleap.runtime.passes import Passes
 
 NGRAMS: list[dict[str, Any]] = [
     {"method": "ngram", "prompt_lookup_min": 1},

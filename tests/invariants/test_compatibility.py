@@ -20,19 +20,19 @@ from transformers import (
     PreTrainedModel,
 )
 
-from foretoken import LLM, CompatibilityError, ConfigError
-from foretoken.models.support import default_device, default_dtype
-from foretoken.runtime import probing
-from foretoken.runtime.attention import padded_rows
-from foretoken.runtime.inputs import PassInputs
-from foretoken.runtime.kv_slab import KVSlab
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.network import Need, PassOutput
-from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, scheduler_of
 from tests.tiny import CONTEXT, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.windowed import windowed_model
+from tokenleap import LLM, CompatibilityError, ConfigError
+from tokenleap.models.support import default_device, default_dtype
+from tokenleap.runtime import probing
+from tokenleap.runtime.attention import padded_rows
+from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.lean import LeanDecoder
+from tokenleap.runtime.network import Need, PassOutput
+from tokenleap.runtime.target import Target
 
 
 def test_trees_with_a_rule_for_chains() -> None:

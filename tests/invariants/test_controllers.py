@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.control import CONTROLLERS, Budget, Controller, CostCurve
-from foretoken.control.batch import BatchTable
-from foretoken.control.confidence import Confidence
-from foretoken.control.heuristic import Heuristic
-from foretoken.decode import Outcome
-from foretoken.request import Request
 from tests.control.worlds import outcome as outcome_of_tree
 from tests.control.worlds import request_of
 from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import tiny_model
+from tokenleap import LLM, RequestOutput, SamplingParams
+from tokenleap.control import CONTROLLERS, Budget, Controller, CostCurve
+from tokenleap.control.batch import BatchTable
+from tokenleap.control.confidence import Confidence
+from tokenleap.control.heuristic import Heuristic
+from tokenleap.decode import Outcome
+from tokenleap.request import Request
 
 
 @cache

@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from foretoken import LLM, SamplingParams
-from foretoken.control import Budget, Fixed
-from foretoken.core.tree import Draft
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.matrix import LEAST_NODES, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.control import Budget, Fixed
+from tokenleap.core.tree import Draft
+from tokenleap.request import Request
 
 
 def request_of(tokens: list[int], params: SamplingParams | None = None) -> Request:

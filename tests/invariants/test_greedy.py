@@ -8,9 +8,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.request import Request
-from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, Scripted, scheduler_of
 from tests.matrix import (
     BRANCHING,
@@ -24,6 +21,9 @@ from tests.matrix import (
     tiny_llm,
 )
 from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, reference_greedy, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.request import Request
+from tokenleap.runtime.target import Target
 
 TOKENS = 25
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)

@@ -21,19 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, SamplingParams
-from foretoken.core.tree import chain
-from foretoken.drafters.base import Drafter
-from foretoken.engine.prefix_cache import BLOCK
-from foretoken.request import Request
-from foretoken.runtime import slab_buffers
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.network import Need
-from foretoken.runtime.target import Target
 from tests.drafting import RandomTrees, Reader, Scripted, drafter_of
 from tests.matrix import PROMPTS
 from tests.runtime.on_device import graphs_of, use_cuda_runtime
 from tests.tiny import VOCAB_SIZE, needs_packed, tiny_model
+from tokenleap import LLM, CompatibilityError, SamplingParams
+from tokenleap.core.tree import chain
+from tokenleap.drafters.base import Drafter
+from tokenleap.engine.prefix_cache import BLOCK
+from tokenleap.request import Request
+from tokenleap.runtime import slab_buffers
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.target import Target
 
 States = dict[int, Tensor]
 Tokens = tuple[int, ...]

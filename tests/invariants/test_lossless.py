@@ -9,10 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from foretoken.core.acceptance import PLUGINS, RULES, rule_class
-from foretoken.core.distribution import Distribution
-from foretoken.core.plugins import plugin_names
-from foretoken.core.truncation import truncated
 from tests.enumeration import (
     DistributionOf,
     Siblings,
@@ -26,6 +22,10 @@ from tests.enumeration import (
     trees,
     without_replacement,
 )
+from tokenleap.core.acceptance import PLUGINS, RULES, rule_class
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.plugins import plugin_names
+from tokenleap.core.truncation import truncated
 
 REGISTERED = {name: rule_class(name) for name in (*RULES, *plugin_names(PLUGINS))}
 """Every rule that a configuration can name, those of other packages included."""

@@ -8,16 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import SamplingParams
-from foretoken.core.acceptance import RULES, AcceptanceRule
-from foretoken.core.acceptance.distance import Distance
-from foretoken.core.acceptance.lenient import Lenient
-from foretoken.core.acceptance.rejection import Rejection
-from foretoken.core.acceptance.top_beta import TopBeta
-from foretoken.core.acceptance.typical import Typical
-from foretoken.core.distribution import Distribution
-from foretoken.core.sampler import Sampler, TreeDistributions
-from foretoken.core.tree import Draft, TokenTree, chain
 from tests.enumeration import (
     Context,
     ScriptedNoise,
@@ -30,6 +20,16 @@ from tests.enumeration import (
     trees,
     without_replacement,
 )
+from tokenleap import SamplingParams
+from tokenleap.core.acceptance import RULES, AcceptanceRule
+from tokenleap.core.acceptance.distance import Distance
+from tokenleap.core.acceptance.lenient import Lenient
+from tokenleap.core.acceptance.rejection import Rejection
+from tokenleap.core.acceptance.top_beta import TopBeta
+from tokenleap.core.acceptance.typical import Typical
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.core.tree import Draft, TokenTree, chain
 
 LOSSY = [name for name, rule in RULES.items() if not rule.lossless]
 JUDGING_TOKENS = [name for name in LOSSY if name != "lenient"]

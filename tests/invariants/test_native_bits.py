@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM
-from foretoken.core.tree import chain
-from foretoken.drafters.registry import METHODS
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.target import Target
 from tests.invariants.test_bits import PARAMS, bits, check_every_width
 from tests.matrix import PROMPTS, SPECULATIVE, WITH_TOKENIZER, speculative_config
 from tests.tiny import tiny_model, tiny_tokenizer
+from tokenleap import LLM
+from tokenleap.core.tree import chain
+from tokenleap.drafters.registry import METHODS
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
 from tests.matrix import PROMPTS, speculative_config, tiny_llm
 from tests.tiny import reference_greedy, tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
 
 TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)

@@ -20,11 +20,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.sampler import Sampler, TreeDistributions
-from foretoken.core.tree import TokenTree
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.core.tree import TokenTree
 
 V = 24
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.source import Source
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.attention import (
+from tests.tiny_seq2seq import NATIVE, SEQ2SEQ, tiny_seq2seq, wide_fields
+from tests.tiny_seq2seq import tiny_source as source_of
+from tokenleap.core.source import Source
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.attention import (
     SHORT_SPAN,
     attend_by_head,
     attend_grouped,
     padded_rows,
 )
-from foretoken.runtime.network import Need
-from foretoken.runtime.target import Target
-from tests.tiny_seq2seq import NATIVE, SEQ2SEQ, tiny_seq2seq, wide_fields
-from tests.tiny_seq2seq import tiny_source as source_of
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.target import Target
 
 TEXT_TOKENS = [(7 * i + 3) % 90 for i in range(40)]
 START, DRAFT = TEXT_TOKENS[:9], TEXT_TOKENS[9:35]

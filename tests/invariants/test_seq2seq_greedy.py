@@ -11,10 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.rules import DecodingRules
-from foretoken.core.source import Source
-from foretoken.models.audio import AudioReader
 from tests.matrix import speculative_config
 from tests.tiny_seq2seq import (
     BINS,
@@ -26,6 +22,10 @@ from tests.tiny_seq2seq import (
     tiny_seq2seq,
     tiny_source,
 )
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.rules import DecodingRules
+from tokenleap.core.source import Source
+from tokenleap.models.audio import AudioReader
 
 TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)

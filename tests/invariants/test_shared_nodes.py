@@ -12,16 +12,6 @@ from typing import Any
 
 import pytest
 
-from foretoken import SamplingParams
-from foretoken.control import Budget
-from foretoken.core.acceptance import RULES
-from foretoken.core.acceptance.rejection import Rejection
-from foretoken.core.distribution import Distribution
-from foretoken.core.tree import Draft, TokenTree, chain
-from foretoken.decode import Outcome
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.combine import merge
-from foretoken.request import Request
 from tests.drafting import drafter_of
 from tests.enumeration import (
     Context,
@@ -36,6 +26,16 @@ from tests.enumeration import (
 )
 from tests.matrix import BRANCHING, PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import SamplingParams
+from tokenleap.control import Budget
+from tokenleap.core.acceptance import RULES
+from tokenleap.core.acceptance.rejection import Rejection
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.decode import Outcome
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.combine import merge
+from tokenleap.request import Request
 
 COUNTING = [name for name, rule in RULES.items() if rule.counts_draws]
 LOSSLESS = [name for name in COUNTING if RULES[name].lossless]

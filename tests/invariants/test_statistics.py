@@ -21,12 +21,12 @@ import torch
 from scipy.stats import chi2
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.sampler import Sampler
-from foretoken.drafters.registry import METHODS
 from tests.heads import tiny_head
 from tests.matrix import SPECULATIVE, WITH_TOKENIZER, fits, speculative_config
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.sampler import Sampler
+from tokenleap.drafters.registry import METHODS
 
 VOCAB = 6
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
@@ -180,8 +180,8 @@ def test_a_wrong_distribution_is_caught(model: PreTrainedModel) -> None:
 
 
 def test_the_noise_is_uniform_and_its_streams_are_independent() -> None:
-    from foretoken.core.distribution import Distribution
-    from foretoken.core.noise import Noise
+    from tokenleap.core.distribution import Distribution
+    from tokenleap.core.noise import Noise
 
     distribution = Distribution.of(torch.full((VOCAB,), 1 / VOCAB))
     target, draft = Noise(1), Noise(1).drafting(coupled=False)

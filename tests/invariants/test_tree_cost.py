@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.target import Target
 from tests.counting import counted
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.target import Target
 
 CONTEXT = [3, 5, 7, 2, 9]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from foretoken.runtime.native import build
+from tokenleap.runtime.native import build
 
 HEADS, KEY_HEADS, HEAD_SIZE, LAYERS, CONTEXT = 4, 2, 16, 2, 64
 
@@ -43,20 +43,20 @@ def cache(
     if request.node.get_closest_marker("model"):
         return None
     folder = tmp_path / "cache"
-    monkeypatch.setenv("FORETOKEN_CACHE", str(folder))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(folder))
     return folder
 
 
 @pytest.fixture
 def native(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The native library, which is not compiled again for the test's own cache."""
-    monkeypatch.delenv("FORETOKEN_CACHE")
+    monkeypatch.delenv("TOKENLEAP_CACHE")
     try:
         library = build.library()
     except build.NativeLibraryError as error:
         pytest.skip(f"no native library here: {error}")
     monkeypatch.setattr(build, "_library", lambda *_flags: library)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(cache))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(cache))
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.errors import ModelError
-from foretoken.models import load_model
+from tokenleap.errors import ModelError
+from tokenleap.models import load_model
 
 CPU = torch.device("cpu")
 

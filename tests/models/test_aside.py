@@ -8,13 +8,13 @@ from threading import Event, Thread
 
 import pytest
 
-from foretoken.models import aside
+from tokenleap.models import aside
 
 
 @pytest.fixture(autouse=True)
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(aside, "_built", {})
 
@@ -42,7 +42,7 @@ def test_two_threads_build_a_model_once(tmp_path: Path) -> None:
     assert len(filled) == 1
     assert found[0] == found[1]
     assert (found[0] / "config.json").exists()
-    assert len(list(tmp_path.glob("foretoken-*"))) == 1
+    assert len(list(tmp_path.glob("tokenleap-*"))) == 1
 
 
 def test_another_model_does_not_wait() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
-from foretoken.engine.prompts import conversation_ids
-from foretoken.errors import PromptError
-from foretoken.models import chat_template
-from foretoken.models.chat_template import rendered
 from tests.cli.conftest import ascii_tokenizer
+from tokenleap.engine.prompts import conversation_ids
+from tokenleap.errors import PromptError
+from tokenleap.models import chat_template
+from tokenleap.models.chat_template import rendered
 
 MESSAGES = [
     {"role": "system", "content": "Be\nbrief"},

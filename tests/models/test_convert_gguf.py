@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foretoken.errors import ModelError
-from foretoken.models import load_model, load_tokenizer, resolve
-from foretoken.models.generation import defaults_of, sampling_defaults
+from tokenleap.errors import ModelError
+from tokenleap.models import load_model, load_tokenizer, resolve
+from tokenleap.models.generation import defaults_of, sampling_defaults
 
 CPU = torch.device("cpu")
 QUANTISED = gguf.GGMLQuantizationType.Q4_1
@@ -58,7 +58,7 @@ def test_quantized_weights_are_saved_as_their_exact_values(make_model: Any, make
 def test_weights_are_split_into_shards_when_large(
     make_model: Any, make_gguf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.models.convert._SHARD_BYTES", 100_000)
+    monkeypatch.setattr("tokenleap.models.convert._SHARD_BYTES", 100_000)
     model = make_model(tied=False)
     folder = resolve(make_gguf(model=model))
     shards = sorted(path.name for path in folder.glob("*.safetensors"))

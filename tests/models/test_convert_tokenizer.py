@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.models import load_tokenizer, resolve
+from tokenleap.models import load_tokenizer, resolve
 
 TEXTS = [
     "the  the then  12 123",

@@ -16,15 +16,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.tree import chain
-from foretoken.errors import ModelError
-from foretoken.models import cached, load_model, load_tokenizer, resolve
-from foretoken.models.gguf_architectures import ARCHITECTURES
-from foretoken.runtime.target import Target
 from tests.models.conftest import add_field
 from tests.models.test_convert_tokenizer import sentencepiece_settings
 from tests.tiny import reference_greedy
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.tree import chain
+from tokenleap.errors import ModelError
+from tokenleap.models import cached, load_model, load_tokenizer, resolve
+from tokenleap.models.gguf_architectures import ARCHITECTURES
+from tokenleap.runtime.target import Target
 
 CPU = torch.device("cpu")
 HEADS, KEY_HEADS, HEAD_SIZE, CONTEXT = 4, 2, 32, 128

@@ -19,22 +19,22 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from foretoken import LLM
-from foretoken.cli import app, bench
-from foretoken.cli.options import ModelOptions
-from foretoken.core.tree import chain
-from foretoken.errors import ModelError
-from foretoken.models import aside, cached, remove, resolve
-from foretoken.models.gguf_file import GgufFile
-from foretoken.runtime import packed, packing_gguf
-from foretoken.runtime.native import packed_files
-from foretoken.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
-from foretoken.runtime.native.k_blocks import K_FORMATS
-from foretoken.runtime.native.pack import Format, PackedWeights
-from foretoken.runtime.packed import open_packed
-from foretoken.runtime.target import Target
 from tests.models.conftest import MakeGguf
 from tests.tiny import tiny_model
+from tokenleap import LLM
+from tokenleap.cli import app, bench
+from tokenleap.cli.options import ModelOptions
+from tokenleap.core.tree import chain
+from tokenleap.errors import ModelError
+from tokenleap.models import aside, cached, remove, resolve
+from tokenleap.models.gguf_file import GgufFile
+from tokenleap.runtime import packed, packing_gguf
+from tokenleap.runtime.native import packed_files
+from tokenleap.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
+from tokenleap.runtime.native.k_blocks import K_FORMATS
+from tokenleap.runtime.native.pack import Format, PackedWeights
+from tokenleap.runtime.packed import open_packed
+from tokenleap.runtime.target import Target
 
 LINEAR = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 TEXT = [3, 70, 150, 9, 201, 44, 8, 120]
@@ -359,10 +359,10 @@ def test_a_cache_that_cannot_be_written(
     path = written({"blk": Kind.Q8_0})
     expected = scores(LLM(path, dtype="float32"))
     (tmp_path / "file").touch()
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    with caplog.at_level("WARNING", logger="foretoken"):
+    with caplog.at_level("WARNING", logger="tokenleap"):
         llms = [LLM(path, dtype="float32") for _ in range(2)]
         whole = LLM(path, dtype="float32", quantization="none")
     assert [torch.equal(scores(llm), expected) for llm in llms] == [True, True]
@@ -383,7 +383,7 @@ def test_no_room_for_what_is_packed_aside(
 ) -> None:
     path = written({"blk": Kind.Q8_0})
     (tmp_path / "file").touch()
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     usage = type(shutil.disk_usage("/"))(total=10**9, used=10**9 - 1000, free=1000)

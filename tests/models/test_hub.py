@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from foretoken.errors import ModelError
-from foretoken.models import load_model, resolve
-from foretoken.models.hub import is_hub_id
 from tests.tiny import tiny_model
+from tokenleap.errors import ModelError
+from tokenleap.models import load_model, resolve
+from tokenleap.models.hub import is_hub_id
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 NAME = "org/tiny"

@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from foretoken.errors import ModelError
-from foretoken.models import load_model, load_tokenizer, resolve
 from tests.models.folders import CPU, refusal
+from tokenleap.errors import ModelError
+from tokenleap.models import load_model, load_tokenizer, resolve
 
 
 @pytest.fixture

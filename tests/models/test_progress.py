@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.models.progress import bytes_text, progress
+from tokenleap.models.progress import bytes_text, progress
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-import foretoken.models
-from foretoken.errors import ModelError
-from foretoken.models import cached, resolve
+import tokenleap.models
 from tests.models.conftest import MakeGguf
+from tokenleap.errors import ModelError
+from tokenleap.models import cached, resolve
 
 
 def test_every_public_name_exists() -> None:
-    for name in foretoken.models.__all__:
-        assert hasattr(foretoken.models, name)
-    assert sorted(foretoken.models.__all__) == foretoken.models.__all__
+    for name in tokenleap.models.__all__:
+        assert hasattr(tokenleap.models, name)
+    assert sorted(tokenleap.models.__all__) == tokenleap.models.__all__
 
 
 def test_a_folder_is_returned_as_it_is(
@@ -37,7 +37,7 @@ def test_an_alias_wins_over_a_folder_of_that_name(
 ) -> None:
     make_model().save_pretrained(tmp_path / "smollm2-135m")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("foretoken.models.store.find", lambda name: Path("/cached") / name)
+    monkeypatch.setattr("tokenleap.models.store.find", lambda name: Path("/cached") / name)
     assert resolve("smollm2-135m") == Path("/cached/smollm2-135m")
     assert resolve("./smollm2-135m") == Path("smollm2-135m")
     assert resolve(Path("smollm2-135m")) == Path("smollm2-135m")
@@ -52,7 +52,7 @@ def test_a_gguf_file_is_converted_once(make_gguf: Any, monkeypatch: pytest.Monke
     def never(*_arguments: object) -> None:
         raise AssertionError("converted again")
 
-    monkeypatch.setattr("foretoken.models.resolver._build_gguf", never)
+    monkeypatch.setattr("tokenleap.models.resolver._build_gguf", never)
     monkeypatch.chdir(path.parent)
     assert resolve(path.name) == folder
 

@@ -12,13 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import CompatibilityError, ModelError, PromptError
-from foretoken.models import load_model, resolve
-from foretoken.models.audio import AudioReader
-from foretoken.models.decoder_start import decoder_start
 from tests.models.folders import CPU, refusal
 from tests.tiny_seq2seq import BINS, FRAMES, SEQ2SEQ, seq2seq_config, tiny_seq2seq
+from tokenleap import LLM, SamplingParams
+from tokenleap.errors import CompatibilityError, ModelError, PromptError
+from tokenleap.models import load_model, resolve
+from tokenleap.models.audio import AudioReader
+from tokenleap.models.decoder_start import decoder_start
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from foretoken.errors import ModelError
-from foretoken.models import cache_dir, cached, load_tokenizer, remove, resolve, store
 from tests.programs import TIMEOUT, Program
+from tokenleap.core.files import FIRST_NAME
+from tokenleap.errors import ModelError
+from tokenleap.models import cache_dir, cached, load_tokenizer, remove, resolve, store
 
 Fill = Callable[[Path, Path], dict[str, str]]
 
@@ -37,12 +38,34 @@ def raising(error: BaseException) -> Fill:
     return fill
 
 
+@pytest.mark.parametrize("configured", [False, True])
+def test_a_cache_with_the_projects_first_name_is_moved_once(
+    configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    now, then = (tmp_path / ".cache" / name for name in ("tokenleap", FIRST_NAME))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(then))
+    for name, source in (("tiny", "a test"), ("tiny.int4", f"{then}/models/tiny")):
+        folder = store.build(name, source, 0, fill_one_file)
+        (folder / "manifest.json").rename(folder / f"{FIRST_NAME}.json")
+    if not configured:
+        monkeypatch.delenv("TOKENLEAP_CACHE")
+    assert cache_dir() == (then if configured else now)
+    assert then.exists() == configured
+    assert now.exists() != configured
+    if not configured:
+        assert [(each.name, each.source) for each in cached()] == [("tiny", "a test")]
+        then.mkdir()  # of an older version that is used beside
+        assert cache_dir() == now
+        assert then.exists()
+
+
 def start(script: str, stdin: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """Run Python code in another process that uses the same cache."""
     assert store.__file__ is not None
     path = os.pathsep.join([str(Path(store.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-c", "from foretoken.models import store\n" + script],
+        [sys.executable, "-c", "from tokenleap.models import store\n" + script],
         env=os.environ | {"PYTHONPATH": path},
         stdin=stdin,
         stdout=subprocess.PIPE,
@@ -70,12 +93,12 @@ def start_build() -> subprocess.Popen[str]:
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETOKEN_CACHE", "~/elsewhere")
+    monkeypatch.setenv("TOKENLEAP_CACHE", "~/elsewhere")
     assert cache_dir() == Path.home() / "elsewhere"
-    monkeypatch.delenv("FORETOKEN_CACHE")
-    assert cache_dir() == Path.home() / ".cache" / "foretoken"
-    monkeypatch.setenv("FORETOKEN_CACHE", "")
-    assert cache_dir() == Path.home() / ".cache" / "foretoken"
+    monkeypatch.delenv("TOKENLEAP_CACHE")
+    assert cache_dir() == Path.home() / ".cache" / "tokenleap"
+    monkeypatch.setenv("TOKENLEAP_CACHE", "")
+    assert cache_dir() == Path.home() / ".cache" / "tokenleap"
 
 
 def test_a_built_model_is_found_listed_and_removed(cache: Path) -> None:
@@ -83,7 +106,7 @@ def test_a_built_model_is_found_listed_and_removed(cache: Path) -> None:
     folder = store.build("tiny", "a test", 0, fill_one_file)
     assert store.find("tiny") == folder == cache / "models" / "tiny"
     names = sorted(path.name for path in folder.iterdir())
-    assert names == [".verified", "config.json", "foretoken.json"]
+    assert names == [".verified", "config.json", "manifest.json"]
     model = store.CachedModel("tiny", folder, 2, "a test")
     assert cached() == [model]
     assert remove("tiny") == model
@@ -154,7 +177,7 @@ def test_a_disk_that_fills_up_while_converting(
 
 def test_a_cache_that_is_a_file_is_reported(cache: Path) -> None:
     cache.write_text("not a folder")
-    with pytest.raises(ModelError, match=r"cannot write the cache folder .*FORETOKEN_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot write the cache folder .*TOKENLEAP_CACHE"):
         store.build("tiny", "a test", 0, fill_one_file)
     assert cached() == []
 
@@ -185,7 +208,7 @@ def flip(path: Path, place: int = 0, bit: int = 0) -> None:
 @pytest.mark.parametrize("damage", ["truncated", "deleted", "manifest", "format", "bit"])
 def test_a_damaged_model_is_built_again(damage: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = store.build("tiny", "a test", 0, fill_one_file)
-    manifest = writable(folder / "foretoken.json")
+    manifest = writable(folder / "manifest.json")
     writable(folder / "config.json")
     if damage == "bit":
         flip(folder / "config.json")
@@ -261,7 +284,7 @@ def test_check_finds_what_no_time_tells() -> None:
 )
 def test_a_manifest_with_wrong_values(change: dict[str, Any]) -> None:
     folder = store.build("tiny", "a test", 0, fill_one_file)
-    manifest = writable(folder / "foretoken.json")
+    manifest = writable(folder / "manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
     assert store.find("tiny") is None
     assert cached() == []
@@ -269,7 +292,7 @@ def test_a_manifest_with_wrong_values(change: dict[str, Any]) -> None:
 
 def test_a_model_of_an_older_version_has_no_checksums() -> None:
     folder = store.build("tiny", "a test", 0, fill_one_file)
-    manifest = writable(folder / "foretoken.json")
+    manifest = writable(folder / "manifest.json")
     content = json.loads(manifest.read_text())
     del content["sums"]
     manifest.write_text(json.dumps(content))
@@ -295,7 +318,7 @@ def test_a_second_process_waits_and_uses_the_result(cache: Path) -> None:
 
 
 def test_two_processes_convert_one_file_once(make_gguf: Any, cache: Path) -> None:
-    script = f"from foretoken.models import resolve\nprint(resolve({str(make_gguf())!r}))"
+    script = f"from tokenleap.models import resolve\nprint(resolve({str(make_gguf())!r}))"
     with Program(script) as one, Program(script) as other:
         outputs = [program.communicate() for program in (one, other)]
         assert [program.returncode for program in (one, other)] == [0, 0]

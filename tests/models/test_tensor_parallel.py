@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from foretoken import LLM
-from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.models.tensor_parallel import check_processes, check_sharded, sharded
-from foretoken.runtime.choose import check_sharding
 from tests.tiny import tiny_model
+from tokenleap import LLM
+from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.models.tensor_parallel import check_processes, check_sharded, sharded
+from tokenleap.runtime.choose import check_sharding
 
 
 def started(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:

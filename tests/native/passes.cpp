@@ -8,7 +8,7 @@
 
 #include "decoder.cpp"
 
-using namespace foretoken;
+using namespace tokenleap;
 
 namespace {
 
@@ -239,9 +239,9 @@ struct Model {
         pass.angles = SLOTS;
         pass.logits = found.data();
         pass.argmax = argmax.data();
-        workspace.resize(foretoken_workspace(&decoder, &pass) + 64);
+        workspace.resize(tokenleap_workspace(&decoder, &pass) + 64);
         pass.workspace = workspace.data() + (64 - (uintptr_t)workspace.data() % 64);
-        foretoken_forward(&decoder, &pass);
+        tokenleap_forward(&decoder, &pass);
         for (int i = 0; i < last - first; i++) {
             const float* from = found.data() + (long)(tree ? 2 * i + 1 : i) * VOCABULARY;
             std::memcpy(logits + (long)(first + i) * VOCABULARY, from, VOCABULARY * sizeof(float));

@@ -265,7 +265,7 @@ def stream(*texts: str, ends: bool = True) -> str:
     parts = []
     for text in texts:
         token = {"id": 1, "text": text, "origin": "plain"}
-        choice = {"index": 0, "finish_reason": None, "foretoken": {"tokens": [token]}}
+        choice = {"index": 0, "finish_reason": None, "tokenleap": {"tokens": [token]}}
         parts.append(f"data: {json.dumps({'choices': [choice]})}\n\n")
     return "".join([*parts, *(["data: [DONE]\n\n"] if ends else [])])
 
@@ -298,16 +298,16 @@ def test_a_stream_that_breaks_or_fails_and_text_that_is_markup(page: Page) -> No
     answer = ask(page, ATTACK)
     expect(answer.locator(".text")).to_have_text(f"{ATTACK}é\u202e")
     assert page.locator("img").count() == 0
-    assert page.title() == "Foretoken"
+    assert page.title() == "Tokenleap"
     answered(json.dumps({"error": {"message": "an API key is needed"}}), 401)
     answer = ask(page)
     expect(answer.locator(".failure")).to_have_text(
         "The server wants an API key: an API key is needed"
     )
     expect(page.locator("[name=key]")).to_be_focused()
-    kept = page.evaluate("localStorage.getItem('foretoken-settings')")
+    kept = page.evaluate("localStorage.getItem('tokenleap-settings')")
     page.locator("[name=key]").fill("secret")
-    assert page.evaluate("localStorage.getItem('foretoken-settings')") == kept, "it is not kept"
+    assert page.evaluate("localStorage.getItem('tokenleap-settings')") == kept, "it is not kept"
 
 
 def test_keys_dark_and_narrow(server: Served, open_page: Open) -> None:
@@ -339,12 +339,12 @@ def test_a_trace_from_disk(page: Page, server: Served) -> None:
         "/v1/chat/completions",
         messages=[{"role": "user", "content": "one"}],
         max_tokens=5,
-        foretoken={"trace": True},
+        tokenleap={"trace": True},
     ).json()["choices"][0]
     page.get_by_role("button", name="Open a trace").wait_for()
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Open a trace").click()
-    content = json.dumps(answer["foretoken"]["trace"]).encode()
+    content = json.dumps(answer["tokenleap"]["trace"]).encode()
     chooser.value.set_files(
         {"name": "mine.json", "mimeType": "application/json", "buffer": content}
     )

@@ -1,4 +1,4 @@
-"""The trace viewer in a browser: `foretoken trace FILE --html OUT`, opened from disk."""
+"""The trace viewer in a browser: `tokenleap trace FILE --html OUT`, opened from disk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from foretoken import Origin, StepTrace, Trace
-from foretoken.cli.trace_page import html
-from foretoken.trace import Candidate
 from tests import traces
 from tests.page.conftest import Open, shot
+from tokenleap import Origin, StepTrace, Trace
+from tokenleap.cli.trace_page import html
+from tokenleap.trace import Candidate
 
 PIECES = {**traces.PIECES, 7: "A"}
 
@@ -253,7 +253,7 @@ def test_drag_and_drop(page: Page) -> None:
     alert = page.get_by_role("alert")
     for text, told in {
         "{": "x.json: This file is not JSON.",
-        "[]": "x.json: This is not a trace. Make one with: foretoken generate PROMPT --trace FILE",
+        "[]": "x.json: This is not a trace. Make one with: tokenleap generate PROMPT --trace FILE",
         json.dumps(damaged): "x.json: This trace is damaged: step 1 has a parent behind its child.",
         json.dumps(wordy): "x.json: This trace is damaged: step 1 has probabilities that are no "
         "numbers.",

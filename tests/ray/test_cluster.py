@@ -1,6 +1,6 @@
 """Two replicas of a tiny model on a Ray cluster of this machine: slow, and only with Ray.
 
-pip install -c constraints.txt 'foretoken[ray]'; pytest -m slow tests/ray
+pip install -c constraints.txt 'tokenleap[ray]'; pytest -m slow tests/ray
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foretoken import LLM, SamplingParams
 from tests.cli.conftest import save_tiny
 from tests.cli.terminal import environment
+from tokenleap import LLM, SamplingParams
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,7 +55,7 @@ def llm(tiny: Path) -> LLM:
 
 @dataclass
 class Cluster:
-    """A running `foretoken serve --replicas`."""
+    """A running `tokenleap serve --replicas`."""
 
     process: subprocess.Popen[str]
     url: str
@@ -89,7 +89,7 @@ class Cluster:
 @contextmanager
 def serving(tiny: Path, *options: object) -> Iterator[Cluster]:
     arguments = ["serve", tiny, "--served-model-name", "tiny", "--port", 0, "--replicas", 2]
-    command = [sys.executable, "-m", "foretoken", *map(str, [*arguments, *options])]
+    command = [sys.executable, "-m", "tokenleap", *map(str, [*arguments, *options])]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         try:
             assert process.stderr is not None
@@ -257,8 +257,8 @@ def test_sigterm_cuts_off_what_takes_longer(tiny: Path) -> None:
         assert running.process.wait(PATIENCE) == 0
 
 
-def foretoken(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "foretoken", *map(str, arguments)]
+def tokenleap(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokenleap", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, env=environment(), timeout=PATIENCE
     )
@@ -266,14 +266,14 @@ def foretoken(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_what_replicas_cannot_load_is_told_in_a_line(tiny: Path) -> None:
     few = ("--port", 0, "--replicas", 1, "--kv-cache-memory", "1KiB")
-    done = foretoken("serve", tiny, *few)
+    done = tokenleap("serve", tiny, *few)
     assert done.returncode in (1, 2)
     assert "--kv-cache-memory" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
 def test_more_replicas_than_cores(tiny: Path) -> None:
-    done = foretoken("serve", tiny, "--port", 0, "--replicas", 5000)
+    done = tokenleap("serve", tiny, "--port", 0, "--replicas", 5000)
     assert done.returncode == 2
     assert "--replicas: 5000 need a core each" in done.stderr.splitlines()[-1]
 
@@ -292,13 +292,13 @@ def test_generate_writes_what_it_writes_without_replicas(tiny: Path, tmp_path: P
     lines = [{"prompt": f"line {n}", "max_tokens": 3 + n % 5, "id": n} for n in range(30)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ("generate", "-m", tiny, "--prompts-file", prompts, "--output")
-    assert foretoken(*command, alone).returncode == 0
+    assert tokenleap(*command, alone).returncode == 0
     written = alone.read_text().splitlines(keepends=True)
     both.write_text("".join(written[:11]) + written[11][:9])  # as a kill may leave it
-    done = foretoken(*command, both, "--resume", "--replicas", 2)
+    done = tokenleap(*command, both, "--resume", "--replicas", 2)
     assert done.returncode == 0, done.stderr
     assert without_times(both) == without_times(alone)
-    refused = foretoken(*command, both, "--resume", "--replicas", 2, "--no-chat")
+    refused = tokenleap(*command, both, "--resume", "--replicas", 2, "--no-chat")
     assert refused.returncode == 1
     assert "of another prompt, or of other options" in refused.stderr
 
@@ -308,12 +308,12 @@ import json, os, signal, sys
 from functools import partial
 from pathlib import Path
 import ray
-import foretoken.ray
-from foretoken.core.params import SamplingParams
-from foretoken.engine.lines import Shape
-from foretoken.ray import offline
-from foretoken.ray.cluster import cluster, share
-from foretoken.ray.plan import Replicas
+import tokenleap.ray
+from tokenleap.core.params import SamplingParams
+from tokenleap.engine.lines import Shape
+from tokenleap.ray import offline
+from tokenleap.ray.cluster import cluster, share
+from tokenleap.ray.plan import Replicas
 
 tiny, marker, out = sys.argv[1:]
 params = SamplingParams(temperature=0, max_tokens=4)
@@ -334,7 +334,7 @@ with cluster(None):
     reads = partial(read, marker)
     made = offline._Stage({"model": tiny}, Shape(), two, of_each, of_each.cores)
     lost = made.on(dataset, reads, None).take_all()
-    done = foretoken.ray.generate(
+    done = tokenleap.ray.generate(
         ray.data.from_items(rows, override_num_blocks=6), tiny, params, replicas=2, batch_size=4
     ).take_all()
     columns = ("id", "text", "token_ids", "finish_reason", "error")
@@ -366,12 +366,12 @@ def test_a_block_whose_process_is_lost_is_made_again(tiny: Path, llm: LLM, tmp_p
 
 DEADLY = """
 import os, signal, sys
-from foretoken.core.params import SamplingParams
-from foretoken.engine.lines import Shape, line_of
-from foretoken.errors import ForetokenError
-from foretoken.ray import offline
-from foretoken.ray.cluster import cluster
-from foretoken.ray.plan import Replicas
+from tokenleap.core.params import SamplingParams
+from tokenleap.engine.lines import Shape, line_of
+from tokenleap.errors import TokenleapError
+from tokenleap.ray import offline
+from tokenleap.ray.cluster import cluster
+from tokenleap.ray.plan import Replicas
 
 tiny, marker = sys.argv[1:]
 unpickled = offline._unpickled
@@ -391,7 +391,7 @@ lines = [line_of(number, {"prompt": f"row {number}"}, params) for number in rang
 with cluster(None):
     try:
         list(offline.Offline({"model": tiny}, Shape(), Replicas.parse(1)).records(lines))
-    except ForetokenError as error:
+    except TokenleapError as error:
         sys.exit(str(error))
 """
 

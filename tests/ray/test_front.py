@@ -13,12 +13,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import ForetokenError
-from foretoken.ray.serving import _check_loaded
-from foretoken.serve.app import guarded
-from foretoken.serve.settings import Settings
 from tests.serve.support import tiny_llm, until
+from tokenleap import LLM, SamplingParams
+from tokenleap.errors import TokenleapError
+from tokenleap.ray.serving import _check_loaded
+from tokenleap.serve.app import guarded
+from tokenleap.serve.settings import Settings
 
 SETTINGS = Settings(served_model_names=("tiny",), api_keys=("k",), max_body_bytes=500)
 BODY = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -157,19 +157,19 @@ def handle(llm: LLM) -> Iterator[Handle]:
         for name, module in stand_in().items():
             patch.setitem(sys.modules, name, module)
         for name in OWN:
-            patch.delitem(sys.modules, f"foretoken.ray.{name}", raising=False)
-        replica = importlib.import_module("foretoken.ray.replica")
-        importlib.import_module("foretoken.ray.front")
+            patch.delitem(sys.modules, f"tokenleap.ray.{name}", raising=False)
+        replica = importlib.import_module("tokenleap.ray.replica")
+        importlib.import_module("tokenleap.ray.front")
         made = replica.Replica({"model": llm}, SETTINGS.model_copy(update={"api_keys": ()}), None)
         yield Handle(made)
         made.__del__()
         for name in OWN:  # made with the stand-in
-            del sys.modules[f"foretoken.ray.{name}"]
+            del sys.modules[f"tokenleap.ray.{name}"]
 
 
 def asked(handle: Handle, act: Callable[[httpx2.AsyncClient, Any], Any]) -> Any:
     """What a client does, with the front."""
-    front = sys.modules["foretoken.ray.front"].Front(handle, SETTINGS)
+    front = sys.modules["tokenleap.ray.front"].Front(handle, SETTINGS)
 
     async def run() -> Any:
         transport = httpx2.ASGITransport(guarded(front, SETTINGS))
@@ -209,7 +209,7 @@ def text_of(stream: str) -> str:
 def test_whole_answers_and_streams(
     handle: Handle, llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="foretoken.serve.requests")
+    caplog.set_level("INFO", logger="tokenleap.serve.requests")
     assert completed(handle).json()["choices"][0]["text"] == expected(llm)
     found = completed(handle, stream=True)
     assert text_of(found.text) == expected(llm)
@@ -253,7 +253,7 @@ def test_no_message_of_a_replica_is_sent_without_a_look_at_its_engine(
     monkeypatch.setattr(replica, "_end_if_dead", lambda: looks.append(len(sent)))
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
     scope |= {"query_string": b"", "client": None, "asgi": {}, "http_version": "1.1"}
-    call = sys.modules["foretoken.ray.wire"].Call(scope, b"")
+    call = sys.modules["tokenleap.ray.wire"].Call(scope, b"")
     sent: list[Any] = []
 
     async def run() -> None:
@@ -387,7 +387,7 @@ def test_answers_are_cut_off_when_the_time_to_end_is_over(handle: Handle) -> Non
 def test_a_client_that_goes_away_ends_its_request(handle: Handle) -> None:
     """`receive` tells that it has gone, while the answer is on its way."""
     handle.streams.clear()
-    front = sys.modules["foretoken.ray.front"].Front(handle, SETTINGS)
+    front = sys.modules["tokenleap.ray.front"].Front(handle, SETTINGS)
     endless = BODY | {"stream": True, "max_tokens": 900}
     replica = handle._replica
 
@@ -419,7 +419,7 @@ def test_a_client_that_goes_away_ends_its_request(handle: Handle) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_told(handle: Handle) -> None:
     del handle
-    made = sys.modules["foretoken.ray.replica"].Replica({"model": "no/such"}, SETTINGS, None)
+    made = sys.modules["tokenleap.ray.replica"].Replica({"model": "no/such"}, SETTINGS, None)
     assert "no/such" in str(asyncio.run(made.problem()))
     asyncio.run(made.check_health())  # Ray would make it again before anybody could ask
 
@@ -429,7 +429,7 @@ def test_a_replica_whose_engine_has_ended_ends_at_the_next_look(
 ) -> None:
     """Ray would wait for three looks that fail."""
     del handle
-    replica, codes = sys.modules["foretoken.ray.replica"], list[int]()
+    replica, codes = sys.modules["tokenleap.ray.replica"], list[int]()
     monkeypatch.setattr(replica.os, "_exit", codes.append)
     monkeypatch.setattr(replica.logging, "shutdown", lambda: None)
     made = replica.Replica({"model": llm}, SETTINGS, None)
@@ -445,7 +445,7 @@ def test_a_replica_that_starts_later_and_cannot_load_fails(
     handle: Handle, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     del handle
-    replica = sys.modules["foretoken.ray.replica"]
+    replica = sys.modules["tokenleap.ray.replica"]
     monkeypatch.setattr(replica.serve, "status", lambda: status_of(word))
     made = replica.Replica({"model": "no/such"}, SETTINGS, None)
     with pytest.raises(RuntimeError, match=r"the model cannot be loaded: .*no/such"):
@@ -453,10 +453,10 @@ def test_a_replica_that_starts_later_and_cannot_load_fails(
 
 
 def test_all_replicas_are_asked_for_their_problem() -> None:
-    found: list[ForetokenError | None] = [None, ForetokenError("no room")]
+    found: list[TokenleapError | None] = [None, TokenleapError("no room")]
     response = SimpleNamespace(results=lambda *, timeout_s: found)
     handle = SimpleNamespace(broadcast=lambda method: {"problem": response}[method])
-    with pytest.raises(ForetokenError, match="no room"):
+    with pytest.raises(TokenleapError, match="no room"):
         _check_loaded(handle)
     found.pop()
     _check_loaded(handle)

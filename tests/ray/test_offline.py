@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.engine.lines import Line, Shape, jobs_of, records
-from foretoken.errors import CompatibilityError, PromptError
-from foretoken.ray import offline
 from tests.serve.support import tiny_llm
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.engine.lines import Line, Shape, jobs_of, records
+from tokenleap.errors import CompatibilityError, PromptError
+from tokenleap.ray import offline
 
 
 def test_rows_have_no_number_of_a_line_and_all_refusals_are_theirs() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import foretoken.ray
-from foretoken.cli import ray_options
-from foretoken.cli.ray_options import arguments_for_replicas, as_given
-from foretoken.config import SpeculativeConfig
-from foretoken.errors import ForetokenError
-from foretoken.ray import cluster as cluster_module
-from foretoken.ray.cluster import cluster, watched
+import tokenleap.ray
 from tests.cli.conftest import Run, error_of, run
+from tokenleap.cli import ray_options
+from tokenleap.cli.ray_options import arguments_for_replicas, as_given
+from tokenleap.config import SpeculativeConfig
+from tokenleap.errors import TokenleapError
+from tokenleap.ray import cluster as cluster_module
+from tokenleap.ray.cluster import cluster, watched
 
 __all__ = ["run"]
 
@@ -62,9 +62,9 @@ def test_ray_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for command in (SERVE, ("generate", "--jsonl", "--file", prompts)):
         result = run(*command, "--replicas", 2)
         assert result.exit_code == 1
-        assert "pip install 'foretoken[ray]'" in error_of(result)
-    with pytest.raises(ForetokenError, match=r"foretoken\[ray\]"):
-        foretoken.ray.generate(None, "smollm2-135m")
+        assert "pip install 'tokenleap[ray]'" in error_of(result)
+    with pytest.raises(TokenleapError, match=r"tokenleap\[ray\]"):
+        tokenleap.ray.generate(None, "smollm2-135m")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_ray_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_an_address_without_a_cluster(
     monkeypatch: pytest.MonkeyPatch, address: str, message: str
 ) -> None:
-    monkeypatch.setattr("foretoken.ray.cluster.check_installed", lambda: None)
+    monkeypatch.setattr("tokenleap.ray.cluster.check_installed", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    with pytest.raises(ForetokenError, match=message), cluster(address.format(port)):
+    with pytest.raises(TokenleapError, match=message), cluster(address.format(port)):
         pass
 
 
@@ -110,8 +110,8 @@ def test_errors_of_ray_are_one_line(
     stand_in.exceptions, stand_in.init = errors, init
     stand_in.is_initialized, stand_in.shutdown = bool, bool
     monkeypatch.setitem(sys.modules, "ray", stand_in)
-    monkeypatch.setattr("foretoken.ray.cluster.check_installed", lambda: None)
-    with pytest.raises(ForetokenError, match=message) as raised, cluster("auto"):
+    monkeypatch.setattr("tokenleap.ray.cluster.check_installed", lambda: None)
+    with pytest.raises(TokenleapError, match=message) as raised, cluster("auto"):
         pass
     assert "\n" not in str(raised.value)
 
@@ -168,6 +168,6 @@ def test_paths_are_absolute_for_replicas_only(
 
 
 def test_there_is_only_generate() -> None:
-    wrong: Any = foretoken.ray
+    wrong: Any = tokenleap.ray
     with pytest.raises(AttributeError, match="no attribute 'serve'"):
         _ = wrong.serve

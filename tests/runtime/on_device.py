@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken.runtime import passes as passes_module
-from foretoken.runtime import target as target_module
-from foretoken.runtime.cuda import cuda_network
-from foretoken.runtime.cuda.graphs import Capture
-from foretoken.runtime.cuda.network import CudaNetwork
-from foretoken.runtime.cuda.slab import StaticSlab
-from foretoken.runtime.target import Target
 from tests.runtime.tape import Tape
+from tokenleap.runtime import passes as passes_module
+from tokenleap.runtime import target as target_module
+from tokenleap.runtime.cuda import cuda_network
+from tokenleap.runtime.cuda.graphs import Capture
+from tokenleap.runtime.cuda.network import CudaNetwork
+from tokenleap.runtime.cuda.slab import StaticSlab
+from tokenleap.runtime.target import Target
 
 
 def use_cuda_runtime(monkeypatch: pytest.MonkeyPatch, **slab: int) -> Tape:

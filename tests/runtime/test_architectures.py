@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foretoken import LLM, SamplingParams
 from tests.tiny import CONTEXT, GPT2, GROUPED, LAYERS, VOCAB_SIZE, reference_greedy
+from tokenleap import LLM, SamplingParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(30)]

@@ -7,10 +7,10 @@ import platform
 import pytest
 import torch
 
-from foretoken.runtime.llama import LlamaWeights
-from foretoken.runtime.native.decoder import NativeDecoder
 from tests.runtime.test_lean import scores
 from tests.tiny import tiny_model
+from tokenleap.runtime.llama import LlamaWeights
+from tokenleap.runtime.native.decoder import NativeDecoder
 
 BASELINE = ("-march=x86-64", "-mprefer-vector-width=128", "-O1")
 """SSE2, which every x86-64 processor has; the flags follow `-march=native`."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.cli.options import ModelOptions
-from foretoken.runtime.cores import available_cores
-from foretoken.runtime.native import threads
+from tokenleap.cli.options import ModelOptions
+from tokenleap.runtime.cores import available_cores
+from tokenleap.runtime.native import threads
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_number_that_the_user_chose_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even PyTorch's own number, which `foretoken --threads` may set."""
+    """Not even PyTorch's own number, which `tokenleap --threads` may set."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "_CORES", 2)
     monkeypatch.setattr(threads, "_default", 8)
@@ -88,7 +88,7 @@ def test_a_number_that_the_user_chose_is_not_cut(monkeypatch: pytest.MonkeyPatch
     [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_spinning_is_bounded_unless_somebody_chose(given: dict[str, str], expected: str) -> None:
-    script = "import os, foretoken; print(os.environ.get('GOMP_SPINCOUNT'))"
+    script = "import os, tokenleap; print(os.environ.get('GOMP_SPINCOUNT'))"
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     environment = {k: v for k, v in os.environ.items() if k not in names} | given
     done = subprocess.run(
@@ -101,16 +101,16 @@ PEER = """
 import os, sys
 from types import ModuleType
 from unittest.mock import patch
-import foretoken
-from foretoken.bench import process
-from foretoken.bench.contestants import Contestant, Setting
-from foretoken.bench.worker import Worker
+import tokenleap
+from tokenleap.bench import process
+from tokenleap.bench.contestants import Contestant, Setting
+from tokenleap.bench.worker import Worker
 
 with patch("subprocess.Popen") as started:
     process.Process(Contestant("a", "transformers-plain"), Setting("m"))
 print(started.call_args.kwargs["env"].get("GOMP_SPINCOUNT"), os.environ.get("GOMP_SPINCOUNT"))
-for kind in ("foretoken", "transformers-plain"):
-    peers, own = ModuleType("foretoken.bench.peers"), ModuleType("foretoken.bench.own")
+for kind in ("tokenleap", "transformers-plain"):
+    peers, own = ModuleType("tokenleap.bench.peers"), ModuleType("tokenleap.bench.own")
     own.OwnRunner = object
     peers.runner = lambda *_: own.OwnRunner()
     with patch.dict(sys.modules, {peers.__name__: peers, own.__name__: own}):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from foretoken.control import CostCurve
+from tokenleap.control import CostCurve
 
 
 def test_the_curve_is_linear_between_points_and_proportional_beyond() -> None:

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.runtime.choices import DRAFTING
-from foretoken.runtime.choose import head_network, network_for
-from foretoken.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.module import ModuleNetwork
 from tests.matrix import PROMPTS
 from tests.tiny import needs_packed, tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
+from tokenleap.runtime.choices import DRAFTING
+from tokenleap.runtime.choose import head_network, network_for
+from tokenleap.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
+from tokenleap.runtime.lean import LeanDecoder
+from tokenleap.runtime.module import ModuleNetwork
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

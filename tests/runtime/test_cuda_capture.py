@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.runtime.cuda.graphs import Staging, Uncaptured
 from tests.runtime.tape import CaptureError, Tape
+from tokenleap.runtime.cuda.graphs import Staging, Uncaptured
 
 CPU = torch.device("cpu")
 

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, CompatibilityError, SamplingParams
-from foretoken.core.tree import chain
-from foretoken.errors import in_one_line
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.cuda import cuda_network, eager_network
-from foretoken.runtime.cuda.buckets import Bucket
-from foretoken.runtime.cuda.decoder import decoder_for
-from foretoken.runtime.cuda.inputs import StaticInputs
-from foretoken.runtime.cuda.network import CudaNetwork
-from foretoken.runtime.inputs import PassInputs, RowNodes
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.target import Target
-from foretoken.tuning.layer_laboratory import LayerLaboratory
-from foretoken.tuning.skip_sets import Sublayer
 from tests.runtime.on_device import use_capture, use_cuda_runtime
 from tests.runtime.tape import Tape
 from tests.runtime.test_cuda_network import TREE, both
 from tests.tiny import tiny_model
+from tokenleap import LLM, CompatibilityError, SamplingParams
+from tokenleap.core.tree import chain
+from tokenleap.errors import in_one_line
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.cuda import cuda_network, eager_network
+from tokenleap.runtime.cuda.buckets import Bucket
+from tokenleap.runtime.cuda.decoder import decoder_for
+from tokenleap.runtime.cuda.inputs import StaticInputs
+from tokenleap.runtime.cuda.network import CudaNetwork
+from tokenleap.runtime.inputs import PassInputs, RowNodes
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.target import Target
+from tokenleap.tuning.layer_laboratory import LayerLaboratory
+from tokenleap.tuning.skip_sets import Sublayer
 
 CPU = torch.device("cpu")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "controller": "fixed"}

@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.cuda.decoder import decoder_for
-from foretoken.runtime.cuda.graphs import Capture, CudaGraphs, Uncaptured
-from foretoken.runtime.cuda.network import CudaNetwork
-from foretoken.runtime.cuda.slab import StaticSlab
-from foretoken.runtime.inputs import PassInputs
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.network import Need
-from foretoken.runtime.target import Target
 from tests.runtime.test_cuda_network import random_tree
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.cuda.decoder import decoder_for
+from tokenleap.runtime.cuda.graphs import Capture, CudaGraphs, Uncaptured
+from tokenleap.runtime.cuda.network import CudaNetwork
+from tokenleap.runtime.cuda.slab import StaticSlab
+from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.target import Target
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,24 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.cuda import cuda_network
-from foretoken.runtime.cuda.buckets import Bucket, Buckets, doubled
-from foretoken.runtime.cuda.decoder import decoder_for
-from foretoken.runtime.cuda.graphs import Uncaptured
-from foretoken.runtime.cuda.network import CudaNetwork
-from foretoken.runtime.cuda.slab import StaticSlab
-from foretoken.runtime.kv_slab import SlabFull
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.network import Need, PassOutput
-from foretoken.runtime.target import Target
 from tests.runtime.on_device import graphs_of, use_cuda_runtime
 from tests.runtime.tape import Tape
 from tests.runtime.test_lean import FAMILY, model_of
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.cuda import cuda_network
+from tokenleap.runtime.cuda.buckets import Bucket, Buckets, doubled
+from tokenleap.runtime.cuda.decoder import decoder_for
+from tokenleap.runtime.cuda.graphs import Uncaptured
+from tokenleap.runtime.cuda.network import CudaNetwork
+from tokenleap.runtime.cuda.slab import StaticSlab
+from tokenleap.runtime.kv_slab import SlabFull
+from tokenleap.runtime.lean import LeanDecoder
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.network import Need, PassOutput
+from tokenleap.runtime.target import Target
 
 TREE = TokenTree((5, 3, 5, 8, 9, 7), (-1, 0, 0, 1, 3, 2))
 

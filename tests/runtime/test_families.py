@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.tree import TokenTree, chain
-from foretoken.models import cached, load_model
-from foretoken.runtime import packing
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.families import FAMILIES, family_of
-from foretoken.runtime.llama import ARCHITECTURES, LlamaWeights
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.native.decoder import NativeDecoder
-from foretoken.runtime.network import Network
-from foretoken.runtime.target import Target
 from tests.runtime.test_native import PORTABLE
 from tests.tiny import GROUPED, VOCAB_SIZE
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.models import cached, load_model
+from tokenleap.runtime import packing
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.families import FAMILIES, family_of
+from tokenleap.runtime.llama import ARCHITECTURES, LlamaWeights
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.network import Network
+from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

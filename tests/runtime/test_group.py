@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foretoken.core.peers import ALONE, OutOfStepError, num_processes, own_rank
-from foretoken.errors import ForetokenError
-from foretoken.runtime.group import Group
-from foretoken.runtime.inputs import RowNodes
-from foretoken.runtime.network import Need
-from foretoken.runtime.sharded import ADDED, JOINED, ShardedLinear, _digest
+from tokenleap.core.peers import ALONE, OutOfStepError, num_processes, own_rank
+from tokenleap.errors import TokenleapError
+from tokenleap.runtime.group import Group
+from tokenleap.runtime.inputs import RowNodes
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.sharded import ADDED, JOINED, ShardedLinear, _digest
 
 SIZE = 3
 
@@ -140,12 +140,12 @@ def test_the_error_of_the_first_process_is_that_of_all(monkeypatch: pytest.Monke
             sent[:] = box
 
     def fail() -> int:
-        raise ForetokenError("no such file.")
+        raise TokenleapError("no such file.")
 
     monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
     for group in Threads(2).groups:
         group._host = None
-        with pytest.raises(ForetokenError, match="no such file"):
+        with pytest.raises(TokenleapError, match="no such file"):
             group.from_first(fail)
     sent.clear()
     for rank, group in enumerate(Threads(2).groups):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.network import Need, Network
-from foretoken.runtime.target import Target
 from tests.runtime.on_device import use_cuda_runtime
 from tests.tiny import tiny_model
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.network import Need, Network
+from tokenleap.runtime.target import Target
 
 CONTEXT = [3, 1, 4, 1, 5]
 PATH = [5, 3, 8]
@@ -73,7 +73,7 @@ def test_verification_returns_the_states_of_its_nodes(target: Target) -> None:
 def test_prefill_returns_the_states_of_its_tokens(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.runtime.passes.PREFILL_CHUNK", 2)
+    monkeypatch.setattr("tokenleap.runtime.passes.PREFILL_CHUNK", 2)
     found = target.prefill(0, [*CONTEXT, *PATH], LAYERS)
     expected = expected_states([*CONTEXT, *PATH])
     for layer in LAYERS:

@@ -12,16 +12,16 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from foretoken.runtime.native.build import library
-from foretoken.runtime.native.c_structures import CFusion
-from foretoken.runtime.native.k_blocks import K_FORMATS, pack_k_blocks
-from foretoken.runtime.native.network import checked
-from foretoken.runtime.native.pack import PackedWeights
+from tokenleap.runtime.native.build import library
+from tokenleap.runtime.native.c_structures import CFusion
+from tokenleap.runtime.native.k_blocks import K_FORMATS, pack_k_blocks
+from tokenleap.runtime.native.network import checked
+from tokenleap.runtime.native.pack import PackedWeights
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 SIZES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
-PORTABLE = "-DFORETOKEN_PORTABLE"
+PORTABLE = "-DTOKENLEAP_PORTABLE"
 SIZE = 512
 
 
@@ -41,7 +41,7 @@ def product(packed: PackedWeights, inputs: Tensor, *flags: str) -> Tensor:
     count = len(inputs)
     outputs = torch.empty(count, SIZE)
     fc = packed.c
-    rows = torch.empty(count * native.foretoken_row_bytes(byref(fc)), dtype=torch.uint8)
+    rows = torch.empty(count * native.tokenleap_row_bytes(byref(fc)), dtype=torch.uint8)
     addresses = array("Q", [inputs.data_ptr()])
     arguments = CFusion(
         fc=fc,
@@ -55,7 +55,7 @@ def product(packed: PackedWeights, inputs: Tensor, *flags: str) -> Tensor:
         is_bf16=False,
         epsilon=0.0,
     )
-    native.foretoken_fuse(byref(arguments))
+    native.tokenleap_fuse(byref(arguments))
     return outputs
 
 

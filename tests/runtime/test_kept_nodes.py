@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from foretoken.core.tree import TokenTree
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.kv_slab import KVSlab, OverBudget
-from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
+from tokenleap.core.tree import TokenTree
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.kv_slab import KVSlab, OverBudget
+from tokenleap.runtime.target import Target
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
 

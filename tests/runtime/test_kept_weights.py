@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.llama import LinearWeights, LlamaWeights
-from foretoken.runtime.native import pack as pack_module
-from foretoken.runtime.native.decoder import NativeDecoder
-from foretoken.runtime.native.kept_weights import KeptWeights
-from foretoken.runtime.native.pack import GROUP, PANEL, Format
-from foretoken.runtime.target import Target
 from tests.runtime.test_lean import scores
 from tests.tiny import tiny_model
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.llama import LinearWeights, LlamaWeights
+from tokenleap.runtime.native import pack as pack_module
+from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.kept_weights import KeptWeights
+from tokenleap.runtime.native.pack import GROUP, PANEL, Format
+from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

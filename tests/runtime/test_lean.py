@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken.core.tree import TokenTree
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.llama import is_llama
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.network import Network
-from foretoken.runtime.target import Target
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap.core.tree import TokenTree
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.lean import LeanDecoder
+from tokenleap.runtime.llama import is_llama
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.network import Network
+from tokenleap.runtime.target import Target
 
 CONTEXT_TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 TREE = TokenTree((5, 3, 5, 8, 9, 7), (-1, 0, 0, 1, 3, 2))

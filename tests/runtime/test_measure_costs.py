@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from foretoken.core.tree import TokenTree
-from foretoken.runtime.network import PassOutput
-from foretoken.runtime.profiling import SIZES, measure_costs
-from foretoken.runtime.target import Target
 from tests.measurements import USUAL, measure_with
 from tests.tiny import tiny_model
+from tokenleap.core.tree import TokenTree
+from tokenleap.runtime.network import PassOutput
+from tokenleap.runtime.profiling import SIZES, measure_costs
+from tokenleap.runtime.target import Target
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
             return verify(target, keys, trees)
 
         monkeypatch.setattr(Target, "verify", timed)
-        monkeypatch.setattr("foretoken.core.clock.now", lambda: self._now)
+        monkeypatch.setattr("tokenleap.core.clock.now", lambda: self._now)
         measure_with(monkeypatch, USUAL)
 
     @property

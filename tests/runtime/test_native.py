@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import ConfigError
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.choices import DRAFTING
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.llama import LinearWeights, LlamaWeights
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.native import build
-from foretoken.runtime.native.build import NativeLibraryError, library
-from foretoken.runtime.native.decoder import NativeDecoder
-from foretoken.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
-from foretoken.runtime.native.support import why_not_native
-from foretoken.runtime.network import Network
-from foretoken.runtime.target import Target
 from tests.programs import Program
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import ConfigError
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.choices import DRAFTING
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.lean import LeanDecoder
+from tokenleap.runtime.llama import LinearWeights, LlamaWeights
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.native import build
+from tokenleap.runtime.native.build import NativeLibraryError, library
+from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
+from tokenleap.runtime.native.support import why_not_native
+from tokenleap.runtime.network import Network
+from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
-PORTABLE = "-DFORETOKEN_PORTABLE"
+PORTABLE = "-DTOKENLEAP_PORTABLE"
 KINDS: list[tuple[torch.dtype, str | None, tuple[str, ...]]] = [
     (torch.float32, None, ()),
     (torch.bfloat16, None, ()),
@@ -205,7 +205,7 @@ def test_bits_do_not_depend_on_threads_or_chunks(
     expected = filled(Target(model), network, 40).verify([0], [five])[0].scores.clone()
     for threads, chunk in ((1, 3), (2, 17), (3, 40)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setattr("foretoken.runtime.passes.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("tokenleap.runtime.passes.PREFILL_CHUNK", chunk)
         found = filled(Target(model), network, 40).verify([0], [five])[0]
         assert torch.equal(found.scores, expected)
 
@@ -316,9 +316,9 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing half-made is left in the cache."""
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path))
     with pytest.raises(NativeLibraryError, match=r"failed: .*error"):
-        library("-DFORETOKEN_PORTABLE=", "-include", "no_such_header.h")
+        library("-DTOKENLEAP_PORTABLE=", "-include", "no_such_header.h")
     assert not [path for path in (tmp_path / "native").iterdir() if path.name != ".lock"]
 
 
@@ -326,7 +326,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The library, which is copied instead of compiled; caches and temporary files are new."""
     made = Path(library()._name).resolve()
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(build, "_compile", lambda *given: shutil.copy(made, given[-1]))
@@ -350,12 +350,12 @@ def test_a_cache_that_cannot_be_written(
     """The library is then in a temporary folder of this user's, and one warning says so."""
     cache = tmp_path / "a file"
     cache.touch()
-    monkeypatch.setenv("FORETOKEN_CACHE", str(cache))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(cache))
     made = loaded_from()
-    assert made == tmp_path / "tmp" / f"foretoken-{os.geteuid()}" / compiled.name
+    assert made == tmp_path / "tmp" / f"tokenleap-{os.geteuid()}" / compiled.name
     (message,) = caplog.messages
     assert f"cannot write the cache folder {cache}" in message
-    assert "set FORETOKEN_CACHE" in message
+    assert "set TOKENLEAP_CACHE" in message
     assert str(made.parent) in message
 
 
@@ -408,7 +408,7 @@ def test_no_library_is_loaded_that_others_may_have_written(
     """It is made again where only this user can write, and one warning says why."""
     base = tmp_path / "base"
     base.mkdir(mode=0o700)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(base / "cache"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(base / "cache"))
     place = base / "cache" / "native" / compiled.name
     assert loaded_from() == place
     assert not caplog.messages
@@ -420,7 +420,7 @@ def test_no_library_is_loaded_that_others_may_have_written(
     (message,) = caplog.messages
     assert str(unsafe) in message
     assert "\n" not in message
-    assert "set FORETOKEN_CACHE to" in message
+    assert "set TOKENLEAP_CACHE to" in message
     assert tmp_path / "tmp" in found.parents
 
 
@@ -429,7 +429,7 @@ def test_a_temporary_folder_of_another_user(
 ) -> None:
     """Whoever made it first gets nothing loaded, and this process has a fresh one."""
     (tmp_path / "cache").touch()
-    squatted = tmp_path / "tmp" / f"foretoken-{os.geteuid()}"
+    squatted = tmp_path / "tmp" / f"tokenleap-{os.geteuid()}"
     squatted.mkdir(mode=0o777)
     squatted.chmod(0o777)
     shutil.copy(compiled, squatted / compiled.name)
@@ -446,7 +446,7 @@ def test_a_cache_behind_links(compiled: Path, tmp_path: Path, monkeypatch: Any) 
     """A home folder may be a link; what counts is where it leads."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "home").symlink_to(tmp_path / "disk")
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "home" / "cache"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "home" / "cache"))
     assert loaded_from() == tmp_path / "disk" / "cache" / "native" / compiled.name
 
 
@@ -485,8 +485,8 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
     calls, compiler = tmp_path / "calls", tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec g++ "$@"\n')
     compiler.chmod(0o700)
-    script = "from foretoken.runtime.native.build import library; library('-O0')"
-    environment = {**os.environ, "FORETOKEN_CACHE": str(tmp_path), "CXX": str(compiler)}
+    script = "from tokenleap.runtime.native.build import library; library('-O0')"
+    environment = {**os.environ, "TOKENLEAP_CACHE": str(tmp_path), "CXX": str(compiler)}
     with Program(script, env=environment) as one, Program(script, env=environment) as other:
         assert (one.wait(), other.wait()) == (0, 0)
     compiled = [line for line in calls.read_text().splitlines() if "decoder.cpp" in line]
@@ -515,7 +515,7 @@ def test_fewer_threads_by_the_environment() -> None:
     script = (
         "import torch; torch.set_num_threads(4)\n"
         "from tests.tiny import tiny_model\n"
-        "from foretoken.runtime.target import Target\n"
+        "from tokenleap.runtime.target import Target\n"
         "target = Target(tiny_model(head_dim=32))\n"
         "assert target.network.name == 'native' and target.bit_exact\n"
     )

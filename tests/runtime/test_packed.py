@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import CompatibilityError, ConfigError, ModelError
-from foretoken.models import cached, load_model, remove, resolve, store
-from foretoken.models.weights import FolderWeights
-from foretoken.runtime import packed, packing
-from foretoken.runtime.native.packed_files import LAYOUT_VERSION
 from tests.models.test_store import flip
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.errors import CompatibilityError, ConfigError, ModelError
+from tokenleap.models import cached, load_model, remove, resolve, store
+from tokenleap.models.weights import FolderWeights
+from tokenleap.runtime import packed, packing
+from tokenleap.runtime.native.packed_files import LAYOUT_VERSION
 
 PROMPT = [1, 2, 3, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
@@ -129,7 +129,7 @@ def test_an_older_layout_is_packed_anew(tmp_path: Path, monkeypatch: pytest.Monk
     (old.folder / "layer-00000.safetensors").chmod(0o644)
     (old.folder / "layer-00000.safetensors").write_bytes(b"of another layout")
     monkeypatch.undo()
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "cache"))
     assert output(opened(folder)) == output(whole(folder, "int8"))
     assert len(cached()) == 1
 
@@ -179,7 +179,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     assert len(text) <= end - 8
     path.chmod(0o644)
     path.write_bytes(content[:8] + text.ljust(end - 8) + content[end:])
-    manifest = path.parent / "foretoken.json"
+    manifest = path.parent / "manifest.json"
     known = json.loads(manifest.read_text())
     known["sums"][path.name] = store._sum_of(path)
     manifest.chmod(0o644)
@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_nothing_and_the_model_runs(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(packing, "write", full)  # the last file
-    with caplog.at_level("WARNING", logger="foretoken"):
+    with caplog.at_level("WARNING", logger="tokenleap"):
         assert output(opened(folder)) == output(whole(folder, "int8"))
     (message,) = [record.getMessage() for record in caplog.records]
     assert "packed in memory" in message

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.network import Need
-from foretoken.runtime.target import Target
 from tests.runtime.on_device import use_cuda_runtime
 from tests.tiny import tiny_model
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.target import Target
 
 TREES = [TokenTree((5, 3, 5, 8, 9), (-1, 0, 0, 1, 2)), chain([7]), chain([3, 1, 4])]
 NETWORKS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.runtime.native import build
+from tokenleap.runtime.native import build
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +51,6 @@ def test_aarch64_has_the_bits_of_the_portable_code(tmp_path: Path) -> None:
     emulator = next(filter(None, map(shutil.which, EMULATOR)), None)
     if shutil.which(CROSS) is None or emulator is None:
         pytest.skip(f"there is no cross-compiler or no emulator: {HOW}")
-    portable = made(compiler(), tmp_path, "-march=native", "-DFORETOKEN_PORTABLE")
+    portable = made(compiler(), tmp_path, "-march=native", "-DTOKENLEAP_PORTABLE")
     other = made(CROSS, tmp_path, "-static")
     assert sums(emulator, str(other)) == sums(str(portable))

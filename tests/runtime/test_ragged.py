@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.inputs import PassInputs, tree_nodes
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.target import Target
 from tests.counting import counted
 from tests.tiny import tiny_model
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.inputs import PassInputs, tree_nodes
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.target import Target
 
 TREES = {
     0: chain([5, 6, 7, 8, 9, 1, 2]),

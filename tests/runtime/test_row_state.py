@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.kv_slab import KVSlab, OverBudget
-from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.kv_slab import KVSlab, OverBudget
+from tokenleap.runtime.target import Target
 
 TREE = TokenTree((5, 3, 5, 8, 9), (-1, 0, 0, 1, 2))
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foretoken import CompatibilityError
-from foretoken.runtime.attention import KEY_BLOCK, attend_scored, slab_attention
+from tokenleap import CompatibilityError
+from tokenleap.runtime.attention import KEY_BLOCK, attend_scored, slab_attention
 
 HEADS, GROUPS, WIDTH, ROWS = 6, 2, 32, 24
 KINDS = [(2.0, False), (None, True), (3.0, True)]

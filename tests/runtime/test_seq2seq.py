@@ -19,18 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from foretoken.core.source import Source
-from foretoken.core.tree import TokenTree, chain
-from foretoken.errors import CompatibilityError, ConfigError
-from foretoken.models import load_model
-from foretoken.runtime.attention import KEY_BLOCK
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.kv_slab import OverBudget
-from foretoken.runtime.native.seq2seq import NativeEncoder, NativeSeq2Seq
-from foretoken.runtime.network import Need, PassOutput
-from foretoken.runtime.rows import INTERNAL_KEY
-from foretoken.runtime.seq2seq.encoder import TorchEncoder
-from foretoken.runtime.target import Target
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import (
     BART,
@@ -46,6 +34,18 @@ from tests.tiny_seq2seq import (
     wide_fields,
 )
 from tests.tiny_seq2seq import tiny_source as source_of
+from tokenleap.core.source import Source
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.models import load_model
+from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.kv_slab import OverBudget
+from tokenleap.runtime.native.seq2seq import NativeEncoder, NativeSeq2Seq
+from tokenleap.runtime.network import Need, PassOutput
+from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.seq2seq.encoder import TorchEncoder
+from tokenleap.runtime.target import Target
 
 TEXT_TOKENS = [(7 * i + 3) % 90 for i in range(40)]
 TREE = TokenTree((7, 8, 9, 10, 11, 12), (-1, 0, 0, 2, 1, 3))
@@ -488,7 +488,7 @@ def test_the_portable_kernels(name: str) -> None:
     """See `test_native.py`."""
     model, source = tiny_seq2seq(name, **wide_fields(name)), tiny_source()
     target = Target(model)
-    target.network = NativeSeq2Seq(model, None, "-DFORETOKEN_PORTABLE")
+    target.network = NativeSeq2Seq(model, None, "-DTOKENLEAP_PORTABLE")
     open_row(target, 0, source, [])
     (output,) = target.verify([0], [chain(TEXT_TOKENS)])
     assert_close(output.scores, reference_logits(model, source, TEXT_TOKENS))

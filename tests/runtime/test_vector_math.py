@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from foretoken.runtime import vector_math
+from tokenleap.runtime import vector_math
 
 CALLS = """
 import torch
@@ -23,7 +23,7 @@ def watched(name, function):
 for name in ("cos", "sin", "exp"):
     setattr(torch, name, watched(name, getattr(torch, name)))
 
-import foretoken.runtime.network
+import tokenleap.runtime.network
 
 assert first == {"cos": 1, "sin": 1, "exp": 1}, first
 """

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, SamplingParams
-from foretoken.core.tree import TokenTree, chain
-from foretoken.runtime.cpu import PackedLinear
-from foretoken.runtime.inputs import PassInputs, RowNodes, tree_nodes
-from foretoken.runtime.lean import LeanDecoder
-from foretoken.runtime.llama import LlamaWeights
-from foretoken.runtime.module import ModuleNetwork
-from foretoken.runtime.native.decoder import NativeDecoder
-from foretoken.runtime.network import Network, WindowedNetwork
-from foretoken.runtime.passes import Passes
-from foretoken.runtime.share import decoder_layers
-from foretoken.runtime.target import Target
-from foretoken.runtime.windows import Window, layer_windows, windows_by_kind
 from tests.runtime.on_device import use_cuda_runtime
 from tests.runtime.test_cuda_network import check_a_life, targets
 from tests.tiny import CONTEXT, VOCAB_SIZE, needs_packed, reference_greedy
 from tests.windowed import OWN_ATTENTION, WINDOW, WINDOWED, windowed_config, windowed_model
+from tokenleap import LLM, CompatibilityError, SamplingParams
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.cpu import PackedLinear
+from tokenleap.runtime.inputs import PassInputs, RowNodes, tree_nodes
+from tokenleap.runtime.lean import LeanDecoder
+from tokenleap.runtime.llama import LlamaWeights
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.network import Network, WindowedNetwork
+from tokenleap.runtime.passes import Passes
+from tokenleap.runtime.share import decoder_layers
+from tokenleap.runtime.target import Target
+from tokenleap.runtime.windows import Window, layer_windows, windows_by_kind
 
 TREE = TokenTree((5, 3, 5, 8, 9, 7, 1, 2, 4, 6, 8), (-1, 0, 0, 1, 3, 2, 2, 5, 7, 8, 9))
 """A chain of 8 below the root is longer than a window of 3, with other branches between."""
@@ -236,7 +236,7 @@ def test_chunks_and_known_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -
     long = [*PROMPT, *PROMPT, *PROMPT]  # longer than a block of the prefix cache
     prompts = [long, [*long, 1], [*long[:-3], 2]]
     expected = [reference_greedy(model, prompt, MOST) for prompt in prompts]
-    monkeypatch.setattr("foretoken.runtime.passes.PREFILL_CHUNK", 11)
+    monkeypatch.setattr("tokenleap.runtime.passes.PREFILL_CHUNK", 11)
     llm = drafting(model)
     for _ in range(2):
         assert tokens_of(llm, prompts) == expected

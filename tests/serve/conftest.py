@@ -16,7 +16,7 @@ __all__ = ["run"]
 @pytest.fixture(autouse=True)
 def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a seed have the same one in every run."""
-    monkeypatch.setattr("foretoken.request.fresh_seed", lambda: 1)
+    monkeypatch.setattr("tokenleap.request.fresh_seed", lambda: 1)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`foretoken serve` as a process of its own."""
+"""`tokenleap serve` as a process of its own."""
 
 from __future__ import annotations
 

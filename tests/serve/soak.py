@@ -21,9 +21,9 @@ import httpx2
 import psutil
 import pytest
 
-from foretoken.core.form import checked_source
-from foretoken.core.grammar import Grammar, Grammars
 from tests.serve.support import MODEL, Served
+from tokenleap.core.form import checked_source
+from tokenleap.core.grammar import Grammar, Grammars
 
 __all__ = ["Soak", "faults", "live_objects"]
 
@@ -365,12 +365,12 @@ class Soak:
 
     async def _spy(self, client: httpx2.AsyncClient, chance: random.Random) -> None:
         """Whatever is drafted for a request is part of its own text."""
-        more = {"max_tokens": 24, "temperature": 0, "foretoken": {"trace": True}}
+        more = {"max_tokens": 24, "temperature": 0, "tokenleap": {"trace": True}}
         body = {**_full(COMPLETIONS, chance.choice(SPIES)), **more}
         response = await self._get(client, COMPLETIONS, body)
         assert response.status_code == 200, response.text
         (choice,) = response.json()["choices"]
-        steps = choice["foretoken"]["trace"]["steps"]
+        steps = choice["tokenleap"]["trace"]["steps"]
         drafted = {token for step in steps for token in step["drafted"]}
         assert drafted <= {*body["prompt"], *choice["token_ids"]}, (drafted, body)
         self.drafted += len(drafted)
@@ -402,6 +402,6 @@ def live_objects() -> tuple[Counter[str], int, int]:
     names = Counter(
         f"{kind.__module__}.{kind.__qualname__}"
         for kind in map(type, objects)
-        if str(kind.__module__).startswith("foretoken")
+        if str(kind.__module__).startswith("tokenleap")
     )
     return names, len(objects), psutil.Process().num_fds()

@@ -13,15 +13,15 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foretoken import LLM, AsyncLLM
-from foretoken.serve.address import bound_socket
-from foretoken.serve.app import create_app
-from foretoken.serve.run import ForetokenServer
-from foretoken.serve.settings import Settings
-from foretoken.serve.state import ServerState
 from tests.cli.conftest import ascii_tokenizer
 from tests.engine.serving import assert_empty
 from tests.tiny import tiny_model
+from tokenleap import LLM, AsyncLLM
+from tokenleap.serve.address import bound_socket
+from tokenleap.serve.app import create_app
+from tokenleap.serve.run import TokenleapServer
+from tokenleap.serve.settings import Settings
+from tokenleap.serve.state import ServerState
 
 MODEL = "tiny"
 CONTEXT = 1024
@@ -52,7 +52,7 @@ def until(condition: Callable[[], bool]) -> None:
 class Served:
     """A running server, as tests see it."""
 
-    def __init__(self, llm: LLM, port: int, server: ForetokenServer, state: ServerState) -> None:
+    def __init__(self, llm: LLM, port: int, server: TokenleapServer, state: ServerState) -> None:
         self.llm, self.port, self.server, self.state = llm, port, server, state
         self.stopped = threading.Event()
         self.url = f"http://127.0.0.1:{port}"
@@ -85,7 +85,7 @@ def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
     chosen = Settings(**{"served_model_names": (MODEL,), **settings})
     app = create_app(asynchronous, chosen)
     started = threading.Event()
-    server = ForetokenServer(app, app.state.server, chosen, started.set)
+    server = TokenleapServer(app, app.state.server, chosen, started.set)
     with bound_socket("127.0.0.1", 0) as at:
         found = Served(llm, at.getsockname()[1], server, app.state.server)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from foretoken import SpeculativeConfig
-from foretoken.engine.text_limit import TextLimit
-from foretoken.serve.sampling import MAX_NESTED, check_speculation
 from tests.serve.support import CONTEXT, MODEL, Served
+from tokenleap import SpeculativeConfig
+from tokenleap.engine.text_limit import TextLimit
+from tokenleap.serve.sampling import MAX_NESTED, check_speculation
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -90,7 +90,7 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"guided_grammar": "start: nothing"}, "guided_grammar"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"structured_outputs": {"colour": 1}}, "structured_outputs"),
-    ({"foretoken": {"colour": True}}, "foretoken"),
+    ({"tokenleap": {"colour": True}}, "tokenleap"),
     ({"speculative_config": {"method": "nogram"}}, "speculative_config"),
     ({"speculative_config": {"method": "ngram", "prompt_lookup": 1}}, None),
     ({"speculative_config": "ngram"}, "speculative_config"),
@@ -340,7 +340,7 @@ def test_a_template_that_cannot_write_what_is_nested(
     def refusing(*_: Any, **__: Any) -> Any:
         raise RecursionError
 
-    monkeypatch.setattr("foretoken.serve.chat_prompt.conversation_ids", refusing)
+    monkeypatch.setattr("tokenleap.serve.chat_prompt.conversation_ids", refusing)
     assert "nested too deeply" in server.refused(CHAT, messages=HELLO)["message"]
 
 

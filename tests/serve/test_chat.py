@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from foretoken import SamplingParams
 from tests.serve.support import MODEL, Served
+from tokenleap import SamplingParams
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 Client = openai.OpenAI
@@ -242,7 +242,7 @@ def test_a_model_may_call(client: Client, monkeypatch: pytest.MonkeyPatch, strea
     """A grammar plays the model; its template has no tools, so a system message has them."""
     answer = '<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
     form = {"choice": [f"Well: {answer}{answer}"]}
-    monkeypatch.setattr("foretoken.serve.chat.forced_form", lambda body: form)
+    monkeypatch.setattr("tokenleap.serve.chat.forced_form", lambda body: form)
     fields: Any = {"model": MODEL, "messages": HELLO, "tools": [weather()], "max_tokens": 200}
     found: Any = client.chat.completions.create(**fields, stream=stream)
     text: Any
@@ -276,7 +276,7 @@ def test_only_the_first_call_is_kept_without_parallel_calls(
     fields: Any = {"model": MODEL, "messages": HELLO, "tools": [weather()], "max_tokens": 300}
     fields |= {"parallel_tool_calls": parallel}
     form = {"choice": [one % "Bern" + one % "Rome"]}
-    monkeypatch.setattr("foretoken.serve.chat.forced_form", lambda body: form)
+    monkeypatch.setattr("tokenleap.serve.chat.forced_form", lambda body: form)
     places = ["Bern", "Rome"] if parallel else ["Bern"]
     whole = client.chat.completions.create(**fields).choices[0].message.tool_calls or []
     chunks = list(client.chat.completions.create(**fields, stream=True))

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import SamplingParams
 from tests.serve.support import MODEL, Served, served
+from tokenleap import SamplingParams
 
 KEY = "a-key"
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -1,4 +1,4 @@
-"""`foretoken serve` as a process: its address, its end by signals, and what it refuses at once."""
+"""`tokenleap serve` as a process: its address, its end by signals, and what it refuses at once."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_ctrl_c_and_the_grace_period(tiny_folder: Path) -> None:
 
 STUCK = """
 import time
-from foretoken.engine.runs import Runs
-from foretoken.serve import run
+from tokenleap.engine.runs import Runs
+from tokenleap.serve import run
 run.LAST_STEP = 0.1
 advance, steps = Runs.advance, iter(range(3))
 Runs.advance = lambda self: advance(self) if next(steps, None) is not None else time.sleep(10**6)
@@ -117,7 +117,7 @@ def test_an_extra_that_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setitem(sys.modules, name, None)
     result = run("serve", "no-such-model", "--port", 0)
     assert result.exit_code == 2
-    assert "pip install 'foretoken[serve]'" in error_of(result)
+    assert "pip install 'tokenleap[serve]'" in error_of(result)
     assert name in error_of(result)
 
 

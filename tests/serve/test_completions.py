@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams
 from tests.serve.support import Served, served, tiny_parts
+from tokenleap import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -187,13 +187,13 @@ def test_what_vllm_returns_on_demand(server: Served) -> None:
 
 def test_what_speculation_did(server: Served) -> None:
     wanted = {"tokens": True, "metrics": True, "trace": True}
-    response = server.post("/v1/completions", prompt="aaaa", stream=True, foretoken=wanted)
+    response = server.post("/v1/completions", prompt="aaaa", stream=True, tokenleap=wanted)
     choices = [choice for chunk in events(response) for choice in chunk["choices"]]
-    tokens = [token for choice in choices for token in choice["foretoken"]["tokens"]]
+    tokens = [token for choice in choices for token in choice["tokenleap"]["tokens"]]
     assert "".join(token["text"] for token in tokens) == "".join(c["text"] for c in choices)
     assert {token["origin"] for token in tokens} <= {"draft", "correction", "bonus", "plain"}
-    assert all("trace" not in choice["foretoken"] for choice in choices[:-1])
-    last = choices[-1]["foretoken"]
+    assert all("trace" not in choice["tokenleap"] for choice in choices[:-1])
+    last = choices[-1]["tokenleap"]
     assert sum(step["committed"] for step in last["trace"]["steps"]) == len(tokens)
     assert last["metrics"]["generated_tokens"] == len(tokens)
     drafted = [step for step in last["trace"]["steps"] if step["drafted"]]
@@ -202,13 +202,13 @@ def test_what_speculation_did(server: Served) -> None:
 
 
 def test_another_speculation_has_the_same_text(server: Served) -> None:
-    fields = {"foretoken": {"metrics": True}, "seed": 4, "temperature": 1}
+    fields = {"tokenleap": {"metrics": True}, "seed": 4, "temperature": 1}
     with_drafts = server.complete("aaaa", **fields)["choices"][0]
     config = {"method": "none"}
     without = server.complete("aaaa", **fields, speculative_config=config)["choices"][0]
     assert without["text"] == with_drafts["text"]
-    assert without["foretoken"]["metrics"]["num_drafts"] == 0
-    assert with_drafts["foretoken"]["metrics"]["num_drafts"] > 0
+    assert without["tokenleap"]["metrics"]["num_drafts"] == 0
+    assert with_drafts["tokenleap"]["metrics"]["num_drafts"] > 0
     trees = {"method": "ensemble", "drafters": [{"method": "ngram"}, {"method": "suffix"}]}
     other = server.complete("aaaa", **fields, speculative_config=trees)["choices"][0]
     assert other["text"] == with_drafts["text"]

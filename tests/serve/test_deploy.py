@@ -8,12 +8,12 @@ import shlex
 
 from typer.testing import CliRunner
 
-from foretoken.cli import app
 from tests.serve.support import Served
 from tests.test_docs import ROOT
+from tokenleap.cli import app
 
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
-METRIC = re.compile(r"\b(?:vllm|foretoken):[a-z0-9_]+")
+METRIC = re.compile(r"\b(?:vllm|tokenleap):[a-z0-9_]+")
 
 
 def test_each_metric_of_the_dashboard_exists(server: Served) -> None:
@@ -38,7 +38,7 @@ def test_panels_do_not_overlap() -> None:
 
 def test_commands_of_the_files_have_options_that_exist() -> None:
     text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
-    unit = (ROOT / "deploy/foretoken.service").read_text()
+    unit = (ROOT / "deploy/tokenleap.service").read_text()
     image = (ROOT / "docker/Dockerfile").read_text()
     for file in (unit, image, (ROOT / "deploy/nginx.conf").read_text()):
         for option in re.findall(r"(?<=[\s\"])--(?:host|port|quiet|max|shutdown)[a-z-]*", file):

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from foretoken import AsyncLLM
-from foretoken.serve.fields import ChatBody, CompletionBody
-from foretoken.serve.metrics import ServerMetrics
 from tests.serve.support import Served, served, tiny_llm
 from tests.test_docs import ROOT, blocks, code_spans
+from tokenleap import AsyncLLM
+from tokenleap.serve.fields import ChatBody, CompletionBody
+from tokenleap.serve.metrics import ServerMetrics
 
 DOCUMENT = ROOT / "docs/serve.md"
 EXAMPLES = blocks(DOCUMENT)
@@ -45,7 +45,7 @@ def test_the_example_with_asyncio(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = tiny_llm()
-    monkeypatch.setattr("foretoken.AsyncLLM", lambda *_, **__: AsyncLLM(llm))
+    monkeypatch.setattr("tokenleap.AsyncLLM", lambda *_, **__: AsyncLLM(llm))
     (code,) = [content for _, _, content in EXAMPLES if "AsyncLLM" in content]
     exec(code, {})
     assert capsys.readouterr().out
@@ -65,12 +65,12 @@ def test_all_fields_and_metrics_of_ours_are_described(named: Served) -> None:
         *("model", "messages", "prompt", "stream", "stream_options", "n", "temperature", "top_p"),
         *("frequency_penalty", "presence_penalty", "seed", "stop", "logit_bias", "max_tokens"),
         *("max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tools"),
-        *("parallel_tool_calls", "best_of", "speculative_config", "foretoken", "prediction"),
+        *("parallel_tool_calls", "best_of", "speculative_config", "tokenleap", "prediction"),
     }
     fields = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
     assert fields - openais <= spans
     assert isinstance(named.state.metrics, ServerMetrics)
     found = named.http.get("/metrics").text
     for line in found.splitlines():
-        if line.startswith("foretoken:") and "_created" not in line:
+        if line.startswith("tokenleap:") and "_created" not in line:
             assert line.partition("{")[0] in spans

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from foretoken.errors import PromptError, RequestError
-from foretoken.serve.body import Body, parsed
-from foretoken.serve.errors import APIError, of_engine, of_output
-from foretoken.serve.fields import ChatBody, CompletionBody, ResponseBody
+from tokenleap.errors import PromptError, RequestError
+from tokenleap.serve.body import Body, parsed
+from tokenleap.serve.errors import APIError, of_engine, of_output
+from tokenleap.serve.fields import ChatBody, CompletionBody, ResponseBody
 
 MANY = 2000
 HELLO = {"role": "user", "content": "hello"}

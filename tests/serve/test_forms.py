@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from foretoken.core import trials
-from foretoken.core.grammar import Grammar
-from foretoken.engine import text_limit
-from foretoken.errors import RequestError
 from tests.core.test_trials import DEEP, HOSTILE, rules
 from tests.serve.support import CONTEXT, Served
+from tokenleap.core import trials
+from tokenleap.core.grammar import Grammar
+from tokenleap.engine import text_limit
+from tokenleap.errors import RequestError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from foretoken import __version__
-from foretoken.serve.state import ServerState
 from tests.serve.support import MODEL, Served, samples, served
+from tokenleap import __version__
+from tokenleap.serve.state import ServerState
 
 
 def test_metrics() -> None:
     with served() as running:
         before = samples(running)
-        fields: Any = {"max_tokens": 40, "ignore_eos": True, "foretoken": {"metrics": True}}
+        fields: Any = {"max_tokens": 40, "ignore_eos": True, "tokenleap": {"metrics": True}}
         prompt = "ab" * 80
         metrics = [
-            running.complete(prompt, **fields)["choices"][0]["foretoken"]["metrics"]
+            running.complete(prompt, **fields)["choices"][0]["tokenleap"]["metrics"]
             for _ in range(2)
         ]
         after = samples(running)
@@ -41,8 +41,8 @@ def test_metrics() -> None:
         "vllm:time_to_first_token_seconds_count": 2,
         "vllm:e2e_request_latency_seconds_count": 2,
         "vllm:request_generation_tokens_sum": 80,
-        "foretoken:drafter_failures_total": 0,
-        "foretoken:requests_refused_total": 0,
+        "tokenleap:drafter_failures_total": 0,
+        "tokenleap:requests_refused_total": 0,
     }
     assert {name: after[name] - before.get(name, 0) for name in expected} == expected
     assert expected["vllm:prefix_cache_hits_total"] > 0
@@ -51,9 +51,9 @@ def test_metrics() -> None:
     first = sum(next(positions))
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total/0"
     assert after.get(name, 0) == first
-    assert after["foretoken:step_seconds_total"] > 0
-    assert after["foretoken:goodput_tokens_per_second"] > 0
-    assert "foretoken:seconds_saved" in after
+    assert after["tokenleap:step_seconds_total"] > 0
+    assert after["tokenleap:goodput_tokens_per_second"] > 0
+    assert "tokenleap:seconds_saved" in after
 
 
 def test_the_load_while_requests_run(server: Served) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.serve.origins import Origins
+from tokenleap.serve.origins import Origins
 
 HERE = "https://here.example"
 

@@ -24,19 +24,19 @@ import pytest
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from foretoken import LLM, AsyncLLM, ForetokenError, Metrics, SamplingParams
-from foretoken.core.sequence import SHARED
-from foretoken.serve.address import bound_socket
-from foretoken.serve.app import create_app
-from foretoken.serve.errors import APIError
-from foretoken.serve.events import DONE, EventStream
-from foretoken.serve.page import FILES
-from foretoken.serve.protocol import PARTS
-from foretoken.serve.run import ForetokenServer, serve
-from foretoken.serve.running import Run
-from foretoken.serve.settings import Settings
-from foretoken.serve.state import ServerState
 from tests.serve.support import MODEL, Served, samples, served, tiny_llm, until
+from tokenleap import LLM, AsyncLLM, Metrics, SamplingParams, TokenleapError
+from tokenleap.core.sequence import SHARED
+from tokenleap.serve.address import bound_socket
+from tokenleap.serve.app import create_app
+from tokenleap.serve.errors import APIError
+from tokenleap.serve.events import DONE, EventStream
+from tokenleap.serve.page import FILES
+from tokenleap.serve.protocol import PARTS
+from tokenleap.serve.run import TokenleapServer, serve
+from tokenleap.serve.running import Run
+from tokenleap.serve.settings import Settings
+from tokenleap.serve.state import ServerState
 
 ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 KEYS = ("first-key", "second-key")
@@ -356,7 +356,7 @@ def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "queue_full"
-        assert "foretoken:requests_refused_total" in running.http.get("/metrics").text
+        assert "tokenleap:requests_refused_total" in running.http.get("/metrics").text
         assert running.http.get("/health").status_code == 200
         gate.open = True
         for connection in connections:
@@ -397,7 +397,7 @@ def test_a_client_that_only_sends_no_more(
     monkeypatch: pytest.MonkeyPatch, server: Served, stream: bool
 ) -> None:
     """It has closed its side of the connection, and waits for the answer."""
-    monkeypatch.setattr("foretoken.serve.protocol.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("tokenleap.serve.protocol.PROBE_SECONDS", 0.01)
     gate = Gate(server.llm, monkeypatch)
     body = {**ENDLESS, "max_tokens": 5, "stream": stream}
     with raw(server, request_of(body)) as connection:
@@ -592,9 +592,9 @@ def test_a_request_that_is_prepared_is_told_too(monkeypatch: pytest.MonkeyPatch)
     def slow(*_: Any, **__: Any) -> Any:
         begun.set()
         go_on.wait(60)
-        raise ForetokenError("made to fail")
+        raise TokenleapError("made to fail")
 
-    monkeypatch.setattr("foretoken.serve.completions.text_ids", slow)
+    monkeypatch.setattr("tokenleap.serve.completions.text_ids", slow)
     with served(shutdown_timeout=0.0) as running:
         with raw(running, request_of(ENDLESS)) as connection:
             assert begun.wait(60)
@@ -615,7 +615,7 @@ def test_an_answer_that_its_client_stops(
     if path == "/v1/responses":
         body |= {"input": "hello", "max_output_tokens": 900}
     else:
-        body |= {"max_tokens": 900, "ignore_eos": True, "foretoken": {"trace": True}}
+        body |= {"max_tokens": 900, "ignore_eos": True, "tokenleap": {"trace": True}}
         body |= {"prompt": "a"} if "chat" not in path else {"messages": [HELLO]}
     with server.http.stream("POST", path, json=body) as response:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
@@ -632,7 +632,7 @@ def test_an_answer_that_its_client_stops(
         assert last["response"]["status"] == "incomplete"
     else:
         assert last["choices"][0]["finish_reason"] == "abort"
-        assert last["choices"][0]["foretoken"]["trace"]["steps"]
+        assert last["choices"][0]["tokenleap"]["trace"]["steps"]
     until(lambda: server.state.open_sequences == 0)
     assert server.http.post(f"{path}/{response_id}/cancel").status_code == 404
 
@@ -668,7 +668,7 @@ def test_a_mistake_of_ours(
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr("foretoken.serve.completions.params_of", failing)
+    monkeypatch.setattr("tokenleap.serve.completions.params_of", failing)
     error = server.refused("/v1/completions", 500, prompt="a")
     assert "secret" not in error["message"]
     assert "secret" in caplog.text
@@ -683,11 +683,11 @@ def test_a_drafter_that_fails(server: Served, monkeypatch: pytest.MonkeyPatch) -
 
     drafter = server.llm.engine._speculation.default.drafter
     monkeypatch.setattr(type(drafter), "propose", failing)
-    choice = server.complete("aaaa", max_tokens=30, foretoken={"metrics": True})["choices"][0]
+    choice = server.complete("aaaa", max_tokens=30, tokenleap={"metrics": True})["choices"][0]
     assert choice["text"] == alone
-    assert "made to fail" in choice["foretoken"]["metrics"]["drafter_failure"]
+    assert "made to fail" in choice["tokenleap"]["metrics"]["drafter_failure"]
     found = server.http.get("/metrics").text
-    assert 'foretoken:drafter_failures_total{engine="0",model_name="tiny"} 1.0' in found
+    assert 'tokenleap:drafter_failures_total{engine="0",model_name="tiny"} 1.0' in found
 
 
 def test_costs_are_measured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,7 +697,7 @@ def test_costs_are_measured_before_the_first_request(monkeypatch: pytest.MonkeyP
     def run(*_: Any, **__: Any) -> None:
         measured.append(llm.engine.strategies.costs.measured)
 
-    monkeypatch.setattr(ForetokenServer, "run", run)
+    monkeypatch.setattr(TokenleapServer, "run", run)
     with bound_socket("127.0.0.1", 0) as at:
         serve(AsyncLLM(llm), Settings(served_model_names=(MODEL,)), at)
     assert measured == [True]
@@ -707,7 +707,7 @@ def test_costs_are_measured_before_the_first_request(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_logged_of_a_generation(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "foretoken.serve.requests")
+    caplog.set_level(logging.INFO, "tokenleap.serve.requests")
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
     for request_id, more in (("whole", {}), ("stream", {"stream": True}), ("bad", {"colour": 1})):
         headers = {"X-Request-Id": request_id}
@@ -726,7 +726,7 @@ def test_what_is_logged_of_a_generation(server: Served, caplog: pytest.LogCaptur
 
 
 def test_request_ids_and_logs(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "foretoken.serve.requests")
+    caplog.set_level(logging.INFO, "tokenleap.serve.requests")
     given = {"X-Request-Id": "mine-1"}
     assert server.http.get("/v1/models", headers=given).headers["x-request-id"] == "mine-1"
     bad = {"X-Request-Id": "a b\tc"}
@@ -769,8 +769,8 @@ def test_a_request_that_the_end_overtakes(path: str, monkeypatch: pytest.MonkeyP
 
         def closes(*_: Any, **__: Any) -> Any:
             server.state.llm.close()
-            raise ForetokenError("the engine was closed.")
+            raise TokenleapError("the engine was closed.")
 
-        monkeypatch.setattr("foretoken.serve.completions.text_ids", closes)
-        monkeypatch.setattr("foretoken.serve.info.text_ids", closes)
+        monkeypatch.setattr("tokenleap.serve.completions.text_ids", closes)
+        monkeypatch.setattr("tokenleap.serve.info.text_ids", closes)
         server.refused(path, 503, prompt="hello")

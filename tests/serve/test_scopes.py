@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from foretoken import ConfigError, SpeculativeConfig
-from foretoken.drafters.online import OnlineOptions
-from foretoken.drafters.recycle import RecycleDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.engine.prefix_cache import BLOCK
-from foretoken.serve.settings import Settings
-from foretoken.trace import WITHHELD, Trace
 from tests.drafting import drafter_of
 from tests.serve.support import MODEL, Served, served, tiny_llm
+from tokenleap import ConfigError, SpeculativeConfig
+from tokenleap.drafters.online import OnlineOptions
+from tokenleap.drafters.recycle import RecycleDrafter
+from tokenleap.drafters.suffix import SuffixDrafter
+from tokenleap.engine.prefix_cache import BLOCK
+from tokenleap.serve.settings import Settings
+from tokenleap.trace import WITHHELD, Trace
 
 KEYS = ("first-key", "second-key")
 FIXED = {"controller": "fixed"}
@@ -54,8 +54,8 @@ def attack(running: Served, secret: list[int], **fields: Any) -> Any:
     assert len({*other, *secret[:KNOWN]}) == 8 + KNOWN, "nothing occurs twice"
     asked = {"trace": True, "metrics": True}
     prompt = [*other, *secret[:KNOWN]]
-    answer = running.complete(prompt, foretoken=asked, max_tokens=12, **fields)
-    return answer["choices"][0]["foretoken"]
+    answer = running.complete(prompt, tokenleap=asked, max_tokens=12, **fields)
+    return answer["choices"][0]["tokenleap"]
 
 
 def stolen(details: Any, secret: list[int]) -> bool:
@@ -128,8 +128,8 @@ def test_who_shares_drafts(
     accepted = {step["drafted"][index] for index in step["accepted"]}
     assert {*step["drafted"]} - accepted <= {WITHHELD}
     again = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True}
-    answer = keyed.complete(PROMPT, **again, foretoken={"metrics": True}, **salted(keyed, attacker))
-    metrics = answer["choices"][0]["foretoken"]["metrics"]
+    answer = keyed.complete(PROMPT, **again, tokenleap={"metrics": True}, **salted(keyed, attacker))
+    metrics = answer["choices"][0]["tokenleap"]["metrics"]
     assert (metrics["accepted_earlier_tokens"] > 12) is shares
 
 
@@ -223,7 +223,7 @@ def test_a_private_trace_is_whole() -> None:
     llm = tiny_llm()  # it looks up in the request's own text
     params: dict[str, Any] = {"prompt": "one two one two one", "max_tokens": 12, "temperature": 0}
     with served(llm) as running:
-        trace = running.complete(**params, foretoken={"trace": True})["choices"][0]["foretoken"]
+        trace = running.complete(**params, tokenleap={"trace": True})["choices"][0]["tokenleap"]
     steps = trace["trace"]["steps"]
     assert any(step["rejected"] for step in steps)
     assert WITHHELD not in {token for step in steps for token in step["drafted"]}
@@ -235,13 +235,13 @@ def test_without_traces() -> None:
         prompts: dict[str, Any] = {"completions": {"prompt": "a"}}
         prompts["chat/completions"] = {"messages": messages}
         for path, fields in prompts.items():
-            error = running.refused(f"/v1/{path}", **fields, foretoken={"trace": True})
-            assert error["param"] == "foretoken"
+            error = running.refused(f"/v1/{path}", **fields, tokenleap={"trace": True})
+            assert error["param"] == "tokenleap"
             assert "--no-traces" in error["message"]
         (model,) = running.http.get("/v1/models").json()["data"]
         assert model["traces"] is False
-        answer = running.complete(foretoken={"metrics": True, "tokens": True, "trace": False})
-        assert answer["choices"][0]["foretoken"]["metrics"]["generated_tokens"] == 8
+        answer = running.complete(tokenleap={"metrics": True, "tokens": True, "trace": False})
+        assert answer["choices"][0]["tokenleap"]["metrics"]["generated_tokens"] == 8
 
 
 # Learning

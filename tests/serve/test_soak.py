@@ -13,10 +13,10 @@ import httpx2
 import psutil
 import pytest
 
-from foretoken.runtime.attention import KEY_BLOCK
 from tests.serve.processes import process
 from tests.serve.soak import ACTIONS, COMPLETIONS, MALFORMED, Soak, faults, live_objects
 from tests.serve.support import MODEL, Served, served, tiny_llm, tiny_parts, until
+from tokenleap.runtime.attention import KEY_BLOCK
 
 CLIENTS = 12
 MOST_GROWTH = 32 * 2**20
@@ -65,7 +65,7 @@ def soaked(first: int, second: int, caplog: pytest.LogCaptureFixture) -> int:
         assert set(soak.done) >= set(ACTIONS)
         assert soak.done["refused"]
         counted = server.state.metrics.exposition()[0].decode()
-        for name in ("vllm:num_preemptions_total", "foretoken:drafter_failures_total"):
+        for name in ("vllm:num_preemptions_total", "tokenleap:drafter_failures_total"):
             assert not re.search(rf"^{name}.* 0\.0$", counted, re.MULTILINE), name
         assert grown(kinds, found, HELD) == {}
         assert open_files <= files
@@ -105,7 +105,7 @@ def test_five_thousand_requests(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Remote:
-    """`foretoken serve` in a process of its own, and what it holds."""
+    """`tokenleap serve` in a process of its own, and what it holds."""
 
     def __init__(self, pid: int, url: str) -> None:
         self.url, self.port = url, int(url.rpartition(":")[2])

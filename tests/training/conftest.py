@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken import LLM
 from tests.training.world import chat_llm
+from tokenleap import LLM
 
 
 @pytest.fixture(scope="session")

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foretoken import CompatibilityError
-from foretoken.runtime.target import Target
-from foretoken.training.batches import collate
-from foretoken.training.draft_lm import Sizes, new_lm
-from foretoken.training.methods import training_method
-from foretoken.training.tuned import copy_of_target
 from tests.tiny import CONTEXT, GROUPED, VOCAB_SIZE
 from tests.training.world import computed, cycles, new_trainee, parts_of
 from tests.windowed import WINDOW, windowed_config, windowed_model
+from tokenleap import CompatibilityError
+from tokenleap.runtime.target import Target
+from tokenleap.training.batches import collate
+from tokenleap.training.draft_lm import Sizes, new_lm
+from tokenleap.training.methods import training_method
+from tokenleap.training.tuned import copy_of_target
 
 PADS = 3
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.runtime.target import Target
-from foretoken.training.batches import BatchSampler, TrainingSet, collate
-from foretoken.training.conversations import Conversation
-from foretoken.training.features import Features
 from tests.tiny import tiny_model
 from tests.training.world import computed, random_features
+from tokenleap.runtime.target import Target
+from tokenleap.training.batches import BatchSampler, TrainingSet, collate
+from tokenleap.training.conversations import Conversation
+from tokenleap.training.features import Features
 
 LEVELS = 3
 

@@ -11,26 +11,26 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, SamplingParams
-from foretoken.drafters.model_set import write_drafters
-from foretoken.errors import ModelError, TrainingError
-from foretoken.models import load_model
-from foretoken.training import curves
-from foretoken.training import run as training_run
-from foretoken.training.batches import TrainingSet
-from foretoken.training.boost import missed, missed_parts
-from foretoken.training.conversations import ConversationFile
-from foretoken.training.distill import DistillTrainee
-from foretoken.training.features import FeatureCache
-from foretoken.training.losses import LOSSES
-from foretoken.training.methods import training_method
-from foretoken.training.run import TrainingRun
-from foretoken.training.serving import Served
-from foretoken.training.settings import DataSettings, TrainingSettings
-from foretoken.training.trainer import Trainer
 from tests.cli.conftest import save_tiny
 from tests.tiny import reference_greedy, tiny_model
 from tests.training.world import computed, cycles, short_talks, tiny_target
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.drafters.model_set import write_drafters
+from tokenleap.errors import ModelError, TrainingError
+from tokenleap.models import load_model
+from tokenleap.training import curves
+from tokenleap.training import run as training_run
+from tokenleap.training.batches import TrainingSet
+from tokenleap.training.boost import missed, missed_parts
+from tokenleap.training.conversations import ConversationFile
+from tokenleap.training.distill import DistillTrainee
+from tokenleap.training.features import FeatureCache
+from tokenleap.training.losses import LOSSES
+from tokenleap.training.methods import training_method
+from tokenleap.training.run import TrainingRun
+from tokenleap.training.serving import Served
+from tokenleap.training.settings import DataSettings, TrainingSettings
+from tokenleap.training.trainer import Trainer
 
 SETTINGS = TrainingSettings(
     epochs=24,
@@ -248,7 +248,7 @@ def test_what_is_written(trained: Trained) -> None:
     for number in (1, 2):
         assert (trained.out / f"training/drafter-{number}/curves.csv").exists()
         config = json.loads((trained.out / f"drafter-{number}/config.json").read_text())
-        assert config["foretoken"]["seed"] == 0
+        assert config["tokenleap"]["seed"] == 0
     assert trained.report is not None
     assert trained.report.best.best
 
@@ -293,7 +293,7 @@ def test_a_drafter_that_misses_nothing(
     llm: LLM, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the target's layers are the target."""
-    monkeypatch.setattr("foretoken.training.boost.missed_parts", lambda *_: list[tuple[int, int]]())
+    monkeypatch.setattr("tokenleap.training.boost.missed_parts", lambda *_: list[tuple[int, int]]())
     short = SETTINGS.model_copy(update={"epochs": 1})
     method = training_method("boost", {"loss": "ce"})
     data = DataSettings((prompts,), tokens=32, held_out_tokens=16)

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from foretoken import LLM, CompatibilityError, ConfigError, ModelError, SamplingParams
-from foretoken.models import load_model
-from foretoken.runtime.target import Target
-from foretoken.training.batches import TrainingSet, collate
-from foretoken.training.distill import DistillTrainee
-from foretoken.training.method import HeadParts
-from foretoken.training.methods import training_method
-from foretoken.training.optimizers import optimizers_of
-from foretoken.training.progress import Step
-from foretoken.training.settings import TrainingSettings
-from foretoken.training.trainer import Trainer
 from tests.cli.conftest import ascii_tokenizer, save_tiny
 from tests.tiny import tiny_model
 from tests.training.world import computed, cycles, parts_of
+from tokenleap import LLM, CompatibilityError, ConfigError, ModelError, SamplingParams
+from tokenleap.models import load_model
+from tokenleap.runtime.target import Target
+from tokenleap.training.batches import TrainingSet, collate
+from tokenleap.training.distill import DistillTrainee
+from tokenleap.training.method import HeadParts
+from tokenleap.training.methods import training_method
+from tokenleap.training.optimizers import optimizers_of
+from tokenleap.training.progress import Step
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.trainer import Trainer
 
 LEVELS = 4
 SHORT = TrainingSettings(epochs=60, batch_tokens=128, learning_rate=1e-2, mixed_precision="no")
@@ -157,7 +157,7 @@ def test_what_is_written_drafts(
     assert capsys.readouterr().err == ""  # no progress bar of Transformers
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
-    assert config["foretoken"] == {"target": str(folder), "seed": 7, "step": 1}
+    assert config["tokenleap"] == {"target": str(folder), "seed": 7, "step": 1}
     generation = "generation_config.json"
     assert (out / generation).read_bytes() == (folder / generation).read_bytes()
     assert not [each.name for each in out.iterdir() if each.name.startswith(".")]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from foretoken.errors import DataError
-from foretoken.training.collect import Chooser, collect
-from foretoken.training.conversations import Conversation
-from foretoken.training.diversity import Unseen, diversity
+from tokenleap.errors import DataError
+from tokenleap.training.collect import Chooser, collect
+from tokenleap.training.conversations import Conversation
+from tokenleap.training.diversity import Unseen, diversity
 
 NOTHING = Unseen(())
 

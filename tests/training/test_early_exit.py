@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import ConfigError
-from foretoken.runtime.network import Need
-from foretoken.runtime.share import decoder_layers
-from foretoken.training.batches import collate
-from foretoken.training.early_exit import Schedule, _behind, _dropped
-from foretoken.training.feature_passes import passes
-from foretoken.training.methods import training_method
 from tests.tiny import tiny_model
 from tests.training.world import computed, cycles, parts_of, tiny_target
+from tokenleap import ConfigError
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.share import decoder_layers
+from tokenleap.training.batches import collate
+from tokenleap.training.early_exit import Schedule, _behind, _dropped
+from tokenleap.training.feature_passes import passes
+from tokenleap.training.methods import training_method
 
 LAYERS, STEPS = 8, 50
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.errors import DataError
-from foretoken.runtime.rows import INTERNAL_KEY
-from foretoken.runtime.target import Target
-from foretoken.training import feature_passes, features
-from foretoken.training.feature_passes import compute_features
-from foretoken.training.features import TOP_K, FeatureCache, bytes_per_token, dequantize, noisy
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.training.world import computed, cycles, tiny_target
+from tokenleap.errors import DataError
+from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.target import Target
+from tokenleap.training import feature_passes, features
+from tokenleap.training.feature_passes import compute_features
+from tokenleap.training.features import TOP_K, FeatureCache, bytes_per_token, dequantize, noisy
 
 LAYERS = (0, 2)
 TALKS = [*cycles(3, length=21), *cycles(2, length=40, seed=3), *cycles(1, length=7)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.errors import ConfigError
-from foretoken.training.folder import TrainingFolder
+from tokenleap.errors import ConfigError
+from tokenleap.training.folder import TrainingFolder
 
 
 @pytest.mark.parametrize("text", ["[", "[]"])

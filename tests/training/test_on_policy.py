@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import LLM, ConfigError, SamplingParams
-from foretoken.errors import TrainingError
-from foretoken.runtime.target import Target
-from foretoken.training import on_policy, talks
-from foretoken.training.batches import TrainingSet
-from foretoken.training.conversations import Conversation, ConversationFile
-from foretoken.training.distill import DistillTrainee
-from foretoken.training.feature_passes import compute_features
-from foretoken.training.methods import training_method
-from foretoken.training.on_policy import OnPolicyRounds
-from foretoken.training.progress import Evaluation, Step
-from foretoken.training.settings import TrainingSettings
-from foretoken.training.trainer import Trainer
 from tests.tiny import tiny_model
 from tests.training.world import computed, cycles, new_trainee, short_talks, tiny_target
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.errors import TrainingError
+from tokenleap.runtime.target import Target
+from tokenleap.training import on_policy, talks
+from tokenleap.training.batches import TrainingSet
+from tokenleap.training.conversations import Conversation, ConversationFile
+from tokenleap.training.distill import DistillTrainee
+from tokenleap.training.feature_passes import compute_features
+from tokenleap.training.methods import training_method
+from tokenleap.training.on_policy import OnPolicyRounds
+from tokenleap.training.progress import Evaluation, Step
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.trainer import Trainer
 
 SETTINGS = TrainingSettings(
     epochs=4, batch_tokens=48, max_length=40, evaluate_every=4, mixed_precision="no"

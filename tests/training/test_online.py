@@ -15,13 +15,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.drafters.online import OnlineOptions, OnlineReport
-from foretoken.engine.scheduler import Scheduler
-from foretoken.training.conversations import Conversation
-from foretoken.training.online import OnlineLearner
-from foretoken.training.pace import Pace
-from foretoken.training.replay import Buffer, Window
 from tests.heads import feature_config, random_head, random_state_head, state_config, tiny_config
 from tests.invariants.test_statistics import (
     ALARM,
@@ -33,6 +26,13 @@ from tests.invariants.test_statistics import (
 )
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.training.world import computed
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
+from tokenleap.drafters.online import OnlineOptions, OnlineReport
+from tokenleap.engine.scheduler import Scheduler
+from tokenleap.training.conversations import Conversation
+from tokenleap.training.online import OnlineLearner
+from tokenleap.training.pace import Pace
+from tokenleap.training.replay import Buffer, Window
 
 ONLINE: dict[str, Any] = {
     "every": 1,
@@ -195,7 +195,7 @@ def test_hybrid_teaches_its_head() -> None:
 
 
 def test_windows_hold_what_the_target_says(tmp_path: Path) -> None:
-    """Against the features of the whole texts, computed as for `foretoken train`."""
+    """Against the features of the whole texts, computed as for `tokenleap train`."""
     model = target()
     config = {**drafting(), "online": {**ONLINE, "every": 10_000}}
     llm = LLM(model, speculative_config=config, max_num_batched_tokens=5)
@@ -273,7 +273,7 @@ def test_aborted_requests_leave_nothing_behind() -> None:
 def test_the_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slice takes 3 seconds, and every step 10."""
     now = count(step=3.0)
-    monkeypatch.setattr("foretoken.core.clock.now", lambda: next(now))
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: next(now))
     pace = Pace(OnlineOptions(share=0.2))
     for _ in range(1000):
         pace.served(10.0)
@@ -384,7 +384,7 @@ def test_methods_without_anything_to_learn() -> None:
 def test_the_clock_does_not_decide_the_bits(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where drafts change the bits, learning goes by steps."""
     if rule == "coupled":
-        monkeypatch.setattr("foretoken.runtime.target.probe", lambda *_, **__: False)
+        monkeypatch.setattr("tokenleap.runtime.target.probe", lambda *_, **__: False)
     config = {**drafting("hydra"), "acceptance": rule}
     with pytest.raises(ConfigError, match=r"^online: .* clock: set 'every'") as caught:
         LLM(target(), speculative_config={**config, "online": {}})

@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from foretoken.core.config import Config
-from foretoken.training.methods import TRAINING_METHODS
-from foretoken.training.settings import TrainingSettings
+from tokenleap.core.config import Config
+from tokenleap.training.methods import TRAINING_METHODS
+from tokenleap.training.settings import TrainingSettings
 
 TEXT = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
 
@@ -48,7 +48,7 @@ def test_every_method_is_in_the_first_table() -> None:
 
 
 def test_the_size_of_features_is_the_documented_one() -> None:
-    from foretoken.training.features import bytes_per_token
+    from tokenleap.training.features import bytes_per_token
 
     for layers, size in ((1, 64), (3, 576), (2, 4096)):
         assert bytes_per_token(layers, size) == layers * (size + 2 * size // 32) + 100

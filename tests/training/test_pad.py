@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, ConfigError, SamplingParams
-from foretoken.config import SpeculativeConfig
-from foretoken.drafters.pad import block_size
-from foretoken.training.batches import collate
-from foretoken.training.methods import training_method
-from foretoken.training.pad import padding_token
 from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.training.world import computed, cycles, new_trainee, parts_of, tiny_target
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.config import SpeculativeConfig
+from tokenleap.drafters.pad import block_size
+from tokenleap.training.batches import collate
+from tokenleap.training.methods import training_method
+from tokenleap.training.pad import padding_token
 
 PADS = 3
 

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.source import Source
-from foretoken.errors import DataError
-from foretoken.runtime.network import Need
-from foretoken.training.collect import Chooser
-from foretoken.training.conversations import Conversation, ConversationFile
-from foretoken.training.diversity import Unseen
-from foretoken.training.feature_passes import passes
-from foretoken.training.pairs import PairData, PairSource
-from foretoken.training.settings import DataSettings
 from tests.cli.conftest import ascii_tokenizer
 from tests.tiny_seq2seq import reference_logits, tiny_seq2seq
 from tests.training.world import computed
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.source import Source
+from tokenleap.errors import DataError
+from tokenleap.runtime.network import Need
+from tokenleap.training.collect import Chooser
+from tokenleap.training.conversations import Conversation, ConversationFile
+from tokenleap.training.diversity import Unseen
+from tokenleap.training.feature_passes import passes
+from tokenleap.training.pairs import PairData, PairSource
+from tokenleap.training.settings import DataSettings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 TEXTS = [f"say {4 * word}!" for word in ("ab", "cd", "ef", "gh", "ij", "kl")]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM
-from foretoken.errors import DataError
-from foretoken.training.collect import Chooser, FileSource, collect
-from foretoken.training.conversations import ConversationFile
-from foretoken.training.diversity import Unseen
-from foretoken.training.prompt_data import FileData
 from tests.cli.conftest import END
 from tests.training.world import chat_llm
+from tokenleap import LLM
+from tokenleap.errors import DataError
+from tokenleap.training.collect import Chooser, FileSource, collect
+from tokenleap.training.conversations import ConversationFile
+from tokenleap.training.diversity import Unseen
+from tokenleap.training.prompt_data import FileData
 
 LENGTH = 200
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import LLM, CompatibilityError, SamplingParams
-from foretoken.errors import DataError
-from foretoken.training import talks
-from foretoken.training.collect import Chooser, SelfSource, collect
-from foretoken.training.conversations import Conversation, ConversationFile, loop_start
-from foretoken.training.diversity import Unseen
-from foretoken.training.openings import Opening, authors_of, first_opening, next_opening, reads
-from foretoken.training.self_data import SelfTalk, Template, topics
-from foretoken.training.talks import Answerer, Talk
-from foretoken.training.writer import Wanted, Writer, Writing, Written
 from tests.cli.conftest import CHAT_TEMPLATE, END, ascii_tokenizer
 from tests.training.world import CHAT, chat_llm, short_talks
+from tokenleap import LLM, CompatibilityError, SamplingParams
+from tokenleap.errors import DataError
+from tokenleap.training import talks
+from tokenleap.training.collect import Chooser, SelfSource, collect
+from tokenleap.training.conversations import Conversation, ConversationFile, loop_start
+from tokenleap.training.diversity import Unseen
+from tokenleap.training.openings import Opening, authors_of, first_opening, next_opening, reads
+from tokenleap.training.self_data import SelfTalk, Template, topics
+from tokenleap.training.talks import Answerer, Talk
+from tokenleap.training.writer import Wanted, Writer, Writing, Written
 
 LENGTH = 512
 """Of a conversation; a token is a character."""

@@ -12,37 +12,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken import ConfigError
-from foretoken.core.source import Source
-from foretoken.drafters.spec_drafter import load_spec_drafter
-from foretoken.drafters.transitions import TokenTransitions
-from foretoken.errors import CompatibilityError
-from foretoken.runtime.choose import network_for
-from foretoken.runtime.passes import Passes
-from foretoken.runtime.target import Target
-from foretoken.training import masked_blocks
-from foretoken.training.averaging import Averages
-from foretoken.training.batches import Batch, TrainingSet, collate
-from foretoken.training.conversations import Conversation
-from foretoken.training.draft_lm import output_layer
-from foretoken.training.feature_passes import compute_features
-from foretoken.training.features import FeatureCache, Features
-from foretoken.training.mask_rows import MaskRows, mask_rows, mask_states
-from foretoken.training.masked_blocks import (
+from tests.spec_drafters import random_transitions, spec_drafter_of
+from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
+from tests.training.world import computed, parts_of
+from tokenleap import ConfigError
+from tokenleap.core.source import Source
+from tokenleap.drafters.spec_drafter import load_spec_drafter
+from tokenleap.drafters.transitions import TokenTransitions
+from tokenleap.errors import CompatibilityError
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.passes import Passes
+from tokenleap.runtime.target import Target
+from tokenleap.training import masked_blocks
+from tokenleap.training.averaging import Averages
+from tokenleap.training.batches import Batch, TrainingSet, collate
+from tokenleap.training.conversations import Conversation
+from tokenleap.training.draft_lm import output_layer
+from tokenleap.training.feature_passes import compute_features
+from tokenleap.training.features import FeatureCache, Features
+from tokenleap.training.mask_rows import MaskRows, mask_rows, mask_states
+from tokenleap.training.masked_blocks import (
     SpecDrafterTrainee,
     SpecDrafterTrainingOptions,
     some_of,
     some_prefixes,
 )
-from foretoken.training.masked_lm import copy_target, new_masked_lm
-from foretoken.training.memory import training_bytes
-from foretoken.training.methods import training_method
-from foretoken.training.progress import Evaluation, Step
-from foretoken.training.settings import TrainingSettings
-from foretoken.training.trainer import Trainer
-from tests.spec_drafters import random_transitions, spec_drafter_of
-from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
-from tests.training.world import computed, parts_of
+from tokenleap.training.masked_lm import copy_target, new_masked_lm
+from tokenleap.training.memory import training_bytes
+from tokenleap.training.methods import training_method
+from tokenleap.training.progress import Evaluation, Step
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.trainer import Trainer
 
 MASKS = 5
 OUTPUTS = [[2, 20, 21, 22, 23, 24, 25, 26], [2, 30, 31], [2, 40, 41, 42, 43, 44]]

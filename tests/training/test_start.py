@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import CompatibilityError, ConfigError, ModelError
-from foretoken.drafters.heads.checkpoint import write_checkpoint
-from foretoken.drafters.heads.config_file import Description, Verifier
-from foretoken.drafters.heads.eagle_net import EagleNet
-from foretoken.runtime.target import Target
-from foretoken.training.batches import collate
-from foretoken.training.eagle import EagleTrainee
-from foretoken.training.methods import training_method
 from tests.drafters.heads.folders import change_tensors
 from tests.heads import feature_config, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tests.training.world import parts_of, random_features, tiny_target
+from tokenleap import CompatibilityError, ConfigError, ModelError
+from tokenleap.drafters.heads.checkpoint import write_checkpoint
+from tokenleap.drafters.heads.config_file import Description, Verifier
+from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.runtime.target import Target
+from tokenleap.training.batches import collate
+from tokenleap.training.eagle import EagleTrainee
+from tokenleap.training.methods import training_method
 
 VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
 FORM: dict[str, Any] = {"aux_layers": (2, 1), "fc_norm": False, "norm_output": False}

@@ -9,22 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import LLM, CompatibilityError, ConfigError
-from foretoken.core.config import Config
-from foretoken.drafters.heads.checkpoint import read_checkpoint
-from foretoken.drafters.heads.eagle import load_head
-from foretoken.drafters.heads.probe import look
-from foretoken.runtime.target import Target
-from foretoken.training.batches import Batch, collate
-from foretoken.training.choices import TRAINABLE
-from foretoken.training.eagle import EagleTrainee
-from foretoken.training.eagle1 import Eagle1Trainee
-from foretoken.training.features import Features, dequantize
-from foretoken.training.methods import TRAINING_METHODS, training_method
-from foretoken.training.parallel import ParallelTrainee
-from foretoken.training.settings import TrainingSettings
-from foretoken.training.state_heads import StateTrainee
-from foretoken.training.trainee import Trainee
 from tests.drafters.heads.test_eagle import LEVELS, drafted, levels
 from tests.drafters.heads.test_parallel import block_of, expected_block
 from tests.drafters.heads.test_state_head import grown, head_of
@@ -38,6 +22,22 @@ from tests.training.world import (
     random_features,
     tiny_target,
 )
+from tokenleap import LLM, CompatibilityError, ConfigError
+from tokenleap.core.config import Config
+from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap.drafters.heads.eagle import load_head
+from tokenleap.drafters.heads.probe import look
+from tokenleap.runtime.target import Target
+from tokenleap.training.batches import Batch, collate
+from tokenleap.training.choices import TRAINABLE
+from tokenleap.training.eagle import EagleTrainee
+from tokenleap.training.eagle1 import Eagle1Trainee
+from tokenleap.training.features import Features, dequantize
+from tokenleap.training.methods import TRAINING_METHODS, training_method
+from tokenleap.training.parallel import ParallelTrainee
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.state_heads import StateTrainee
+from tokenleap.training.trainee import Trainee
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{

@@ -18,17 +18,17 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
 
-from foretoken import ConfigError
-from foretoken.errors import TrainingError
-from foretoken.training import checkpoints, optimizers
-from foretoken.training.checkpoints import Checkpoints, checkpoints_in
-from foretoken.training.curves import save_curves
-from foretoken.training.methods import TRAINING_METHODS
-from foretoken.training.progress import Evaluation, Progress, Step
-from foretoken.training.settings import TrainingSettings
-from foretoken.training.trainee import Trainee
-from foretoken.training.trainer import Trainer
 from tests.training.world import World
+from tokenleap import ConfigError
+from tokenleap.errors import TrainingError
+from tokenleap.training import checkpoints, optimizers
+from tokenleap.training.checkpoints import Checkpoints, checkpoints_in
+from tokenleap.training.curves import save_curves
+from tokenleap.training.methods import TRAINING_METHODS
+from tokenleap.training.progress import Evaluation, Progress, Step
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.trainee import Trainee
+from tokenleap.training.trainer import Trainer
 
 SHORT = TrainingSettings(epochs=3, batch_tokens=96, evaluate_every=4, mixed_precision="no")
 

@@ -15,31 +15,31 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.drafters.heads.probe import look
-from foretoken.drafters.heads.state_file import load_net, read_state_file
-from foretoken.runtime.target import Target
-from foretoken.training import memory
-from foretoken.training import trainee as trainee_module
-from foretoken.training.batches import collate
-from foretoken.training.distill import DistillTrainee
-from foretoken.training.losses import LOSSES
-from foretoken.training.memory import training_bytes
-from foretoken.training.methods import TRAINING_METHODS, training_method
-from foretoken.training.new_target import Perplexity, perplexity, served_alike
-from foretoken.training.optimizers import optimizers_of
-from foretoken.training.progress import Evaluation, Step
-from foretoken.training.report import advice, usage_text
-from foretoken.training.serving import Served
-from foretoken.training.settings import TrainingSettings
-from foretoken.training.trainee import at_roots
-from foretoken.training.trainer import Trainer
-from foretoken.training.tuned import TUNING_RATES, TargetTrainee
-from foretoken.training.tuned_heads import TunedTrainee
 from tests.heads import STATE_NETS
 from tests.tiny import tiny_model
 from tests.training.test_trainer import Run, assert_same, interrupted, weights
 from tests.training.world import World, computed, cycles, new_trainee, parts_of, tiny_target
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
+from tokenleap.drafters.heads.probe import look
+from tokenleap.drafters.heads.state_file import load_net, read_state_file
+from tokenleap.runtime.target import Target
+from tokenleap.training import memory
+from tokenleap.training import trainee as trainee_module
+from tokenleap.training.batches import collate
+from tokenleap.training.distill import DistillTrainee
+from tokenleap.training.losses import LOSSES
+from tokenleap.training.memory import training_bytes
+from tokenleap.training.methods import TRAINING_METHODS, training_method
+from tokenleap.training.new_target import Perplexity, perplexity, served_alike
+from tokenleap.training.optimizers import optimizers_of
+from tokenleap.training.progress import Evaluation, Step
+from tokenleap.training.report import advice, usage_text
+from tokenleap.training.serving import Served
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.trainee import at_roots
+from tokenleap.training.trainer import Trainer
+from tokenleap.training.tuned import TUNING_RATES, TargetTrainee
+from tokenleap.training.tuned_heads import TunedTrainee
 
 FAST = {"target_learning_rate": 6e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -143,7 +143,7 @@ def test_the_folder_is_a_model(tuned: Tuned) -> None:
     again = AutoModelForCausalLM.from_pretrained(tuned.folder, dtype=torch.float32)
     for name, tensor in own_lm(tuned.trainee).state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
-    notes = json.loads((tuned.folder / "config.json").read_text())["foretoken"]
+    notes = json.loads((tuned.folder / "config.json").read_text())["tokenleap"]
     assert (notes["target"], notes["seed"]) == ("tiny", 7)
 
 
@@ -184,7 +184,7 @@ def test_heads_for_the_new_model_are_refused_by_the_old_one(tuned: Tuned, tmp_pa
     LLM(str(tmp_path), speculative_config=config)
     with pytest.raises(CompatibilityError, match="this is another model"):
         LLM(lm_of(world.target), speculative_config=config)
-    assert "probe" not in json.loads((tmp_path / "config.json").read_text())["foretoken"]
+    assert "probe" not in json.loads((tmp_path / "config.json").read_text())["tokenleap"]
 
 
 # How it is trained

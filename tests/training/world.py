@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from foretoken import LLM
-from foretoken.runtime.target import Target
-from foretoken.training import self_data, talks
-from foretoken.training.batches import TrainingSet
-from foretoken.training.conversations import Conversation
-from foretoken.training.feature_passes import compute_features
-from foretoken.training.features import FeatureCache, Features
-from foretoken.training.method import HeadParts, TrainingMethod
-from foretoken.training.methods import training_method
-from foretoken.training.openings import Opening, first_opening, next_opening
-from foretoken.training.trainee import Trainee
 from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM
+from tokenleap.runtime.target import Target
+from tokenleap.training import self_data, talks
+from tokenleap.training.batches import TrainingSet
+from tokenleap.training.conversations import Conversation
+from tokenleap.training.feature_passes import compute_features
+from tokenleap.training.features import FeatureCache, Features
+from tokenleap.training.method import HeadParts, TrainingMethod
+from tokenleap.training.methods import training_method
+from tokenleap.training.openings import Opening, first_opening, next_opening
+from tokenleap.training.trainee import Trainee
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}"

@@ -15,22 +15,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from foretoken import LLM, ConfigError, SamplingParams
-from foretoken.config import SpeculativeConfig
-from foretoken.drafters.shapes import Paths, Widths
-from foretoken.drafters.tree_file import TreeFile
-from foretoken.drafters.tree_options import TreeOptions
-from foretoken.errors import ForetokenError
-from foretoken.runtime.costs import CostCurve
-from foretoken.tuning.measure_tree import (
+from tests.tiny import tiny_model
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.config import SpeculativeConfig
+from tokenleap.drafters.shapes import Paths, Widths
+from tokenleap.drafters.tree_file import TreeFile
+from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.errors import TokenleapError
+from tokenleap.runtime.costs import CostCurve
+from tokenleap.tuning.measure_tree import (
     Acceptance,
     accepted_rank,
     measure_acceptance,
     one_level,
     pass_costs,
 )
-from foretoken.tuning.sequoia import best_size, best_tree, best_widths, expected_tokens
-from tests.tiny import tiny_model
+from tokenleap.tuning.sequoia import best_size, best_tree, best_widths, expected_tokens
 
 Tree = frozenset[tuple[int, ...]]
 
@@ -350,13 +350,13 @@ def test_a_tree_comes_back_from_its_file(tmp_path: Path) -> None:
 
 def test_a_file_needs_its_paths_only(tmp_path: Path) -> None:
     path = tmp_path / "tree.json"
-    path.write_text('{"format": "foretoken-tree-1", "paths": [[0, 1]]}')
+    path.write_text('{"format": "tokenleap-tree-1", "paths": [[0, 1]]}')
     assert TreeFile.load(path) == TreeFile(((0, 1),))
 
 
 @pytest.mark.parametrize("field", ['"acceptance": 3', '"expected_tokens": "x"', '"method": 1'])
 def test_a_damaged_origin_is_told(tmp_path: Path, field: str) -> None:
     path = tmp_path / "tree.json"
-    path.write_text(f'{{"format": "foretoken-tree-1", "paths": [[0]], {field}}}')
-    with pytest.raises(ForetokenError, match="is a damaged tree"):
+    path.write_text(f'{{"format": "tokenleap-tree-1", "paths": [[0]], {field}}}')
+    with pytest.raises(TokenleapError, match="is a damaged tree"):
         TreeFile.load(path)

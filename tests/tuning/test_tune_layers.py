@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, CompatibilityError, ConfigError, SamplingParams
-from foretoken.analysis import improvement_on_curve
-from foretoken.analysis.measure import Laboratory
-from foretoken.runtime.module import Skipped
-from foretoken.tuning import tune_layers
-from foretoken.tuning.layer_laboratory import LayerLaboratory, layers_of
-from foretoken.tuning.skip_sets import KINDS, Deadline, Run, SkipSet, Sublayer
-from foretoken.tuning.tune_layers import LayerSearch
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
+from tokenleap.analysis import improvement_on_curve
+from tokenleap.analysis.measure import Laboratory
+from tokenleap.runtime.module import Skipped
+from tokenleap.tuning import tune_layers
+from tokenleap.tuning.layer_laboratory import LayerLaboratory, layers_of
+from tokenleap.tuning.skip_sets import KINDS, Deadline, Run, SkipSet, Sublayer
+from tokenleap.tuning.tune_layers import LayerSearch
 
 CURVE = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.6)
 ENDLESS = 1e9

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken import LLM
-from foretoken.errors import ForetokenError
 from tests.tiny import tiny_model
+from tokenleap import LLM
+from tokenleap.errors import TokenleapError
 
 Fault: TypeAlias = tuple[Callable[[Path], object], str]
 """What is done to a folder, and a pattern of what is said to it."""
@@ -51,7 +51,7 @@ def assert_refused(folder: Path, fault: Fault, load: Callable[[Path], object]) -
     """That loading the damaged folder is an error of one line."""
     damage, message = fault
     damage(folder)
-    with pytest.raises(ForetokenError, match=message) as caught:
+    with pytest.raises(TokenleapError, match=message) as caught:
         load(folder)
     assert "\n" not in str(caught.value)
 

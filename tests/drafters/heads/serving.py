@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.outputs import CompletionOutput
-from foretoken.runtime.target import Target
+from tokenleap import LLM, SamplingParams
+from tokenleap.outputs import CompletionOutput
+from tokenleap.runtime.target import Target
 
 PROMPTS = [[3, 5, 7, 3, 5], [11, 4], list(range(1, 40)), [8, 8, 8], [1], [2, 2]]
 

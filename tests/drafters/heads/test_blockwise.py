@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foretoken import LLM, SamplingParams
 from tests.heads import save_state_head, state_config, state_net
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
 
 
 def test_a_head_is_a_layer_with_a_residual_before_the_target_s_output_layer() -> None:

@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
-from foretoken.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
-from foretoken.drafters.heads.config_file import Description, Verifier
-from foretoken.runtime.target import vocabulary_weights
 from tests.drafters.heads.folders import FAULTS as FOLDER_FAULTS
 from tests.drafters.heads.folders import (
     Fault,
@@ -27,6 +23,10 @@ from tests.drafters.heads.folders import (
 )
 from tests.heads import save_head, tiny_config, tiny_net
 from tests.tiny import tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, TokenleapError
+from tokenleap.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
+from tokenleap.drafters.heads.config_file import Description, Verifier
+from tokenleap.runtime.target import vocabulary_weights
 
 LINE = SamplingParams(temperature=0, max_tokens=6)
 
@@ -159,7 +159,7 @@ FAULTS: dict[str, Fault] = {
         "eagle_aux_hidden_state_layer_ids.1: input should be greater than or equal to 0",
     ),
     "no verifier": (lambda f: change_config(f, speculators_config=3), "speculators_config"),
-    "notes of another kind": (lambda f: change_config(f, foretoken="x"), "foretoken"),
+    "notes of another kind": (lambda f: change_config(f, tokenleap="x"), "tokenleap"),
     "no tokens": (lambda f: change_config(f, draft_vocab_size=0), "draft_vocab_size"),
     "a size in words": (lambda f: change_layer(f, hidden_size="x"), "hidden_size: .*integer"),
     "a size of 0": (lambda f: change_layer(f, num_attention_heads=0), "num_attention_heads"),
@@ -256,5 +256,5 @@ def test_a_head_is_given_by_its_folder(model: Any) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ForetokenError, match="cannot be written"):
+    with pytest.raises(TokenleapError, match="cannot be written"):
         save_head(tmp_path / "file" / "head", tiny_net(tiny_config(), tiny_model()))

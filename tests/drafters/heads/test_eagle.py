@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.tree import TokenTree, chain
-from foretoken.drafters.heads.checkpoint import read_checkpoint
-from foretoken.drafters.heads.eagle import EagleHead, head_net, load_head
-from foretoken.drafters.heads.eagle_layer import EagleConfig, KeysValues
-from foretoken.drafters.heads.eagle_net import EagleNet
-from foretoken.drafters.heads.eagle_weights import head_passes
-from foretoken.drafters.heads.fusion import Fusion
-from foretoken.request import Request
-from foretoken.runtime.network import Need
-from foretoken.runtime.passes import Passes
-from foretoken.runtime.target import Target
 from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
 from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap.drafters.heads.eagle import EagleHead, head_net, load_head
+from tokenleap.drafters.heads.eagle_layer import EagleConfig, KeysValues
+from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.drafters.heads.eagle_weights import head_passes
+from tokenleap.drafters.heads.fusion import Fusion
+from tokenleap.request import Request
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.passes import Passes
+from tokenleap.runtime.target import Target
 
 FORMS: dict[str, dict[str, Any]] = {
     "EAGLE-3.1": {},

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.drafters.heads.hydra import HydraNet
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
+from tokenleap.drafters.heads.hydra import HydraNet
 
 
 def test_a_head_reads_the_root_and_all_tokens_behind_it() -> None:

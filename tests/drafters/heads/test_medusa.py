@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken import LLM, ForetokenError, SamplingParams
-from foretoken.drafters.heads.medusa import MedusaNet
-from foretoken.drafters.heads.state_file import StateFile, read_state_file
-from foretoken.drafters.heads.state_layouts import fasterdecoding_medusa, vllm_medusa
 from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams, TokenleapError
+from tokenleap.drafters.heads.medusa import MedusaNet
+from tokenleap.drafters.heads.state_file import StateFile, read_state_file
+from tokenleap.drafters.heads.state_layouts import fasterdecoding_medusa, vllm_medusa
 
 E, V, HEADS = 64, 96, 3
 NAMED = {"base_model_name_or_path": "lab/tiny"}
@@ -241,11 +241,11 @@ def test_faults_of_vllm_s_map(token_map: Any, message: str, tmp_path: Path) -> N
     if token_map is not None:
         tensors["token_map"] = torch.tensor(token_map)
     write(tmp_path, "model.safetensors", tensors, vllm_fields(truncated_vocab_size=4))
-    with pytest.raises(ForetokenError, match=message):
+    with pytest.raises(TokenleapError, match=message):
         read(tmp_path)
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:
     write(tmp_path, PT, fasterdecoding(), FASTER)
-    with pytest.raises(ForetokenError, match="trained for lab/tiny with a vocabulary of 96"):
+    with pytest.raises(TokenleapError, match="trained for lab/tiny with a vocabulary of 96"):
         LLM(tiny_model(vocab_size=100), speculative_config={"method": "medusa", "model": tmp_path})

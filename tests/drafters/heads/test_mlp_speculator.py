@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken import LLM, SamplingParams
-from foretoken.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
-from foretoken.drafters.heads.state_file import StateFile, read_state_file
-from foretoken.drafters.heads.state_layouts import ibm_mlp_speculator
-from foretoken.drafters.heads.state_net import StateNet
 from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
+from tokenleap.drafters.heads.state_file import StateFile, read_state_file
+from tokenleap.drafters.heads.state_layouts import ibm_mlp_speculator
+from tokenleap.drafters.heads.state_net import StateNet
 
 E, INNER, V, K = 64, 80, 96, 3
 

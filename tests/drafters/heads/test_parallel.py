@@ -13,16 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken import LLM, CompatibilityError, ForetokenError, SamplingParams
-from foretoken.core.tree import TokenTree
-from foretoken.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
-from foretoken.drafters.heads.config_file import Description, Verifier
-from foretoken.drafters.heads.eagle_layer import EagleLayer
-from foretoken.drafters.heads.parallel import ParallelHead, load_parallel_head
-from foretoken.drafters.heads.parallel_net import ParallelNet
-from foretoken.request import Request
-from foretoken.runtime.passes import Passes
-from foretoken.runtime.target import Target
 from tests.drafters.heads.folders import (
     Fault,
     assert_refused,
@@ -35,6 +25,16 @@ from tests.drafters.heads.serving import PROMPTS, drafts
 from tests.drafters.heads.test_checkpoint import change_layer
 from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tokenleap import LLM, CompatibilityError, SamplingParams, TokenleapError
+from tokenleap.core.tree import TokenTree
+from tokenleap.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
+from tokenleap.drafters.heads.config_file import Description, Verifier
+from tokenleap.drafters.heads.eagle_layer import EagleLayer
+from tokenleap.drafters.heads.parallel import ParallelHead, load_parallel_head
+from tokenleap.drafters.heads.parallel_net import ParallelNet
+from tokenleap.request import Request
+from tokenleap.runtime.passes import Passes
+from tokenleap.runtime.target import Target
 
 FORMS: dict[str, dict[str, Any]] = {
     "two layers": {},
@@ -341,10 +341,10 @@ def test_faults_are_refused(folder: Path, fault: str) -> None:
 
 
 def test_an_eagle_head_needs_its_own_method(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match="'peagle', and method 'eagle' needs 'eagle3'"):
+    with pytest.raises(TokenleapError, match="'peagle', and method 'eagle' needs 'eagle3'"):
         load_head(folder, "eagle")
     save_head(tmp_path / "eagle", tiny_net(tiny_config(), tiny_model()))
-    with pytest.raises(ForetokenError, match="'eagle3', and method 'parallel' needs 'peagle'"):
+    with pytest.raises(TokenleapError, match="'eagle3', and method 'parallel' needs 'peagle'"):
         load(tmp_path / "eagle")
 
 

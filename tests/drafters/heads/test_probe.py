@@ -12,14 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, ForetokenError
-from foretoken.drafters.heads import probe
-from foretoken.drafters.heads.checkpoint import read_checkpoint
-from foretoken.drafters.heads.eagle import load_parts
-from foretoken.drafters.heads.probe import Probe, accepted, look, our_text
-from foretoken.drafters.heads.record import check_folder, record_probe
-from foretoken.drafters.heads.shipped import shipped_head
-from foretoken.runtime.target import Target
 from tests.drafters.heads.test_eagle import CONFIGS, levels
 from tests.heads import (
     feature_config,
@@ -31,6 +23,14 @@ from tests.heads import (
     tiny_net,
 )
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tokenleap import LLM, CompatibilityError, TokenleapError
+from tokenleap.drafters.heads import probe
+from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap.drafters.heads.eagle import load_parts
+from tokenleap.drafters.heads.probe import Probe, accepted, look, our_text
+from tokenleap.drafters.heads.record import check_folder, record_probe
+from tokenleap.drafters.heads.shipped import shipped_head
+from tokenleap.runtime.target import Target
 
 TEXT = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 LAYERS = (0, 1, 2)
@@ -114,7 +114,7 @@ def test_heads_without_attention_tell_it_too(method: str, tmp_path: Path) -> Non
 )
 def test_a_damaged_record(damage: Any, tmp_path: Path) -> None:
     save_head(tmp_path, tiny_net(tiny_config(), tiny_model()), probe=damage)
-    with pytest.raises(ForetokenError, match=r"config\.json: ") as caught:
+    with pytest.raises(TokenleapError, match=r"config\.json: ") as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -198,7 +198,7 @@ def test_a_record_is_added(tmp_path: Path) -> None:
     found = check_folder(folder, target, tokenizer)
     record_probe(folder, found)
     after = json.loads((folder / "config.json").read_text())
-    assert after.pop("foretoken") == {**before.pop("foretoken"), **found.note()}
+    assert after.pop("tokenleap") == {**before.pop("tokenleap"), **found.note()}
     assert after == before
     assert [int(t) for t in found.tokens.split()] == our_text(tokenizer)
     load(folder)

@@ -15,16 +15,6 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from foretoken import LLM, ForetokenError, SamplingParams
-from foretoken.drafters.heads.checkpoint import read_checkpoint
-from foretoken.drafters.heads.eagle import head_net
-from foretoken.drafters.heads.eagle_layer import EagleConfig
-from foretoken.drafters.heads.eagle_net import EagleNet
-from foretoken.drafters.heads.export import export_head
-from foretoken.drafters.heads.feature_net import FeatureConfig
-from foretoken.drafters.heads.folder import read_tensors
-from foretoken.errors import ModelError
-from foretoken.runtime.target import Target, vocabulary_weights
 from tests.drafters.heads.folders import (
     Fault,
     assert_refused,
@@ -34,6 +24,16 @@ from tests.drafters.heads.folders import (
 )
 from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams, TokenleapError
+from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap.drafters.heads.eagle import head_net
+from tokenleap.drafters.heads.eagle_layer import EagleConfig
+from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.drafters.heads.export import export_head
+from tokenleap.drafters.heads.feature_net import FeatureConfig
+from tokenleap.drafters.heads.folder import read_tensors
+from tokenleap.errors import ModelError
+from tokenleap.runtime.target import Target, vocabulary_weights
 
 EAGLE1 = feature_config()
 EAGLE3 = tiny_config(
@@ -212,7 +212,7 @@ def test_an_exported_eagle1_head_has_the_embedding(tmp_path: Path) -> None:
     assert torch.equal(tensors["embed_tokens.weight"], weights[0].to(torch.bfloat16))
     few = feature_config(draft_vocab_size=48)
     save_head(tmp_path / "few", tiny_net(few, model))
-    with pytest.raises(ForetokenError, match="draft_vocab_size=null"):
+    with pytest.raises(TokenleapError, match="draft_vocab_size=null"):
         export_head(tmp_path / "few", tmp_path / "no", *weights, 2, "their/name")
 
 
@@ -256,7 +256,7 @@ FAULTS: dict[str, Fault] = {
         lambda f: change_config(f, eagle_aux_hidden_state_layer_ids=["x"]),
         "eagle_aux_hidden_state_layer_ids",
     ),
-    "notes of another kind": (lambda f: change_config(f, foretoken="x"), "foretoken"),
+    "notes of another kind": (lambda f: change_config(f, tokenleap="x"), "tokenleap"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "pytorch_model.bin does not"),
     "a missing tensor": (
         lambda f: change_tensors(f, lambda t: t.pop("fc.weight")),

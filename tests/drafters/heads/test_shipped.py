@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import LLM, SamplingParams
-from foretoken.cli.options import SpeculationOptions
-from foretoken.drafters.heads.checkpoint import read_checkpoint
-from foretoken.drafters.heads.shipped import shipped_config, shipped_head
 from tests.tiny import tiny_model
+from tokenleap import LLM, SamplingParams
+from tokenleap.cli.options import SpeculationOptions
+from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap.drafters.heads.shipped import shipped_config, shipped_head
 
 ALIAS = "smollm2-135m"
 LARGEST = 16_000_000

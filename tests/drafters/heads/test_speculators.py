@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from foretoken.drafters.heads.checkpoint import read_checkpoint
-from foretoken.drafters.heads.config_file import read_description
-from foretoken.drafters.heads.eagle_layer import EagleConfig
-from foretoken.drafters.heads.eagle_net import EagleNet
-from foretoken.drafters.heads.export import export_head
-from foretoken.drafters.heads.parallel_net import ParallelConfig, ParallelNet
-from foretoken.runtime.target import vocabulary_weights
 from tests.drafters.heads.test_eagle import FORMS as SERVED
 from tests.drafters.heads.test_eagle import LEVELS, levels
 from tests.drafters.heads.test_parallel import FORMS as SERVED_BLOCKS
 from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap.drafters.heads.config_file import read_description
+from tokenleap.drafters.heads.eagle_layer import EagleConfig
+from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.drafters.heads.export import export_head
+from tokenleap.drafters.heads.parallel_net import ParallelConfig, ParallelNet
+from tokenleap.runtime.target import vocabulary_weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own dependencies
@@ -282,6 +282,6 @@ def test_the_package_loads_parallel_heads(files: Files, form: str) -> None:
     load_parallel(head).save_pretrained(head / "again")
     mine, theirs = (json.loads((x / "config.json").read_text()) for x in (head, head / "again"))
     assert theirs.keys() - mine.keys() == {"auto_map", "transformers_version"}
-    skipped = {"transformer_layer_config", "dtype", "foretoken"}
+    skipped = {"transformer_layer_config", "dtype", "tokenleap"}
     same = {name: value for name, value in mine.items() if name not in skipped}
     assert {name: theirs[name] for name in same} == same

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken import LLM, CompatibilityError, ConfigError, ForetokenError, SamplingParams
-from foretoken.drafters.heads.folder import Verifier
-from foretoken.drafters.heads.state_file import read_state_file, write_state_file
 from tests.drafters.heads.folders import FAULTS as FOLDER_FAULTS
 from tests.drafters.heads.folders import (
     Fault,
@@ -25,6 +22,10 @@ from tests.drafters.heads.folders import (
 )
 from tests.heads import STATE_NETS, save_state_head, state_config, state_net
 from tests.tiny import tiny_model
+from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, TokenleapError
+from tokenleap.core.files import FIRST_NAME
+from tokenleap.drafters.heads.folder import Verifier
+from tokenleap.drafters.heads.state_file import read_state_file, write_state_file
 
 METHODS = list(STATE_NETS)
 VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
@@ -55,6 +56,16 @@ def test_what_is_written_is_read(method: str, own_rows: bool, tmp_path: Path) ->
         assert torch.equal(found.tensors[name], tensor.bfloat16())
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert any(name.startswith("lm_heads") for name in wanted) == own_rows
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_folder_with_the_projects_first_name(method: str, tmp_path: Path) -> None:
+    now = read_state_file(written(method, tmp_path / "head"), STATE_NETS[method][0])
+    config = tmp_path / "head" / "config.json"
+    config.write_text(config.read_text().replace("tokenleap", FIRST_NAME))
+    assert json.loads(config.read_text())["model_type"] == f"{FIRST_NAME}_head"
+    then = read_state_file(tmp_path / "head", STATE_NETS[method][0])
+    assert (then.config, then.verifier, then.notes) == (now.config, now.verifier, now.notes)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -90,8 +101,8 @@ FAULTS: dict[str, Fault] = {
     "no heads": (lambda f: change_sizes(f, num_heads=0), "num_heads: .*greater than 0"),
     "a size in words": (lambda f: change_sizes(f, num_heads="many"), "num_heads: .*integer"),
     "a large draft vocabulary": (lambda f: change_sizes(f, draft_vocab_size=97), "above the"),
-    "no notes": (lambda f: change_config(f, foretoken=None), "config.json: "),
-    "no verifier": (lambda f: change_config(f, foretoken={}), "verifier: field required"),
+    "no notes": (lambda f: change_config(f, tokenleap=None), "config.json: "),
+    "no verifier": (lambda f: change_config(f, tokenleap={}), "verifier: field required"),
     "more heads than tensors": (lambda f: change_sizes(f, num_heads=5), "blocks.4.*is missing"),
     "fewer heads than tensors": (lambda f: change_sizes(f, num_heads=3), "blocks.3.*not part of"),
     "a missing tensor": (
@@ -133,12 +144,12 @@ def test_a_head_of_another_method_is_refused(method: str, tmp_path: Path) -> Non
     other = METHODS[METHODS.index(method) - 1]
     if other == method:
         other = "eagle"
-    with pytest.raises(ForetokenError, match=f"{method}|eagle3"):
+    with pytest.raises(TokenleapError, match=f"{method}|eagle3"):
         load_head(written(method, tmp_path), other)
 
 
 def test_there_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match="there is no folder"):
+    with pytest.raises(TokenleapError, match="there is no folder"):
         load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="needs a trained head"):
         LLM(tiny_model(), speculative_config={"method": "medusa"})
@@ -147,7 +158,7 @@ def test_there_is_a_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     net = state_net("medusa", state_config("medusa"))
-    with pytest.raises(ForetokenError, match="cannot be written"):
+    with pytest.raises(TokenleapError, match="cannot be written"):
         save_state_head(tmp_path / "file" / "head", net)
 
 
@@ -165,10 +176,10 @@ def test_the_configuration_is_plain(tmp_path: Path) -> None:
     """What other programs can rely on."""
     fields = json.loads((written("medusa", tmp_path) / "config.json").read_text())
     assert fields == {
-        "model_type": "foretoken_head",
+        "model_type": "tokenleap_head",
         "method": "medusa",
         "config": asdict(state_config("medusa")),
-        "foretoken": {
+        "tokenleap": {
             "seed": 3,
             "verifier": {"name_or_path": "tiny", "architectures": ["LlamaForCausalLM"]},
             "verifier_layers": 2,

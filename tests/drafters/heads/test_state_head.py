@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foretoken import LLM, CompatibilityError, SamplingParams
-from foretoken.core.tree import TokenTree, chain
-from foretoken.drafters.heads import state_head
-from foretoken.drafters.heads.state_file import load_net, read_state_file
-from foretoken.drafters.heads.state_head import KEPT, StateHead
-from foretoken.drafters.heads.state_net import StateConfig
-from foretoken.request import Request
-from foretoken.runtime.network import Need
-from foretoken.runtime.rows import INTERNAL_KEY
-from foretoken.runtime.target import Target
-from foretoken.training.methods import training_method
 from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
 from tests.heads import STATE_NETS, save_state_head, state_config, state_net
 from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import parts_of
+from tokenleap import LLM, CompatibilityError, SamplingParams
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.drafters.heads import state_head
+from tokenleap.drafters.heads.state_file import load_net, read_state_file
+from tokenleap.drafters.heads.state_head import KEPT, StateHead
+from tokenleap.drafters.heads.state_net import StateConfig
+from tokenleap.request import Request
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.target import Target
+from tokenleap.training.methods import training_method
 
 METHODS = list(STATE_NETS)
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from foretoken import ForetokenError
-from foretoken.drafters.text import corpus
-from foretoken.drafters.text.corpus import check_tokens, fingerprint, read_tokens
 from tests.cli.conftest import ascii_tokenizer
+from tokenleap import TokenleapError
+from tokenleap.drafters.text import corpus
+from tokenleap.drafters.text.corpus import check_tokens, fingerprint, read_tokens
 
 TEXT = 'def f(x):\n    """It is,\n\n    as it were, the best."""\n    return x\n\n\nf(1)\n'
 
@@ -107,12 +107,12 @@ def test_a_fingerprint_tells_vocabularies_apart() -> None:
 )
 def test_not_utf_8(tmp_path: Path, content: bytes, byte: int) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ForetokenError, match=rf"file is not UTF-8 text: .*, byte {byte}\."):
+    with pytest.raises(TokenleapError, match=rf"file is not UTF-8 text: .*, byte {byte}\."):
         tokens_of(tmp_path / "file", ascii_tokenizer())
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match="missing: No such file"):
+    with pytest.raises(TokenleapError, match="missing: No such file"):
         tokens_of(tmp_path / "missing", ascii_tokenizer())
 
 
@@ -120,5 +120,5 @@ def test_tokens_outside_the_vocabulary() -> None:
     check_tokens(np.array([], dtype=np.int64), 1)
     check_tokens(np.array([0, 4]), 5)
     for tokens in ([5], [-1, 0]):
-        with pytest.raises(ForetokenError, match="outside the vocabulary of 5 tokens"):
+        with pytest.raises(TokenleapError, match="outside the vocabulary of 5 tokens"):
             check_tokens(np.array(tokens), 5)

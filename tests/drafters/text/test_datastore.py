@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from foretoken import ForetokenError
-from foretoken.drafters.text import tensor_file
-from foretoken.drafters.text.corpus import fingerprint
-from foretoken.drafters.text.datastore import FILE, Datastore, build_datastore, index_texts
 from tests.cli.conftest import ascii_tokenizer
+from tokenleap import TokenleapError
+from tokenleap.drafters.text import tensor_file
+from tokenleap.drafters.text.corpus import fingerprint
+from tokenleap.drafters.text.datastore import FILE, Datastore, build_datastore, index_texts
 
 V = 5
 texts = st.lists(st.lists(st.integers(0, V - 1), max_size=25), min_size=1, max_size=5).filter(any)
@@ -165,29 +165,29 @@ def file(tmp_path: Path) -> Path:
 def test_nothing_to_sort(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for files in ([tmp_path / "empty"], []):
-        with pytest.raises(ForetokenError, match="the corpus is empty"):
+        with pytest.raises(TokenleapError, match="the corpus is empty"):
             build_datastore(files, ascii_tokenizer())
-    with pytest.raises(ForetokenError, match="the corpus is empty"):
+    with pytest.raises(TokenleapError, match="the corpus is empty"):
         index_texts([[], []], V)
-    with pytest.raises(ForetokenError, match="outside the vocabulary of 5 tokens"):
+    with pytest.raises(TokenleapError, match="outside the vocabulary of 5 tokens"):
         index_texts([[1, V]], V)
     for vocab_size in (0, 2**31):
-        with pytest.raises(ForetokenError, match=f"a vocabulary of {vocab_size} tokens"):
+        with pytest.raises(TokenleapError, match=f"a vocabulary of {vocab_size} tokens"):
             index_texts([[0]], vocab_size)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(ForetokenError, match=r"latin is not UTF-8 text: .*, byte 3\."):
+    with pytest.raises(TokenleapError, match=r"latin is not UTF-8 text: .*, byte 3\."):
         build_datastore([tmp_path / "latin"], ascii_tokenizer())
-    with pytest.raises(ForetokenError, match="missing: No such file"):
+    with pytest.raises(TokenleapError, match="missing: No such file"):
         build_datastore([tmp_path / "missing"], ascii_tokenizer())
 
 
 def test_without_pydivsufsort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Told before the work; what others have built can be used."""
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with pytest.raises(ForetokenError, match=r"pip install 'foretoken\[rest\]'"):
+    with pytest.raises(TokenleapError, match=r"pip install 'tokenleap\[rest\]'"):
         build_datastore([tmp_path / "missing"], ascii_tokenizer())
     assert Datastore.load(file).find([1])
 
@@ -196,18 +196,18 @@ def test_foreign_and_missing_files(tmp_path: Path, file: Path) -> None:
     (tmp_path / "text").write_text("no arrays here")
     (tmp_path / "empty").touch()
     for name in ("text", "empty"):
-        with pytest.raises(ForetokenError, match=f"{name} is not a valid datastore"):
+        with pytest.raises(TokenleapError, match=f"{name} is not a valid datastore"):
             Datastore.load(tmp_path / name)
     for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(ForetokenError, match="cannot read"):
+        with pytest.raises(TokenleapError, match="cannot read"):
             Datastore.load(path)
     save_file({"weight": torch.ones(2)}, tmp_path / "model")
     with pytest.raises(
-        ForetokenError, match="is not a valid datastore: make one with 'foretoken data"
+        TokenleapError, match="is not a valid datastore: make one with 'tokenleap data"
     ):
         Datastore.load(tmp_path / "model")
     save_file(load_file(file), tmp_path / "newer", {"format": FILE.format, "version": "2"})
-    with pytest.raises(ForetokenError, match=r"version 2 .* reads version 1"):
+    with pytest.raises(TokenleapError, match=r"version 2 .* reads version 1"):
         Datastore.load(tmp_path / "newer")
 
 
@@ -215,7 +215,7 @@ def test_a_cut_file(tmp_path: Path, file: Path) -> None:
     content = file.read_bytes()
     for size in (3, 40, len(content) // 2, len(content) - 1):
         (tmp_path / "cut").write_bytes(content[:size])
-        with pytest.raises(ForetokenError, match="cut is not a valid"):
+        with pytest.raises(TokenleapError, match="cut is not a valid"):
             Datastore.load(tmp_path / "cut")
 
 
@@ -237,11 +237,11 @@ def test_arrays_that_do_not_fit_together(tmp_path: Path, file: Path) -> None:
     ]
     for tensors in damaged:
         save_file(tensors, tmp_path / "bad", metadata)
-        with pytest.raises(ForetokenError, match="bad is damaged"):
+        with pytest.raises(TokenleapError, match="bad is damaged"):
             Datastore.load(tmp_path / "bad")
     for known in ({"vocab_size": "6"}, {"vocab_size": "five"}):
         save_file(whole, tmp_path / "bad", {**metadata, **known})
-        with pytest.raises(ForetokenError, match="bad is damaged"):
+        with pytest.raises(TokenleapError, match="bad is damaged"):
             Datastore.load(tmp_path / "bad")
 
 
@@ -271,7 +271,7 @@ def test_nothing_is_half_written(
         raise interruption
 
     monkeypatch.setattr(tensor_file, "save_file", interrupted)
-    expected = ForetokenError if isinstance(interruption, OSError) else KeyboardInterrupt
+    expected = TokenleapError if isinstance(interruption, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         index_texts([[0, 1, 2]], V).save(path)
     assert path.read_text() == "what was there"
@@ -279,5 +279,5 @@ def test_nothing_is_half_written(
 
 
 def test_nowhere_to_write(tmp_path: Path) -> None:
-    with pytest.raises(ForetokenError, match=r"cannot write .*a\.datastore: No such file"):
+    with pytest.raises(TokenleapError, match=r"cannot write .*a\.datastore: No such file"):
         index_texts([[0]], V).save(tmp_path / "no" / "a.datastore")

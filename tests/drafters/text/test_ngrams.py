@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from foretoken import ForetokenError
-from foretoken.drafters.text import corpus, tensor_file
-from foretoken.drafters.text import ngrams as module
-from foretoken.drafters.text.corpus import fingerprint
-from foretoken.drafters.text.ngrams import FILE, NgramTables, build_ngrams, count_ngrams
 from tests.cli.conftest import ascii_tokenizer
+from tokenleap import TokenleapError
+from tokenleap.drafters.text import corpus, tensor_file
+from tokenleap.drafters.text import ngrams as module
+from tokenleap.drafters.text.corpus import fingerprint
+from tokenleap.drafters.text.ngrams import FILE, NgramTables, build_ngrams, count_ngrams
 
 V = 5
 texts = st.lists(st.lists(st.integers(0, V - 1), max_size=30), min_size=1, max_size=5)
@@ -122,17 +122,24 @@ def test_saved_and_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) ->
 # Bad input
 
 
+def test_a_file_with_the_projects_first_name(tmp_path: Path, file: Path) -> None:
+    old = tmp_path / "old.ngrams"
+    old.write_bytes(file.read_bytes().replace(b"tokenleap-", b"foretoken-", 1))
+    assert b"foretoken-ngrams" in old.read_bytes()
+    assert NgramTables.load(old).fingerprint == NgramTables.load(file).fingerprint
+
+
 def test_nothing_to_count(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(ForetokenError, match="the corpus is empty"):
+    with pytest.raises(TokenleapError, match="the corpus is empty"):
         build_ngrams([tmp_path / "empty"], tokenizer)
-    with pytest.raises(ForetokenError, match="the corpus is empty"):
+    with pytest.raises(TokenleapError, match="the corpus is empty"):
         build_ngrams([], tokenizer)
-    with pytest.raises(ForetokenError, match="missing: No such file"):
+    with pytest.raises(TokenleapError, match="missing: No such file"):
         build_ngrams([tmp_path / "missing"], tokenizer)
-    with pytest.raises(ForetokenError, match="outside the vocabulary of 5 tokens"):
+    with pytest.raises(TokenleapError, match="outside the vocabulary of 5 tokens"):
         count_ngrams([[1, 5]], 5)
-    with pytest.raises(ForetokenError, match="a vocabulary of 0 tokens"):
+    with pytest.raises(TokenleapError, match="a vocabulary of 0 tokens"):
         count_ngrams([[0]], 0)
 
 
@@ -146,21 +153,21 @@ def file(tmp_path: Path) -> Path:
 
 def test_foreign_and_missing_files(tmp_path: Path, file: Path) -> None:
     (tmp_path / "text").write_text("no tables here")
-    with pytest.raises(ForetokenError, match="is not a valid n-gram file"):
+    with pytest.raises(TokenleapError, match="is not a valid n-gram file"):
         NgramTables.load(tmp_path / "text")
     (tmp_path / "empty").touch()
-    with pytest.raises(ForetokenError, match="empty is not a valid n-gram file"):
+    with pytest.raises(TokenleapError, match="empty is not a valid n-gram file"):
         NgramTables.load(tmp_path / "empty")
-    with pytest.raises(ForetokenError, match="cannot read"):
+    with pytest.raises(TokenleapError, match="cannot read"):
         NgramTables.load(tmp_path / "missing")
-    with pytest.raises(ForetokenError, match="cannot read"):
+    with pytest.raises(TokenleapError, match="cannot read"):
         NgramTables.load(tmp_path)
     save_file({"weight": torch.ones(2)}, tmp_path / "model")
-    with pytest.raises(ForetokenError, match="is not a valid n-gram file"):
+    with pytest.raises(TokenleapError, match="is not a valid n-gram file"):
         NgramTables.load(tmp_path / "model")
     newer = {"format": FILE.format, "version": "2"}
     save_file(load_file(file), tmp_path / "newer", newer)
-    with pytest.raises(ForetokenError, match=r"version 2 .* reads version 1"):
+    with pytest.raises(TokenleapError, match=r"version 2 .* reads version 1"):
         NgramTables.load(tmp_path / "newer")
 
 
@@ -168,7 +175,7 @@ def test_a_cut_file(tmp_path: Path, file: Path) -> None:
     content = file.read_bytes()
     for size in (3, 40, len(content) // 2, len(content) - 1):
         (tmp_path / "cut").write_bytes(content[:size])
-        with pytest.raises(ForetokenError, match="cut is not a valid"):
+        with pytest.raises(TokenleapError, match="cut is not a valid"):
             NgramTables.load(tmp_path / "cut")
 
 
@@ -188,7 +195,7 @@ def test_arrays_that_do_not_fit_together(tmp_path: Path, file: Path, name: str) 
     ]
     for tensors in damaged:
         save_file(tensors, tmp_path / "bad", metadata)
-        with pytest.raises(ForetokenError, match="bad is damaged"):
+        with pytest.raises(TokenleapError, match="bad is damaged"):
             NgramTables.load(tmp_path / "bad")
 
 
@@ -201,10 +208,10 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tensor_file, "save_file", full)
-    with pytest.raises(ForetokenError, match=r"cannot write .*a\.ngrams: No space left"):
+    with pytest.raises(TokenleapError, match=r"cannot write .*a\.ngrams: No space left"):
         tables.save(path)
     assert path.read_text() == "what was there"
     assert [p.name for p in tmp_path.iterdir()] == ["a.ngrams"]
     shutil.rmtree(tmp_path)
-    with pytest.raises(ForetokenError, match="cannot write"):
+    with pytest.raises(TokenleapError, match="cannot write"):
         tables.save(path)

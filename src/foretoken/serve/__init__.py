@@ -1,6 +1,0 @@
-"""OpenAI's API over HTTP, on one engine: `foretoken serve`, or `serve.app.create_app` in Python.
-
-`app.py` joins the routers, one file per family of endpoints. A request becomes prompts and sampling
-parameters (`fields.py`, `sampling.py`, `chat_prompt.py`), runs in the engine (`running.py`), and is
-answered whole or as server-sent events (`events.py`). Nothing here computes in the event loop.
-"""

@@ -1,0 +1,132 @@
+"""Tokenleap: speculative decoding for Hugging Face models. The same output, faster.
+
+    from tokenleap import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m", speculative_config={"method": "ngram"})
+    print(llm.generate("Hello", SamplingParams(temperature=0, max_tokens=64))[0].text)
+
+The public names are loaded when they are first used, so that `tokenleap --help` does not wait for
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tokenleap.runtime.spinning import bound_spinning
+
+if TYPE_CHECKING:
+    from tokenleap.async_llm import AsyncLLM
+    from tokenleap.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.core.acceptance.base import Origin
+    from tokenleap.core.logprobs import Logprob, TokenLogprobs
+    from tokenleap.core.params import SamplingParams
+    from tokenleap.core.structured import StructuredOutputs
+    from tokenleap.drafters.overlap import VocabularyOverlap
+    from tokenleap.engine.llm_engine import LLMEngine
+    from tokenleap.errors import (
+        CompatibilityError,
+        ConfigError,
+        DataError,
+        ModelError,
+        PromptError,
+        RequestError,
+        TokenleapError,
+        TrainingError,
+    )
+    from tokenleap.llm import LLM
+    from tokenleap.metrics import Metrics
+    from tokenleap.outputs import (
+        BeamOutput,
+        CompletionOutput,
+        RequestOutput,
+        StreamChunk,
+        StreamedToken,
+    )
+    from tokenleap.trace import StepTrace, Trace
+
+bound_spinning()  # before PyTorch is loaded
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "tokenleap.async_llm": ["AsyncLLM"],
+    "tokenleap.beam_search": ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"],
+    "tokenleap.core.acceptance.base": ["Origin"],
+    "tokenleap.core.logprobs": ["Logprob", "TokenLogprobs"],
+    "tokenleap.core.params": ["SamplingParams"],
+    "tokenleap.core.structured": ["StructuredOutputs"],
+    "tokenleap.drafters.online": ["OnlineReport"],
+    "tokenleap.drafters.overlap": ["VocabularyOverlap"],
+    "tokenleap.errors": [
+        "CompatibilityError",
+        "ConfigError",
+        "DataError",
+        "TokenleapError",
+        "ModelError",
+        "PromptError",
+        "RequestError",
+        "TrainingError",
+    ],
+    "tokenleap.llm": ["LLM"],
+    "tokenleap.engine.llm_engine": ["LLMEngine"],
+    "tokenleap.metrics": ["Metrics"],
+    "tokenleap.outputs": [
+        "BeamOutput",
+        "CompletionOutput",
+        "RequestOutput",
+        "StreamChunk",
+        "StreamedToken",
+    ],
+    "tokenleap.config": ["SpeculativeConfig"],
+    "tokenleap.trace": ["StepTrace", "Trace"],
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamOutput",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompatibilityError",
+    "CompletionOutput",
+    "ConfigError",
+    "DataError",
+    "LLMEngine",
+    "Logprob",
+    "Metrics",
+    "ModelError",
+    "OnlineReport",
+    "Origin",
+    "PromptError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StepTrace",
+    "StreamChunk",
+    "StreamedToken",
+    "StructuredOutputs",
+    "TokenLogprobs",
+    "TokenleapError",
+    "Trace",
+    "TrainingError",
+    "VocabularyOverlap",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tokenleap' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,281 @@
+"""Predicted and measured speed-ups, as in Leviathan et al.'s table 4, and why they differ.
+
+The ratio of measured to predicted is exactly the product of one factor per assumption:
+
+    drafts        every step drafts gamma tokens
+    acceptance    every drafted token is accepted with probability alpha, independently
+    verification  a pass costs the same whatever it verifies
+    drafting      a drafted token costs c, as timed beforehand
+    passes        a pass costs what the curve says, as timed beforehand
+    overhead      a step costs its drafting and its pass and nothing else
+
+Each factor is 1 if its assumption holds. `tokenleap plan --measure` calls `compare` with the
+measurements of `measure.Laboratory`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenleap.analysis.formulas import accepted_distribution, expected_tokens, improvement
+from tokenleap.errors import ConfigError
+
+__all__ = ["AGREEMENT", "Assumptions", "Factors", "StepSample", "Trial", "compare"]
+
+AGREEMENT = 0.15
+"""Predicted and measured agree if they differ by at most this share of the prediction."""
+
+NOTABLE = 0.05
+"""An assumption fails if its factor differs from 1 by more than this."""
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One step of a real run: numbers of tokens, and wall-clock seconds."""
+
+    drafted: int
+    accepted: int
+    committed: int
+    draft_seconds: float
+    verify_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """The measured numbers that the predictions are computed from.
+
+    Args:
+        alpha: mean of `betas`.
+        c: time of one drafted token over time of a plain target pass.
+        verify_cost: [G+1] time of a pass over n drafted tokens over time of a plain pass.
+        draft_lengths: tokens drafted at every position of each text, at most G.
+        betas: the probability that the rule accepts the first drafted token, at every position
+            with a draft; in speculative sampling the sum of min(p, q).
+        pass_seconds: time of a plain target pass.
+    """
+
+    alpha: float
+    c: float
+    verify_cost: tuple[float, ...]
+    draft_lengths: tuple[tuple[int, ...], ...]
+    betas: tuple[float, ...]
+    pass_seconds: float
+
+    @property
+    def drafting_share(self) -> float:
+        """The share of positions with a draft."""
+        return len(self.betas) / self.positions
+
+    @property
+    def positions(self) -> int:
+        """The number of positions of all texts."""
+        return sum(len(text) for text in self.draft_lengths)
+
+    def predicted(self, gamma: int) -> float:
+        """The speed-up by theorem 3.8: gamma tokens in every step, the same cost for every pass."""
+        return improvement(self.alpha, gamma, self.c)
+
+    def predicted_on_curve(self, gamma: int) -> float:
+        """The speed-up with the measured costs of passes and the draft length at each position."""
+        walks = [self._walk([min(n, gamma) for n in text]) for text in self.draft_lengths]
+        return sum(tokens for tokens, _ in walks) / sum(cost for _, cost in walks)
+
+    def _walk(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """Expected tokens, and cost in plain passes, of generating a text.
+
+        Steps do not begin at all positions equally often: an accepted draft skips positions, often
+        those with long drafts. The recursion over positions t assumes i.i.d. acceptance:
+
+            cost(t) = n_t c + v(n_t) + sum over k of P(k accepted of n_t) cost(t + k + 1)
+
+        n_t is the draft length at t and v the cost of verification. The expected tokens follow in
+        the same way. With one draft length everywhere this is theorem 3.8 with v in place of 1.
+        """
+        tokens = np.zeros(len(lengths) + max(lengths) + 1)
+        cost = np.zeros_like(tokens)
+        for start in range(len(lengths) - 1, -1, -1):
+            drafted = lengths[start]
+            distribution = accepted_distribution(self.alpha, drafted)  # [drafted+1]
+            after = slice(start + 1, start + drafted + 2)
+            tokens[start] = distribution @ (np.arange(1, drafted + 2) + tokens[after])
+            cost[start] = drafted * self.c + self.verify_cost[drafted] + distribution @ cost[after]
+        return float(tokens[0]), float(cost[0])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers for JSON, without those of single positions."""
+        return {
+            "alpha": self.alpha,
+            "c": self.c,
+            "verify_cost": list(self.verify_cost),
+            "positions": self.positions,
+            "drafting_share": self.drafting_share,
+            "pass_seconds": self.pass_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Measured over predicted speed-up, one factor per assumption (see the module)."""
+
+    drafts: float
+    acceptance: float
+    verification: float
+    drafting: float
+    passes: float
+    overhead: float
+
+    @property
+    def product(self) -> float:
+        """The measured speed-up over that of theorem 3.8."""
+        return float(math.prod(asdict(self).values()))
+
+    def failing(self) -> list[str]:
+        """The assumptions that do not hold, the worst first."""
+        by_size = sorted(asdict(self).items(), key=lambda item: -abs(math.log(item[1])))
+        return [name for name, factor in by_size if abs(factor - 1) > NOTABLE]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One draft length: predicted and measured.
+
+    Args:
+        gamma: the draft length.
+        predicted: the speed-up of theorem 3.8.
+        predicted_on_curve: the speed-up with measured costs of passes and lengths of drafts.
+        measured: the speed over the speed without drafts, over all rounds.
+        low, high: the smallest and the largest speed-up of a round.
+        expected_tokens: tokens per step by equation 1.
+        measured_tokens: tokens per step.
+        mean_drafted: drafted tokens per step.
+        mean_verify_cost: mean cost of a verification, in plain passes.
+        factors: why measured differs from predicted.
+        accepted: [gamma+1] shares of the full drafts with 0 to gamma accepted tokens.
+        geometric: [gamma+1] the same shares if acceptance is i.i.d.
+    """
+
+    gamma: int
+    predicted: float
+    predicted_on_curve: float
+    measured: float
+    low: float
+    high: float
+    expected_tokens: float
+    measured_tokens: float
+    mean_drafted: float
+    mean_verify_cost: float
+    factors: Factors
+    accepted: tuple[float, ...]
+    geometric: tuple[float, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the measured speed-up is within `AGREEMENT` of theorem 3.8."""
+        return abs(self.measured / self.predicted - 1) <= AGREEMENT
+
+    @property
+    def agrees_on_curve(self) -> bool:
+        """Whether the measured speed-up is within `AGREEMENT` of `predicted_on_curve`."""
+        return abs(self.measured / self.predicted_on_curve - 1) <= AGREEMENT
+
+    @property
+    def distance(self) -> float:
+        """Total variation distance between accepted lengths and the geometric distribution."""
+        return float(np.abs(np.subtract(self.accepted, self.geometric)).sum() / 2)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The trial for JSON."""
+        return {
+            **asdict(self),
+            "agrees": self.agrees,
+            "agrees_on_curve": self.agrees_on_curve,
+            "distance_from_geometric": self.distance,
+            "failing": self.factors.failing(),
+        }
+
+
+def compare(
+    assumed: Assumptions, rounds: Sequence[Mapping[int, Sequence[StepSample]]], gamma: int
+) -> Trial:
+    """Compare the predictions for one draft length with the measured speed-up.
+
+    Args:
+        assumed: alpha, c and the cost of passes.
+        rounds: the steps by draft length, for each round; 0 (no drafts) and `gamma` are among them.
+        gamma: the draft length.
+
+    Raises:
+        ConfigError: no output had a step after its first.
+    """
+    if not all(steps[length] for steps in rounds for length in (0, gamma)):
+        raise ConfigError("max_tokens: every output ended in its first step; nothing was measured.")
+    ratios = [_speed(steps[gamma]) / _speed(steps[0]) for steps in rounds]
+    steps = [sample for samples in rounds for sample in samples[gamma]]
+    plain = [sample for samples in rounds for sample in samples[0]]
+    measured = _speed(steps) / _speed(plain)
+    return Trial(
+        gamma=gamma,
+        predicted=assumed.predicted(gamma),
+        predicted_on_curve=assumed.predicted_on_curve(gamma),
+        measured=measured,
+        low=min(ratios),
+        high=max(ratios),
+        expected_tokens=expected_tokens(assumed.alpha, gamma),
+        measured_tokens=_mean(step.committed for step in steps),
+        mean_drafted=_mean(step.drafted for step in steps),
+        mean_verify_cost=_mean(assumed.verify_cost[step.drafted] for step in steps),
+        factors=_factors(assumed, gamma, steps, plain),
+        accepted=tuple(_histogram(steps, gamma).tolist()),
+        geometric=tuple(accepted_distribution(assumed.alpha, gamma).tolist()),
+    )
+
+
+def _factors(
+    assumed: Assumptions, gamma: int, steps: Sequence[StepSample], plain: Sequence[StepSample]
+) -> Factors:
+    """Replace one assumption after the other by its measurement.
+
+    Times are in plain passes of the run.
+    """
+    alpha, c = assumed.alpha, assumed.c
+    unit = _mean(step.verify_seconds for step in plain)
+    drafted = _mean(step.drafted for step in steps)
+    verify = _mean(assumed.verify_cost[step.drafted] for step in steps)
+    iid_tokens = _mean(expected_tokens(alpha, step.drafted) for step in steps)
+    draft_time = _mean(step.draft_seconds for step in steps) / unit
+    pass_time = _mean(step.verify_seconds for step in steps) / unit
+    step_time = _mean(step.seconds for step in steps) / unit
+    plain_time = _mean(step.seconds for step in plain) / unit
+    shorter = iid_tokens / (drafted * c + 1)  # theorem 3.8 for the measured draft lengths
+    return Factors(
+        drafts=shorter / assumed.predicted(gamma),
+        acceptance=_mean(step.committed for step in steps) / iid_tokens,
+        verification=(drafted * c + 1) / (drafted * c + verify),
+        drafting=(drafted * c + verify) / (draft_time + verify),
+        passes=(draft_time + verify) / (draft_time + pass_time),
+        overhead=(draft_time + pass_time) * plain_time / step_time,
+    )
+
+
+def _speed(steps: Sequence[StepSample]) -> float:
+    """Tokens per second."""
+    return sum(step.committed for step in steps) / sum(step.seconds for step in steps)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def _histogram(steps: Sequence[StepSample], gamma: int) -> NDArray[np.float64]:
+    """[gamma+1] shares of accepted lengths, over steps with a draft of full length."""
+    full = [step.accepted for step in steps if step.drafted == gamma]
+    counts = np.bincount(np.array(full, dtype=np.int64), minlength=gamma + 1).astype(np.float64)
+    shares: NDArray[np.float64] = counts / max(len(full), 1)
+    return shares

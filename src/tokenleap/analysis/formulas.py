@@ -1,0 +1,282 @@
+"""Expected tokens, wall-time, operations and the best draft length, from alpha, gamma and c.
+
+The formulas are those of Leviathan et al. (2023) unless another paper is named. They assume that
+every drafted token is accepted with probability alpha, independently (i.i.d. betas). A draft step
+costs c target passes. A target pass costs the same for one position as for gamma + 1, except in the
+`_on_curve` functions, which take a measured curve. `tokenleap plan` and `tokenleap.tuning` call
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenleap.analysis import domain
+from tokenleap.errors import ConfigError
+
+__all__ = [
+    "MAX_GAMMA",
+    "accepted_distribution",
+    "best_gamma",
+    "best_gamma_on_curve",
+    "expected_tokens",
+    "guaranteed_improvement",
+    "improvement",
+    "improvement_on_curve",
+    "memory_reduction",
+    "operations",
+    "oracle_improvement",
+    "pays",
+    "specdec_latency",
+]
+
+MAX_GAMMA = 256
+"""Longest draft that is considered: the maximum of `SpeculativeConfig`."""
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Expected tokens per step, correction or bonus token included: equation 1.
+
+        E = (1 - alpha^(gamma+1)) / (1 - alpha) = 1 + alpha + ... + alpha^gamma
+
+    This is the mean of a geometric variable with success probability 1 - alpha, capped at gamma +
+    1. The code computes the sum, which is exact at alpha = 1, too, and loses no digits near it.
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        gamma: drafted tokens per step, 0 or more.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    alpha, gamma = domain.rate("alpha", alpha), domain.count("gamma", gamma)
+    return float(_powers(alpha, gamma).sum())
+
+
+def accepted_distribution(alpha: float, gamma: int) -> NDArray[np.float64]:
+    """Distribution of the number of accepted tokens: the capped geometric one of equation 1.
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        gamma: drafted tokens per step, 0 or more.
+
+    Returns:
+        [gamma+1] probabilities of n = 0 to gamma accepted tokens: alpha^n (1 - alpha) for
+        n < gamma, and alpha^gamma for n = gamma.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    alpha, gamma = domain.rate("alpha", alpha), domain.count("gamma", gamma)
+    at_least = _powers(alpha, gamma)  # [gamma+1] probability of n or more
+    more = np.append(at_least[1:], 0.0)
+    distribution: NDArray[np.float64] = at_least - more
+    return distribution
+
+
+def improvement(alpha: float, gamma: int, c: float) -> float:
+    """Expected factor by which the wall-time shrinks: theorem 3.8.
+
+        (1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + 1))
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        gamma: drafted tokens per step, 0 or more.
+        c: time of one draft step over time of one target pass (definition 3.7).
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    return expected_tokens(alpha, gamma) / (gamma * domain.cost("c", c) + 1)
+
+
+def pays(alpha: float, c: float) -> bool:
+    """Whether any draft length is faster than none: corollary 3.9, alpha > c.
+
+    The condition is also necessary: for alpha <= c every term alpha^i of equation 1 with i > 0 is
+    at most c, so the improvement is at most (1 + gamma c) / (1 + gamma c).
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        c: time of one draft step over time of one target pass.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    return domain.rate("alpha", alpha) > domain.cost("c", c)
+
+
+def guaranteed_improvement(alpha: float, c: float) -> float:
+    """A lower bound on the best improvement, if drafting pays: corollary 3.9.
+
+        (1 + alpha) / (1 + c), the improvement of gamma = 1
+
+    Args:
+        alpha: acceptance rate, in [0, 1], above c.
+        c: time of one draft step over time of one target pass.
+
+    Raises:
+        ConfigError: an argument is out of range, or alpha is not above c.
+    """
+    if not pays(alpha, c):
+        raise ConfigError(f"alpha: must be above c ({c}) for drafting to pay, got {alpha}.")
+    return (1 + alpha) / (1 + c)
+
+
+def operations(alpha: float, gamma: int, c_hat: float) -> float:
+    """Expected factor by which the arithmetic operations grow: theorem 3.11.
+
+        (1 - alpha) (gamma c_hat + gamma + 1) / (1 - alpha^(gamma+1))
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        gamma: drafted tokens per step, 0 or more.
+        c_hat: operations per token of the drafter over those of the target (definition 3.10).
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    tokens = expected_tokens(alpha, gamma)
+    return (gamma * domain.cost("c_hat", c_hat) + gamma + 1) / tokens
+
+
+def memory_reduction(alpha: float, gamma: int) -> float:
+    """Expected factor by which reads of the target's weights and KV cache shrink: section 3.4.
+
+    A pass reads them once, however many tokens it verifies, so the factor is equation 1. The
+    drafter's own reads are not counted.
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        gamma: drafted tokens per step, 0 or more.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    return expected_tokens(alpha, gamma)
+
+
+def best_gamma(alpha: float, c: float, max_gamma: int = MAX_GAMMA) -> int:
+    """The whole draft length with the largest improvement: section 3.5.
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        c: time of one draft step over time of one target pass.
+        max_gamma: longest draft to consider. With c = 0 and alpha > 0, or alpha = 1 and c < 1, a
+            longer draft is always better, so this is the answer.
+
+    Returns:
+        The smallest gamma of 0 to `max_gamma` that reaches the maximum; 0 if drafting does not pay.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    return best_gamma_on_curve(alpha, c, np.ones(domain.count("max_gamma", max_gamma) + 1).tolist())
+
+
+def improvement_on_curve(alpha: float, gamma: int, c: float, verify_cost: Sequence[float]) -> float:
+    """Theorem 3.8 for passes whose cost grows with the tokens they verify.
+
+        (1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + v(gamma)))
+
+    Drafting costs gamma c and verifying gamma + 1 positions costs v(gamma), in plain passes:
+    v(0) = 1. With v = 1 everywhere this is theorem 3.8.
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        gamma: drafted tokens per step, within the curve.
+        c: time of one draft step over time of one plain target pass.
+        verify_cost: [G+1] v(0) to v(G): time of a pass over n drafted tokens (n + 1 positions),
+            over time of a plain pass.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    curve = domain.curve("verify_cost", verify_cost)
+    if domain.count("gamma", gamma) >= len(curve):
+        raise ConfigError(f"gamma: the curve ends at {len(curve) - 1}, got {gamma}.")
+    cost = gamma * domain.cost("c", c) + float(curve[gamma])
+    return expected_tokens(alpha, gamma) / cost
+
+
+def best_gamma_on_curve(alpha: float, c: float, verify_cost: Sequence[float]) -> int:
+    """The whole draft length with the largest `improvement_on_curve`: section 3.5 on a curve.
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        c: time of one draft step over time of one plain target pass.
+        verify_cost: [G+1] as in `improvement_on_curve`.
+
+    Returns:
+        The smallest gamma of 0 to G that reaches the maximum.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    alpha, c = domain.rate("alpha", alpha), domain.cost("c", c)
+    curve = domain.curve("verify_cost", verify_cost)
+    longest = len(curve) - 1
+    tokens = _powers(alpha, longest).cumsum()  # [G+1] equation 1 for every gamma
+    return int((tokens / (np.arange(longest + 1) * c + curve)).argmax())
+
+
+def oracle_improvement(alpha: float, c: float) -> float:
+    """Improvement if an oracle tells before each step how many drafts pass: section 3.5.
+
+    The step then drafts exactly these K tokens, and all are accepted. K is the geometric variable
+    without a cap: P(K = n) = alpha^n (1 - alpha), E[K] = alpha / (1 - alpha). A step yields K + 1
+    tokens and costs K c + 1. Over many steps the speed is the ratio of the means (renewal-reward):
+
+        (E[K] + 1) / (E[K] c + 1) = 1 / (1 - alpha + alpha c)
+
+    The paper has the numerator 1 / (1 - alpha) and reports up to 60 % over the best fixed gamma.
+
+    Args:
+        alpha: acceptance rate, in [0, 1].
+        c: time of one draft step over time of one target pass.
+
+    Returns:
+        The bound; infinite for alpha = 1 and c = 0. It is below 1 for alpha > 0 and c > 1, since
+        this oracle drafts all K tokens even if drafting costs more than the target.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    alpha, c = domain.rate("alpha", alpha), domain.cost("c", c)
+    cost = 1 - alpha + alpha * c
+    return 1 / cost if cost > 0 else math.inf
+
+
+def specdec_latency(
+    length: int, tokens_per_step: float, draft_seconds: float, verify_seconds: float
+) -> float:
+    """Latency of draft-then-verify: Xia et al., "Speculative Decoding" (2023), equation 4.
+
+        T = L / Tok * t_d + L / Tok * t_v
+
+    Args:
+        length: L, tokens to generate, 0 or more.
+        tokens_per_step: Tok, mean tokens per step, at least 1.
+        draft_seconds: t_d, time of drafting in a step.
+        verify_seconds: t_v, time of verification in a step.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    if domain.positive("tokens_per_step", tokens_per_step) < 1:
+        raise ConfigError(f"tokens_per_step: must be at least 1, got {tokens_per_step}.")
+    steps = domain.count("length", length) / tokens_per_step
+    draft = domain.cost("draft_seconds", draft_seconds)
+    return steps * draft + steps * domain.cost("verify_seconds", verify_seconds)
+
+
+def _powers(alpha: float, gamma: int) -> NDArray[np.float64]:
+    """[gamma+1] alpha^0 to alpha^gamma."""
+    return np.power(alpha, np.arange(gamma + 1, dtype=np.float64))

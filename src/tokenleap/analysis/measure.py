@@ -1,0 +1,296 @@
+"""Measure what the theory assumes: alpha, c, and the cost of a pass by the tokens it verifies.
+
+A `Laboratory` runs the target of an `LLM` with many draft lengths. It measures alpha as Leviathan
+et al. (2023) define it (corollary 3.6): the mean of the rule's beta (`AcceptanceRule.beta`), which
+is the sum of min(p, q) in speculative sampling. The drafter proposes at every position of a text,
+and each step gives one token. Counting acceptances instead would weight positions by how often a
+step begins there. The text is the target's own, or, under a lossy rule, what that rule makes of it.
+`tokenleap plan --measure` and `tokenleap.tuning` use it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import ClassVar, TypeAlias
+
+import torch
+
+from tokenleap.analysis.compare import Assumptions, StepSample
+from tokenleap.control import Budget, Fixed
+from tokenleap.core.acceptance import AcceptanceRule, Accepted, TargetDistributions
+from tokenleap.core.noise import StepNoise
+from tokenleap.core.params import SamplingParams
+from tokenleap.core.tree import Draft, chain
+from tokenleap.decode import Outcome
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.none import NoDrafter
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.scheduler import Scheduler
+from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.llm import LLM
+from tokenleap.request import Request
+from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.speculation import Speculation, Strategy
+from tokenleap.trace import Trace
+
+__all__ = ["Judge", "Laboratory", "Recorder", "Watch", "steps_of"]
+
+Judge: TypeAlias = Callable[[Draft, TargetDistributions, StepNoise], float]
+"""A figure of the first drafted token, such as `AcceptanceRule.beta`."""
+
+PASSES = 7
+"""Timed passes per width and prompt, of which the median counts."""
+
+
+class Watch(AcceptanceRule):
+    """Judges the first drafted token and commits one token, so that it sees every position.
+
+    Under a lossless rule, the token is drawn from p: the text is that of plain decoding. A lossy
+    rule decides itself on the first drafted token, so that the text is the rule's.
+
+    Args:
+        rule: decides on what is committed.
+        judges: what is recorded of the first drafted token; None is the rule's own beta.
+
+    Attributes:
+        betas: a list per judge, with an entry for every step that drafted.
+    """
+
+    name: ClassVar[str] = "watch"
+    lossless: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = False
+
+    def __init__(self, rule: AcceptanceRule, judges: Sequence[Judge] | None = None) -> None:
+        super().__init__()
+        self._rule = rule
+        self._judges = (rule.beta,) if judges is None else judges
+        self.betas: list[list[float]] = [[] for _ in self._judges]
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        """See `AcceptanceRule.accept`."""
+        if not draft.tree.num_drafted:
+            return Accepted((), noise.draw(p[0], 0))
+        for judge, betas in zip(self._judges, self.betas, strict=True):
+            betas.append(judge(draft, p, noise))
+        return Accepted((), self._next(draft, p, noise), reason="watched only")
+
+    def _next(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> int:
+        """The token to commit."""
+        if self._rule.lossless:
+            return noise.draw(p[0], 0)
+        decision = self._rule.accept(draft.only([1]), p, noise)
+        return draft.tree.tokens[1] if decision.path else decision.token
+
+
+class Recorder(Fixed):
+    """A fixed draft length that records the lengths of the drafts.
+
+    It does not shorten drafts at the end of the output, where `Fixed` does: no draft is kept, and
+    every position should count alike.
+
+    Args:
+        num_speculative_tokens: drafted tokens per step.
+        max_model_len: the context length, which drafts must not exceed.
+
+    Attributes:
+        lengths: drafted tokens of every step.
+    """
+
+    def __init__(self, num_speculative_tokens: int, max_model_len: int) -> None:
+        super().__init__(num_speculative_tokens)
+        self._max_model_len = max_model_len
+        self.lengths: list[int] = []
+
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        """The full length, if the context has room for it."""
+        length = self.num_speculative_tokens
+        rooms = [self._max_model_len - len(request.token_ids) for request in batch]
+        return [Budget(length, max(0, min(length, room))) for room in rooms]
+
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        """Record one step."""
+        self.lengths += [outcome.draft.tree.num_drafted for outcome in outcomes]
+
+
+@dataclass
+class _Findings:
+    """The measurements so far, over all prompts."""
+
+    betas: list[float] = field(default_factory=list)
+    lengths: list[tuple[int, ...]] = field(default_factory=list)  # per prompt
+    c: list[float] = field(default_factory=list)  # per prompt
+    curves: list[list[float]] = field(default_factory=list)  # per prompt [G+1]
+    pass_seconds: list[float] = field(default_factory=list)  # per prompt
+
+
+class Laboratory:
+    """Runs the target and the drafter of an `LLM` with many draft lengths in turn.
+
+    Args:
+        llm: configured with the method to measure.
+
+    Raises:
+        CompatibilityError: the drafter proposes trees, for which the theory does not hold.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._target, self._config = llm.engine.target, llm.speculative_config
+        self._rule = self._config.rule
+        self._strategies = llm.engine.strategies.sharing_models()
+        if self._fresh_drafter().drafts_trees:
+            raise CompatibilityError(
+                f"method '{self._config.method_name}' drafts trees: the theory of alpha and "
+                "gamma is about chains."
+            )
+
+    def assumptions(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        max_gamma: int,
+        report: Callable[[int], object] = lambda _: None,
+    ) -> Assumptions:
+        """Measure alpha, c and the cost of verification.
+
+        Args:
+            prompts: token ids; at least one prompt.
+            params: how to sample; p and q are the distributions under these parameters.
+            max_gamma: longest draft of interest, at least 1.
+            report: called with the number of prompts that are done, after each.
+
+        Raises:
+            ConfigError: nothing was drafted, so there is nothing to predict from.
+        """
+        found = _Findings()
+        for done, prompt in enumerate(prompts, 1):
+            self._examine(prompt, params, max_gamma, found)
+            report(done)
+        if not found.betas or not found.c:
+            raise ConfigError(
+                f"method '{self._config.method_name}' drafted nothing on these prompts: "
+                "there is no alpha to measure. Take other prompts or more tokens."
+            )
+        return Assumptions(
+            alpha=sum(found.betas) / len(found.betas),
+            c=median(found.c),
+            verify_cost=tuple(median(costs) for costs in zip(*found.curves, strict=True)),
+            draft_lengths=tuple(found.lengths),
+            betas=tuple(found.betas),
+            pass_seconds=median(found.pass_seconds),
+        )
+
+    def betas(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        judges: Sequence[Judge],
+        report: Callable[[int], object] = lambda _: None,
+    ) -> list[list[float]]:
+        """What every judge says of the first drafted token at every position with a draft.
+
+        Args:
+            prompts: token ids.
+            params: how to sample.
+            judges: see `Watch`.
+            report: called with the number of prompts that are done, after each.
+
+        Returns:
+            A list per judge, over the positions of all prompts.
+        """
+        watch = Watch(self._rule, judges)
+        for done, prompt in enumerate(prompts, 1):
+            recorder = Recorder(1, self.llm.max_model_len)
+            self._generate(prompt, params, Strategy(self._fresh_drafter(), recorder, watch))
+            report(done)
+        return watch.betas
+
+    def run(self, prompt: Sequence[int], params: SamplingParams, gamma: int) -> list[StepSample]:
+        """Generate with this draft length and return what every step did.
+
+        Args:
+            prompt: token ids.
+            params: how to sample.
+            gamma: drafted tokens per step; 0 is plain decoding.
+        """
+        drafter = self._fresh_drafter() if gamma else NoDrafter()
+        strategy = Strategy(drafter, Fixed(gamma), self._rule)
+        return steps_of(self._generate(prompt, params, strategy)[1])
+
+    def _examine(
+        self, prompt: Sequence[int], params: SamplingParams, max_gamma: int, found: _Findings
+    ) -> None:
+        """Measure one prompt; time the passes right after it, under the same load."""
+        recorder = Recorder(max_gamma, self.llm.max_model_len)
+        watch = Watch(self._rule)
+        strategy = Strategy(self._fresh_drafter(), recorder, watch)
+        request, trace = self._generate(prompt, params, strategy)
+        # The average length of the context while generating.
+        average = (len(prompt) + len(request.token_ids)) // 2
+        passes = self._time_passes(request.token_ids[:average], max_gamma)
+        found.betas += watch.betas[0]
+        found.lengths.append(tuple(recorder.lengths))
+        found.curves.append([seconds / passes[0] for seconds in passes])
+        found.pass_seconds.append(passes[0])
+        drafting = [s.draft_seconds / s.drafted for s in steps_of(trace) if s.drafted]
+        if drafting:
+            found.c.append(median(drafting) / passes[0])
+
+    def _generate(
+        self, prompt: Sequence[int], params: SamplingParams, strategy: Strategy
+    ) -> tuple[Request, Trace]:
+        scheduler = Scheduler(self._target, Speculation(strategy), max_num_seqs=1)
+        (request,) = self.llm.engine.make_requests(JobSpec(list(prompt), params))
+        scheduler.add(request)
+        try:
+            while not request.finished:
+                scheduler.step()
+        finally:
+            scheduler.abort([request])
+        return request, request.output().trace
+
+    def _time_passes(self, tokens: Sequence[int], max_gamma: int) -> list[float]:
+        """[G+1] median seconds of a pass over 0 to G drafted tokens, timed in turn."""
+        tokens = tokens[: max(1, self.llm.max_model_len - max_gamma - 1)]
+        trees = [chain([tokens[-1]] * (gamma + 1)) for gamma in range(max_gamma + 1)]
+        seconds: list[list[float]] = [[] for _ in trees]
+        key = INTERNAL_KEY
+        self._target.add(key)
+        try:
+            self._target.prefill(key, tokens[:-1])
+            for _ in range(PASSES):
+                for tree, times in zip(trees, seconds, strict=True):
+                    began = time.perf_counter()
+                    self._target.verify([key], [tree])
+                    self._wait()
+                    times.append(time.perf_counter() - began)
+        finally:
+            self._target.remove(key)
+        return [median(times) for times in seconds]
+
+    def _wait(self) -> None:
+        """Wait until the device has finished its work."""
+        if self.llm.device.type == "cuda":
+            torch.cuda.synchronize(self.llm.device)
+
+    def _fresh_drafter(self) -> Drafter:
+        """A new drafter for every run, so that none learns from runs of another length."""
+        return self._strategies.drafter(self._config, self._rule)
+
+
+def steps_of(trace: Trace) -> list[StepSample]:
+    """The steps of a trace without the first, in which a draft model reads the whole prompt."""
+    return [
+        StepSample(
+            drafted=len(step.drafted),
+            accepted=len(step.accepted),
+            committed=step.committed,
+            draft_seconds=step.draft_seconds,
+            verify_seconds=step.verify_seconds,
+            seconds=step.seconds,
+        )
+        for step in trace.steps[1:]
+    ]

@@ -1,0 +1,231 @@
+"""The contestants of a comparison: Tokenleap's methods, and peers if they are installed.
+
+A contestant is plain data, so that it can be sent to its own process. This file imports neither
+torch nor a peer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenleap.errors import ConfigError
+
+__all__ = [
+    "BASELINE",
+    "OWN",
+    "PEERS",
+    "Contestant",
+    "Setting",
+    "check_installed",
+    "gguf_path",
+    "methods",
+    "peers",
+]
+
+OWN = "tokenleap"
+"""The kind of Tokenleap's own contestants."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One of those compared.
+
+    Args:
+        label: its name in results.
+        kind: `OWN`, or a key of `PEERS`.
+        config: the speculative_config of one of the kind `OWN`; empty for a peer.
+        quantization: as `LLM` takes it; of the kind `OWN`.
+    """
+
+    label: str
+    kind: str
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all contestants.
+
+    Args:
+        model: folder, GGUF file or alias.
+        dtype, device: of Tokenleap's and Transformers' contestants.
+        runtime: of Tokenleap's contestants.
+        draft_model: for methods that take one, and for the assistant of Transformers.
+        gguf: the model for peers that read nothing else.
+        threads: for every contestant.
+        max_tokens: generated per request.
+        temperature: of sampling; 0 is greedy.
+        max_prompt_tokens: the middle of longer prompts is cut out.
+        max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory: of Tokenleap's
+            contestants, as `LLM` takes them.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    runtime: str = "auto"
+    draft_model: str | None = None
+    gguf: str | None = None
+    threads: int = 1
+    max_tokens: int = 128
+    temperature: float = 0.0
+    max_prompt_tokens: int = 2048
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    kv_cache_memory: str | None = None
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.max_prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer in one configuration.
+
+    Args:
+        family: what `--peers` calls the library.
+        module: what Python imports.
+        needs: fields of `Setting` that it requires.
+        samples: whether it is measured at other temperatures than 0, too.
+    """
+
+    family: str
+    module: str
+    needs: tuple[str, ...] = ()
+    samples: bool = False
+
+
+PEERS: dict[str, Peer] = {
+    "transformers-plain": Peer("transformers", "transformers", samples=True),
+    "transformers-lookup": Peer("transformers", "transformers", samples=True),
+    "transformers-assistant": Peer("transformers", "transformers", ("draft_model",), samples=True),
+    "llama.cpp-plain": Peer("llama.cpp", "llama_cpp", ("gguf",)),
+    "llama.cpp-lookup": Peer("llama.cpp", "llama_cpp", ("gguf",)),
+    "openvino-plain": Peer("openvino", "openvino_genai", ("gguf",)),
+    "openvino-lookup": Peer("openvino", "openvino_genai", ("gguf",)),
+}
+
+BASELINE = Contestant("none", OWN, {"method": "none"})
+"""Plain decoding by Tokenleap: all others are compared with it."""
+
+
+def methods(
+    texts: Sequence[str], draft_model: str | None, quantization: str | None
+) -> list[Contestant]:
+    """The baseline, and the methods of a command line.
+
+    Args:
+        texts: names, or speculative_configs as JSON, which may have a `quantization`, too.
+        draft_model: for methods that take one and do not name it.
+        quantization: of the baseline, and of methods that do not name one.
+
+    Raises:
+        ConfigError: one is not JSON, or a configuration is wrong.
+    """
+    baseline = Contestant(BASELINE.label, OWN, BASELINE.config, quantization)
+    chosen = [_method(text, draft_model, quantization) for text in texts]
+    return list({one.label: one for one in (baseline, *chosen)}.values())
+
+
+def _method(text: str, draft_model: str | None, quantization: str | None) -> Contestant:
+    fields: dict[str, Any] = {"method": text}
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--method {text}: not JSON ({error}).") from None
+    if not isinstance(fields.get("method"), str):
+        raise ConfigError(f'--method {text}: give "method", the name of one.')
+    name = fields["method"]
+    own = {key: value for key, value in fields.items() if key != "method"}
+    quantization = fields.pop("quantization", quantization)
+    _complete(fields, draft_model)
+    return Contestant(f"{name} {json.dumps(own)}" if own else name, OWN, fields, quantization)
+
+
+def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
+    """Add the draft model where the method takes one, and check the configuration."""
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.drafters.registry import drafter_spec
+
+    spec = drafter_spec(fields["method"])
+    if draft_model is not None and (spec.takes_model or spec.takes_head):
+        fields.setdefault("model", draft_model)
+    SpeculativeConfig.parse(fields)
+
+
+def peers(text: str, setting: Setting) -> list[Contestant]:
+    """The peers that `--peers` names: families, or one configuration each.
+
+    A family stands for those of its configurations whose needs the setting meets. "none" and an
+    empty text name no peer.
+
+    Raises:
+        ConfigError: "none" stands beside others, a name is unknown, a need is not met, or a peer is
+            not installed or not measured at this temperature.
+    """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if "none" in names:
+        if len(names) > 1:
+            raise ConfigError("--peers: 'none' means no peers: leave it out, or the others.")
+        return []
+    chosen: dict[str, Contestant] = {}
+    for name in names:
+        for label in _labels(name, setting):
+            chosen[label] = Contestant(label, label)
+    for label in chosen:
+        check_installed(label)
+        if setting.temperature and not PEERS[label].samples:
+            raise ConfigError(
+                f"--temperature: {label} is measured in greedy decoding only: leave it out of "
+                "--peers."
+            )
+    return list(chosen.values())
+
+
+def _labels(name: str, setting: Setting) -> list[str]:
+    families = list(dict.fromkeys(peer.family for peer in PEERS.values()))
+    if name not in (*PEERS, *families):
+        from tokenleap.core.config import nearest
+
+        known = nearest(name, [*families, *PEERS])
+        raise ConfigError(f"--peers: unknown peer '{name}': {known}")
+    members = [label for label, peer in PEERS.items() if name in (label, peer.family)]
+    ready = [label for label in members if not _missing(PEERS[label], setting)]
+    if not ready:
+        lacking = _missing(PEERS[members[0]], setting)[0].replace("_", "-")
+        raise ConfigError(f"--peers: {name} needs --{lacking}.")
+    return ready
+
+
+def _missing(peer: Peer, setting: Setting) -> list[str]:
+    return [name for name in peer.needs if getattr(setting, name) is None]
+
+
+def check_installed(label: str) -> None:
+    """Refuse a peer that is missing, before any work.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    peer = PEERS[label]
+    if importlib.util.find_spec(peer.module) is None:
+        raise ConfigError(
+            f"{peer.family} is not installed: pip install 'tokenleap[peers]', or leave it out of "
+            "--peers."
+        )
+
+
+def gguf_path(setting: Setting) -> Path:
+    """The model file of peers that read GGUF."""
+    assert setting.gguf is not None, "`peers` has refused it"
+    return Path(setting.gguf)

@@ -1,0 +1,178 @@
+"""Tokenleap itself as a contestant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenleap import models
+from tokenleap.bench.contestants import Contestant, Setting
+from tokenleap.bench.encode import encode, prompt_limit, random_ids
+from tokenleap.bench.memory import BYTES, kv_bytes, weight_bytes
+from tokenleap.bench.scoring import mean_logprob
+from tokenleap.core.params import SamplingParams
+from tokenleap.llm import LLM
+from tokenleap.outputs import RequestOutput
+from tokenleap.runtime.packed import open_packed
+from tokenleap.trace import StepTrace
+
+__all__ = ["OwnRunner", "drafts_a_tree"]
+
+CONTROL_TOKENS = 128
+"""Length of a random prompt, if the context has room for it."""
+
+
+class OwnRunner:
+    """An `LLM` with one speculative_config.
+
+    Args:
+        contestant: one of the kind `OWN`.
+        setting: the model and how it runs.
+    """
+
+    def __init__(self, contestant: Contestant, setting: Setting) -> None:
+        torch.set_num_threads(setting.threads)
+        self._contestant = contestant
+        self._setting = setting
+        self._llm = LLM(
+            setting.model,
+            speculative_config=contestant.config,
+            dtype=setting.dtype,
+            device=setting.device,
+            quantization=contestant.quantization,
+            runtime=setting.runtime,
+            max_model_len=setting.max_model_len,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.max_num_batched_tokens,
+            kv_cache_memory=setting.kv_cache_memory,
+            enable_prefix_caching=False,  # every round repeats every prompt
+        )
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return str(self._llm.device)
+
+    def facts(self) -> dict[str, Any]:
+        """What runs, its context, what its rule guarantees, and bytes of model and draft model."""
+        llm, draft = self._llm, self._llm.speculative_config.model
+        rule = llm.speculative_config.rule
+        itemsize = llm.dtype.itemsize
+        quantization = llm.engine.target.quantization
+        rounded = quantization if quantization in BYTES else None
+        assert llm.model_path is not None, "loaded by its name"
+        return {
+            "batches": True,
+            "dtype": str(llm.dtype).removeprefix("torch."),
+            "runtime": llm.runtime,
+            "threads": torch.get_num_threads(),
+            "bit_exact": llm.bit_exact,
+            "quantization": quantization,
+            "rule": rule.name,
+            "controller": llm.controller,
+            "max_model_len": llm.max_model_len,
+            "lossless": rule.lossless,
+            "same_samples": rule.lossless and rule.ignores_draft_lengths,
+            "weight_bytes": weight_bytes(llm.model_path, itemsize, rounded),
+            "kv_bytes": kv_bytes(llm.model_path, itemsize),
+            "draft_bytes": 0 if draft is None else self._draft_bytes(draft, itemsize, rounded),
+        }
+
+    def _draft_bytes(self, model: str, itemsize: int, rounded: str | None) -> int:
+        """Bytes that a pass of the draft model reads."""
+        quantization, runtime = self._contestant.quantization, self._setting.runtime
+        packed = open_packed(
+            model, self._llm.dtype, self._llm.device, quantization=quantization, runtime=runtime
+        )
+        if packed is not None:
+            return weight_bytes(packed.folder, itemsize, rounded)
+        is_head = self._llm.speculative_config.takes_head
+        return weight_bytes(Path(model) if is_head else models.resolve(model), itemsize, rounded)
+
+    def encode(self, text: str, max_model_len: int) -> list[int]:
+        """A prompt's tokens (see `encode.encode`).
+
+        Args:
+            text: the prompt; the middle of a long one is cut out.
+            max_model_len: the smallest context of all contestants.
+
+        Raises:
+            ConfigError: the context leaves no room for a prompt.
+        """
+        setting = self._setting
+        limit = prompt_limit(max_model_len, setting.max_prompt_tokens, setting.max_tokens)
+        return encode(self._llm, text, limit)
+
+    def control(self, seed: int, max_model_len: int) -> list[int]:
+        """A prompt of random tokens; arguments as in `encode`."""
+        limit = prompt_limit(max_model_len, CONTROL_TOKENS, self._setting.max_tokens)
+        return random_ids(self._llm, seed, limit)
+
+    def forget(self) -> None:
+        """Forget what earlier outputs taught the drafter."""
+        self._llm.reset_drafter_memory()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+    ) -> list[dict[str, Any]]:
+        """Tokens, times and counts of each prompt (see `Runner.generate`)."""
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            repetition_penalty=1,  # as for the peers, whatever the model's generation config says
+        )
+        each = [params.model_copy(update={"seed": seed}) for seed in seeds]
+        outputs = self._llm.generate(list(prompts), each or params, use_tqdm=False)
+        return [_counts(output) for output in outputs]
+
+    def judge(self, prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+        """The text of an output, and its mean log-probability under this model.
+
+        Args:
+            prompt: token ids.
+            token_ids: of the output.
+        """
+        assert self._llm.tokenizer is not None
+        text = self._llm.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return {"text": text, "logprob": mean_logprob(self._llm, prompt, token_ids)}
+
+
+def _counts(output: RequestOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    drafting = [step for step in output.trace if step.drafted]
+    lengths: dict[str, int] = {}
+    verify: dict[str, list[float]] = {}
+    for step in drafting:
+        length = str(len(step.accepted))
+        lengths[length] = lengths.get(length, 0) + 1
+    for step in output.trace:
+        seconds = verify.setdefault(str(1 + len(step.drafted)), [])
+        seconds.append(round(step.verify_seconds, 7))
+    return {
+        "token_ids": list(output.token_ids),
+        "cached_prompt_tokens": metrics.cached_prompt_tokens,
+        "drafter_failure": metrics.drafter_failure,
+        "prefill_seconds": metrics.prefill_seconds,
+        "first_token_seconds": metrics.prefill_seconds + next(iter(output.trace)).seconds,
+        "draft_seconds": [round(step.draft_seconds, 7) for step in drafting],
+        "passes": metrics.target_passes,
+        "drafts": metrics.num_drafts,
+        "cut": metrics.num_cut_drafts,
+        "accepted": metrics.num_accepted_tokens,
+        "accepted_lengths": lengths,
+        "verify_seconds": verify,
+        "branched": any(drafts_a_tree(step) for step in drafting),
+    }
+
+
+def drafts_a_tree(step: StepTrace) -> bool:
+    """Whether a step's draft is a tree and not a chain."""
+    return list(step.parents) != list(range(-1, len(step.parents) - 1))

@@ -1,0 +1,293 @@
+"""Rounds: the contestants take turns on every prompt, and every call is saved at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from typing import Any
+
+from tokenleap.bench.agreement import bleu_metric, unjudged
+from tokenleap.bench.contestants import BASELINE, OWN, Contestant, Setting
+from tokenleap.bench.energy import open_meter
+from tokenleap.bench.journal import Journal
+from tokenleap.bench.machine import host
+from tokenleap.bench.process import Process
+from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.ratios import scipy_stats
+from tokenleap.bench.rounds import order
+from tokenleap.bench.rows import CONTROL
+
+__all__ = ["FORMAT", "Job", "Plan", "Unit", "check_installed", "pending", "run"]
+
+FORMAT = "tokenleap-bench-1"
+
+WARM_UP_TOKENS = 16
+
+CONTROL_TEMPERATURE = 1.5
+"""So hot that hardly any token recurs."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one call generates for: a prompt, or several at once.
+
+    Args:
+        id: unique in the run.
+        kind: of the prompts.
+        prompts: one or a batch.
+        temperature: of sampling; 0 is greedy.
+        seeds: one per prompt if it is sampled. All contestants have the same, in every round.
+    """
+
+    id: str
+    kind: str
+    prompts: tuple[Prompt, ...]
+    temperature: float = 0.0
+    seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of one contestant in one round."""
+
+    label: str
+    unit: Unit
+    round: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Identifies the call."""
+        return self.label, self.unit.id, self.round
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    Args:
+        contestants: the baseline first.
+        setting: what is the same for all.
+        prompts: the sample.
+        rounds: calls of every contestant on every prompt.
+        batch_sizes: numbers of prompts at once, besides 1.
+        control: how many prompts of random tokens; the contestants that are not peers sample
+            their continuation at `CONTROL_TEMPERATURE`.
+    """
+
+    contestants: tuple[Contestant, ...]
+    setting: Setting
+    prompts: tuple[Prompt, ...]
+    rounds: int
+    batch_sizes: tuple[int, ...] = ()
+    control: int = 0
+
+    def units(self) -> list[Unit]:
+        """Every prompt alone, then the control, then batches of the sample's first prompts."""
+        alone = [self._unit(prompt.id, prompt.kind, (prompt,)) for prompt in self.prompts]
+        batches = [
+            self._unit(f"batch of {size}", "batch", tuple(islice(cycle(self.prompts), size)))
+            for size in self.batch_sizes
+        ]
+        return alone + self.control_units() + batches
+
+    def _unit(self, name: str, kind: str, prompts: tuple[Prompt, ...]) -> Unit:
+        """Prompts at the temperature of the setting."""
+        temperature = self.setting.temperature
+        seeds = [prompt.seed + index for index, prompt in enumerate(prompts)]
+        return Unit(name, kind, prompts, temperature, tuple(seeds) if temperature else ())
+
+    def control_units(self) -> list[Unit]:
+        """The prompts of random tokens."""
+        prompts = [Prompt(f"random {seed}", CONTROL, "") for seed in range(self.control)]
+        return [
+            Unit(one.id, CONTROL, (one,), CONTROL_TEMPERATURE, (seed,))
+            for seed, one in enumerate(prompts)
+        ]
+
+    def header(self) -> dict[str, Any]:
+        """What the results depend on. Rounds are not part of it: more may be added later."""
+        texts = json.dumps([[prompt.id, prompt.text] for prompt in self.prompts])
+        return {
+            **asdict(self.setting),
+            "quantization": self.contestants[0].quantization,
+            "contestants": [one.label for one in self.contestants],
+            "prompts": hashlib.sha256(texts.encode()).hexdigest()[:12],
+            "batch_sizes": list(self.batch_sizes),
+            "control": self.control,
+            **host(),
+        }
+
+
+def facts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the contestants reported when they were loaded, by label; the last report counts."""
+    found = [record for record in records if record["type"] == "contestant"]
+    return {record["label"]: record["facts"] for record in found}
+
+
+def pending(plan: Plan, journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> list[Job]:
+    """The calls that are not in the journal yet, in order."""
+    done = {
+        (record["contestant"], record["unit"], record["round"])
+        for record in journal.records
+        if record["type"] == "request"
+    }
+    return [job for job in _jobs(plan, facts) if job.key not in done]
+
+
+def _jobs(plan: Plan, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Job]:
+    for unit in plan.units():
+        able = [
+            one.label
+            for one in plan.contestants
+            if (len(unit.prompts) == 1 or facts[one.label]["batches"])
+            and (unit.kind != CONTROL or one.kind == OWN)
+        ]
+        for index in range(plan.rounds):
+            for label in order(able, index):
+                yield Job(label, unit, index)
+
+
+def check_installed() -> None:
+    """Refuse to measure for hours what could not be reported afterwards.
+
+    Raises:
+        TokenleapError: SciPy or sacreBLEU is missing.
+    """
+    scipy_stats()
+    bleu_metric()
+
+
+def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -> None:
+    """Make the calls that are missing.
+
+    Args:
+        plan: what is to be measured.
+        journal: has the calls made so far, and gets the others.
+        show: called with what is being done, the number of calls done, and that of all calls.
+
+    Raises:
+        TokenleapError: a contestant cannot be loaded, or has ended.
+    """
+    if _complete(plan, journal):
+        return
+    with ExitStack() as stack:
+        processes: dict[str, Process] = {}
+        for one in plan.contestants:  # one after the other, because it is timed
+            show(f"loading {one.label}", 0, 1)
+            process = stack.enter_context(Process(one, plan.setting))
+            process.wait_until_loaded()
+            processes[one.label] = process
+        _Session(plan, journal, processes, show).run()
+
+
+def _complete(plan: Plan, journal: Journal) -> bool:
+    """Whether the journal has everything, up to the roofline at the end."""
+    known = facts_of(journal.records)
+    if not all(one.label in known for one in plan.contestants):
+        return False
+    ended = any(record["type"] == "roofline" for record in journal.records)
+    ended = ended and not unjudged(journal.records)
+    return ended and not pending(plan, journal, known)
+
+
+class _Session:
+    """A run with its processes and its journal."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        journal: Journal,
+        processes: Mapping[str, Process],
+        show: Callable[[str, int, int], object],
+    ) -> None:
+        self._plan = plan
+        self._journal = journal
+        self._processes = processes
+        self._show = show
+        baseline = processes[BASELINE.label]
+        # A draft model's KV may leave its contestant a shorter context than the others have.
+        contexts = [process.facts.get("max_model_len") for process in processes.values()]
+        least = min(context for context in contexts if context is not None)
+        encoded = baseline.encode([prompt.text for prompt in plan.prompts], least)
+        self._ids = dict(zip([prompt.id for prompt in plan.prompts], encoded, strict=True))
+        random = baseline.control(list(range(plan.control)), least) if plan.control else []
+        self._ids |= dict(zip([unit.id for unit in plan.control_units()], random, strict=True))
+        self._meter, self._energy = open_meter(str(baseline.facts["device"]))
+
+    def run(self) -> None:
+        """Record facts, warm up, make all calls, record memory and the roofline."""
+        for label, process in self._processes.items():
+            self._journal.add({"type": "contestant", "label": label, "facts": process.facts})
+        self._journal.add({"type": "energy", "source": self._energy})
+        self._warm_up()
+        facts = {label: process.facts for label, process in self._processes.items()}
+        jobs = pending(self._plan, self._journal, facts)
+        for done, job in enumerate(jobs):
+            self._show(f"{job.label}, prompt {job.unit.id}", done, len(jobs))
+            self._journal.add(self._call(job))
+        self._show("done", len(jobs), len(jobs))
+        for label, process in self._processes.items():
+            self._journal.add({"type": "memory", "label": label, **process.memory()})
+        self._judge()
+        self._roofline()  # last, because it makes the baseline's process larger
+
+    def _warm_up(self) -> None:
+        """Run the longest prompt and every batch once, so that KV caches have their final size."""
+        longest = max(self._ids.values(), key=len)
+        units = [unit for unit in self._plan.units() if len(unit.prompts) > 1]
+        for label, process in self._processes.items():
+            self._show(f"warming up {label}", 0, 1)
+            process.generate([longest], WARM_UP_TOKENS)
+            if process.facts["batches"]:
+                for unit in units:
+                    process.generate(self._tokens(unit), WARM_UP_TOKENS)
+            process.forget()
+
+    def _judge(self) -> None:
+        """Let the baseline's model say what it thinks of every output; after all that is timed."""
+        open_calls = unjudged(self._journal.records)
+        known: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+        for done, call in enumerate(open_calls):
+            self._show("judging outputs", done, len(open_calls))
+            key = call["unit"], tuple(call["outputs"][0]["token_ids"])
+            if key not in known:
+                prompt, tokens = self._ids[call["unit"]], list(key[1])
+                known[key] = self._processes[BASELINE.label].judge(prompt, tokens)
+            names = {name: call[name] for name in ("contestant", "unit", "round")}
+            self._journal.add({"type": "judgement", **names, **known[key]})
+
+    def _roofline(self) -> None:
+        """Measure the time to stream each contestant's weights, in the baseline's process."""
+        sizes = {process.facts["weight_bytes"] for process in self._processes.values()}
+        for size in sorted(sizes):
+            seconds = self._processes[BASELINE.label].stream(size)
+            self._journal.add({"type": "roofline", "bytes": size, "seconds": seconds})
+
+    def _tokens(self, unit: Unit) -> list[list[int]]:
+        return [self._ids[prompt.id] for prompt in unit.prompts]
+
+    def _call(self, job: Job) -> dict[str, Any]:
+        prompts = self._tokens(job.unit)
+        if job.round or len(prompts) > 1:  # or a drafter would remember this prompt's output
+            self._processes[job.label].forget()
+        before = self._meter.read() if self._meter else []
+        answer = self._processes[job.label].generate(
+            prompts, self._plan.setting.max_tokens, job.unit.temperature, job.unit.seeds
+        )
+        joules = self._meter.joules(before, self._meter.read()) if self._meter else None
+        return {
+            "type": "request",
+            "contestant": job.label,
+            "unit": job.unit.id,
+            "kind": job.unit.kind,
+            "batch": len(prompts),
+            "round": job.round,
+            "temperature": job.unit.temperature,
+            "prompt_tokens": [len(ids) for ids in prompts],
+            "joules": joules,
+            **answer,
+        }

@@ -1,0 +1,114 @@
+"""The command line: `tokenleap COMMAND`. Every command has a module of its own.
+
+`main` is the console script and what `python -m tokenleap` calls. The commands import PyTorch and
+Transformers when they run, so that help pages and wrong options are answered at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from tokenleap import __version__
+from tokenleap.cli import (
+    bench,
+    chat,
+    check,
+    datastore,
+    demo,
+    doctor,
+    export,
+    generate,
+    methods,
+    models,
+    ngrams,
+    plan,
+    serve,
+    trace,
+    train,
+    tree,
+    tune_layers,
+)
+from tokenleap.cli.processes import check_alone
+from tokenleap.cli.root import RootGroup, examples
+
+__all__ = ["app", "main"]
+
+_QUIET_LIBRARIES = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+}
+
+EXAMPLES = examples(
+    "tokenleap demo  # the speed-up, measured while you watch",
+    'tokenleap generate "Why is the sky blue?"',
+    "tokenleap chat",
+)
+
+app = typer.Typer(
+    cls=RootGroup,
+    epilog=EXAMPLES,
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+    pretty_exceptions_enable=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # As vLLM, whose options have both forms.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
+)
+app.command(epilog=generate.EXAMPLES)(generate.generate)
+app.command(epilog=chat.EXAMPLES)(chat.chat)
+app.command(epilog=serve.EXAMPLES)(serve.serve)
+app.command(epilog=demo.EXAMPLES)(demo.demo)
+app.command(epilog=trace.EXAMPLES)(trace.trace)
+app.command(epilog=plan.EXAMPLES)(plan.plan)
+app.command(epilog=bench.EXAMPLES)(bench.bench)
+app.command(epilog=tree.EXAMPLES)(tree.tree)
+app.command("tune-layers", epilog=tune_layers.EXAMPLES)(tune_layers.tune_layers)
+app.command(epilog=train.EXAMPLES)(train.train)
+app.command(epilog=export.EXAMPLES)(export.export)
+app.command(epilog=check.EXAMPLES)(check.check)
+app.add_typer(models.app, name="models")
+app.add_typer(ngrams.app, name="ngrams")
+app.add_typer(datastore.app, name="datastore")
+app.command(epilog=methods.EXAMPLES)(methods.methods)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenleap {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def tokenleap(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Speculative decoding for Hugging Face models: the same output, faster."""
+    check_alone(context.invoked_subcommand)
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """Set up the process and run the command line."""
+    os.environ.update(
+        {name: os.environ.get(name, value) for name, value in _QUIET_LIBRARIES.items()}
+    )
+    warnings.simplefilter("ignore")
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal's encoding lacks must not end a run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    app()

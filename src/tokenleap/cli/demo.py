@@ -1,0 +1,227 @@
+"""`tokenleap demo`: one model without and with speculation, measured while you watch."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from tokenleap.cli.console import display, plain, working
+from tokenleap.cli.demo_prompts import PROMPTS, SENTENCES, DemoPrompt
+from tokenleap.cli.demo_runs import Comparison, Runs
+from tokenleap.cli.flat import flat
+from tokenleap.cli.options import ModelOptions, SpeculationOptions
+from tokenleap.cli.report import legend, summary
+from tokenleap.cli.root import UsageError, examples
+from tokenleap.cli.session import find_draft, resolve
+from tokenleap.cli.writer import TokenWriter
+from tokenleap.engine.lines import shaped
+
+if TYPE_CHECKING:
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.core.params import SamplingParams
+    from tokenleap.llm import LLM
+    from tokenleap.outputs import CompletionOutput
+
+__all__ = ["EXAMPLES", "demo"]
+
+EXAMPLES = examples(
+    "tokenleap demo",
+    "tokenleap demo --method ngram_table --num-speculative-tokens 7",
+    "tokenleap demo --dtype float32 --rounds 5",
+)
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 8
+"""A CPU verifies 8 tokens almost as fast as 5, and the copied passages are long."""
+
+_LINES_SHOWN = 5
+"""Lines of a long prompt that are shown."""
+
+
+@flat
+def demo(
+    target: ModelOptions,
+    speculation: SpeculationOptions,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.", min=1)] = 160,
+    rounds: Annotated[
+        int,
+        typer.Option(help="Measured runs with and without speculation, after a warm-up.", min=1),
+    ] = 3,
+) -> None:
+    """Watch the same model without and with speculation.
+
+    There are three prompts. Every figure is measured while you wait, in
+    turn, on the same weights. Exits with 1 if any outputs differ.
+    """
+    with working("Starting"):
+        from tokenleap.core.params import SamplingParams
+
+        config = _config(speculation, target.model)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    without, speculative = _load(target, config)
+    _show_setting(target, speculative)
+    comparisons = []
+    for prompt in SENTENCES if without.engine.target.reads_source else PROMPTS:
+        comparison = Comparison(prompt.title)
+        _stream(comparison, prompt, without, speculative, params)
+        _measure(comparison, prompt, without, speculative, params, rounds)
+        comparisons.append(comparison)
+    _show_table(comparisons, rounds)
+    if not all(comparison.identical for comparison in comparisons):
+        raise typer.Exit(1)
+
+
+def _config(speculation: SpeculationOptions, model: str) -> SpeculativeConfig:
+    """How to draft; the default is the head that comes with the package, else short lookups."""
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.drafters.heads.shipped import shipped_config
+
+    if speculation == SpeculationOptions():
+        if shipped := shipped_config(model, trees=True):
+            return SpeculativeConfig.parse(shipped)
+        speculation = SpeculationOptions(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
+    return speculation.config()
+
+
+def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
+    """Two `LLM`s on one model in memory: without and with speculation."""
+    from tokenleap.models.resolver import gguf_file
+
+    packed = target.quantization != "none" and gguf_file(target.model) is not None
+    folder = None if packed else resolve(target.model)
+    find_draft(config)
+    with working(f"Loading {target.model}"):
+        from tokenleap.llm import LLM
+
+        target.set_threads()
+        # Every run computes its whole prompt: prefill is part of the comparison.
+        open_with = partial(
+            LLM,
+            max_model_len=target.max_model_len,
+            quantization=target.quantization,
+            runtime=target.runtime,
+            enable_prefix_caching=False,
+        )
+        if folder is None:  # the packed weights of a GGUF file are mapped by both
+            open_with = partial(open_with, target.model, dtype=target.dtype, device=target.device)
+        else:
+            open_with = partial(open_with, **_loaded(target, folder))
+        without = open_with()
+        if without.tokenizer is None:
+            raise UsageError(f"{target.model} has no tokenizer to read the prompts with")
+        return without, open_with(speculative_config=config)
+
+
+def _loaded(target: ModelOptions, folder: Path) -> dict[str, Any]:
+    """A model's module and tokenizer, as arguments of `LLM`."""
+    from tokenleap.models import load_model, load_tokenizer
+    from tokenleap.models.support import default_device, default_dtype
+
+    device = default_device(target.device)
+    model = load_model(folder, default_dtype(target.dtype, device), device)
+    return {"model": model, "tokenizer": load_tokenizer(folder)}
+
+
+def _stream(
+    comparison: Comparison,
+    prompt: DemoPrompt,
+    without: LLM,
+    speculative: LLM,
+    params: SamplingParams,
+) -> None:
+    """Show both answers as they are generated; these runs are the warm-up."""
+    console = display()
+    console.print()
+    console.rule(plain(prompt.title, "head"), align="left", style="note")
+    console.print(plain(_clipped(prompt.text), "note"))
+    console.print(plain("\nwithout speculation", "head"))
+    comparison.without.outputs.append(_stream_one(without, prompt, params))
+    console.print(plain("\nwith speculation", "head"))
+    comparison.speculative.outputs.append(_stream_one(speculative, prompt, params))
+
+
+def _stream_one(llm: LLM, prompt: DemoPrompt, params: SamplingParams) -> CompletionOutput:
+    writer, output = TokenWriter(), None
+    with closing(writer):
+        for chunk in llm.stream(shaped(llm, prompt.text), params):
+            writer.write(chunk.tokens)
+            output = chunk.output
+    assert output is not None, "the last chunk has the output"
+    if llm.speculative_config.gamma:
+        display().print(legend(writer.origins))
+    display().print(plain(summary(output.metrics, output.finish_reason), "note"))
+    return output
+
+
+def _measure(
+    comparison: Comparison,
+    prompt: DemoPrompt,
+    without: LLM,
+    speculative: LLM,
+    params: SamplingParams,
+    rounds: int,
+) -> None:
+    """Run both in turn, so that other load on the machine slows both alike."""
+    for number in range(1, rounds + 1):
+        with working(f"Measuring, round {number} of {rounds}"):
+            for llm, runs in ((without, comparison.without), (speculative, comparison.speculative)):
+                llm.reset_drafter_memory()  # or lookups would find the output of the last round
+                result = llm.generate([shaped(llm, prompt.text)], params)[0]
+                runs.outputs.append(result.outputs[0])
+
+
+def _clipped(text: str) -> str:
+    """The first lines of a prompt, as wide as the terminal."""
+    lines = list(plain(text).wrap(display(), display().width))
+    more = ["..."] if len(lines) > _LINES_SHOWN else []
+    return "\n".join([*(line.plain.rstrip() for line in lines[:_LINES_SHOWN]), *more])
+
+
+def _show_setting(target: ModelOptions, llm: LLM) -> None:
+    config = llm.speculative_config
+    dtype = str(llm.dtype).removeprefix("torch.")
+    display().print(
+        plain(
+            f"{target.model} in {dtype} on {llm.device}, greedy; {config.method} drafts up to "
+            f"{config.gamma} tokens per step, and the target verifies them in one pass."
+        )
+    )
+
+
+def _show_table(comparisons: list[Comparison], rounds: int) -> None:
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    headings = ("tokens/s\nwithout", "\nwith", "\nratio", "passes\nwithout", "\nwith")
+    for heading in (*headings, "mean\nlength", "\nidentical"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in comparisons:
+        table.add_row(
+            row.title,
+            _speed(row.without),
+            _speed(row.speculative),
+            plain(f"{row.ratio:.2f}x", "head"),
+            str(row.without.target_passes),
+            str(row.speculative.target_passes),
+            f"{row.speculative.mean_acceptance_length:.2f}",
+            plain("yes", "draft") if row.identical else plain("no", "error"),
+        )
+    console = display()
+    console.print()
+    console.rule(plain("Measured just now", "head"), align="left", style="note")
+    console.print(table)
+    console.print(
+        plain(
+            f"\n{rounds} rounds, in turn. tokens/s: median \u00b1 half the range, prompt included. "
+            "passes: forward passes of the target. mean length: tokens per pass that had a draft. "
+            "identical: the same token ids in all runs.",
+            "note",
+        )
+    )
+
+
+def _speed(runs: Runs) -> str:
+    return f"{runs.tokens_per_second:.1f} \u00b1{runs.spread:.1f}"

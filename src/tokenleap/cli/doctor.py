@@ -1,0 +1,190 @@
+"""`tokenleap doctor`: what this machine has, what runs on it and why, and what would be faster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from tokenleap.cli.console import display, plain, working
+from tokenleap.cli.report import as_json
+from tokenleap.cli.root import examples
+
+__all__ = ["EXAMPLES", "doctor"]
+
+EXAMPLES = examples("tokenleap doctor", "tokenleap doctor --json")
+
+_GIB = 2**30
+_EXTRAS = {
+    "structured": ("llguidance",),
+    "train": ("accelerate", "matplotlib"),
+    "bench": ("scipy", "sacrebleu"),
+    "plots": ("matplotlib",),
+    "rest": ("pydivsufsort",),
+    "serve": ("fastapi", "uvicorn", "prometheus-client"),
+    "ray": ("ray",),
+    "peers": ("llama-cpp-python", "openvino-genai"),
+    "energy": ("nvidia-ml-py",),
+}
+"""Extras of the package, and the distributions that they install."""
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """One thing about the machine.
+
+    Args:
+        name: what it is.
+        value: how it is here.
+        advice: what would make it better; empty if it is good.
+    """
+
+    name: str
+    value: str
+    advice: str = ""
+
+
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what this machine has, what will run on it, and what would be faster."""
+    with working("Looking", quiet=json_output):
+        findings = [
+            *_processor(),
+            _memory(),
+            _gpu(),
+            _compiler(),
+            _native(),
+            _dtype(),
+            _threads(),
+            _cache(),
+            *_extras(),
+        ]
+    if json_output:
+        print(as_json({"findings": [asdict(finding) for finding in findings]}))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
+    table.add_column(no_wrap=True, style="head")
+    table.add_column(overflow="fold")
+    for finding in findings:
+        value = plain(finding.value)
+        if finding.advice:
+            value.append_text(plain(f"\n{finding.advice}", "correction"))
+        table.add_row(plain(finding.name), value)
+    display().print(table)
+
+
+def _processor() -> list[_Finding]:
+    from tokenleap.bench.machine import host, processor_flags
+    from tokenleap.runtime.cores import available_cores
+
+    all_cores = os.cpu_count() or 1
+    cores = f"{available_cores()} of {all_cores}"
+    flags = processor_flags()
+    known = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "asimd")
+    found = [name for name in known if name in flags]
+    advice = ""
+    if "avx2" not in flags and "asimd" not in flags:
+        advice = "Without AVX2, the native runtime uses portable code, which is slower."
+    return [
+        _Finding("processor", str(host()["cpu"])),
+        _Finding("cores", cores),
+        _Finding("instructions", ", ".join(found) or "none that matter here", advice),
+    ]
+
+
+def _memory() -> _Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB"
+    tight = "Close other programs, or use --quantization int4." if memory.percent > 80 else ""
+    return _Finding("memory", text, tight)
+
+
+def _gpu() -> _Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return _Finding("GPU", "none that PyTorch can use")
+    name = torch.cuda.get_device_name()
+    free, total = torch.cuda.mem_get_info()
+    return _Finding("GPU", f"{name}, {free / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB")
+
+
+def _compiler() -> _Finding:
+    from tokenleap.runtime.native.build import NativeLibraryError, compiler_version
+
+    try:
+        return _Finding("C++ compiler", compiler_version())
+    except NativeLibraryError as error:
+        return _Finding("C++ compiler", "none that works", f"{error}.")
+
+
+def _native() -> _Finding:
+    from tokenleap.runtime.native.support import why_no_library
+
+    missing = why_no_library()
+    if missing is None:
+        return _Finding(
+            "native runtime",
+            "ready: Llama and its relatives, and encoder-decoders, run in C++ on the CPU",
+        )
+    return _Finding(
+        "native runtime",
+        f"not available: {missing}",
+        "All models run on PyTorch's operations instead, which are several times slower.",
+    )
+
+
+def _dtype() -> _Finding:
+    from tokenleap.models.support import default_device, default_dtype
+
+    device = default_device("auto")
+    dtype = str(default_dtype("auto", device)).removeprefix("torch.")
+    slow = "float32: the processor has no instructions for bfloat16"
+    return _Finding(
+        "defaults", f"models run on {device}, in {dtype if dtype != 'float32' else slow}"
+    )
+
+
+def _threads() -> _Finding:
+    import torch
+
+    from tokenleap.runtime.cores import available_cores
+
+    threads, cores = torch.get_num_threads(), available_cores()
+    text = f"{threads} for the passes"
+    if threads > cores:
+        return _Finding(
+            "threads", text, f"There are only {cores} cores: set OMP_NUM_THREADS to that."
+        )
+    return _Finding("threads", text)
+
+
+def _cache() -> _Finding:
+    import shutil
+
+    from tokenleap.models import cache_dir, cached
+    from tokenleap.models.progress import bytes_text
+
+    folder = cache_dir()
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    used, free = sum(model.size_bytes for model in cached()), shutil.disk_usage(place).free
+    text = f"{folder}: {bytes_text(used)} of models; {bytes_text(free)} of disk are free"
+    low = "Free some disk: converting a model needs its size twice." if free < 2 * _GIB else ""
+    return _Finding("cache", text, low)
+
+
+def _extras() -> list[_Finding]:
+    from tokenleap.bench.machine import package_version
+
+    found = []
+    for extra, names in _EXTRAS.items():
+        missing = [name for name in names if package_version(name) is None]
+        how = f"not installed: pip install 'tokenleap[{extra}]'" if missing else "installed"
+        found.append(_Finding(f"tokenleap[{extra}]", how))
+    return found

@@ -1,0 +1,111 @@
+"""`tokenleap methods`: the names `--method`, `--acceptance` and `--controller` know."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from tokenleap.cli.console import display, plain, working
+from tokenleap.cli.report import as_json
+from tokenleap.cli.root import examples
+
+if TYPE_CHECKING:
+    from tokenleap.control import Controller
+    from tokenleap.core.acceptance import AcceptanceRule
+
+__all__ = ["EXAMPLES", "methods"]
+
+EXAMPLES = examples("tokenleap methods", "tokenleap methods --json")
+
+_NAME_CELLS = 12
+
+
+def methods(
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List drafters, acceptance rules and controllers."""
+    with working("Starting", quiet=json_output):
+        from tokenleap.control import CONTROLLERS
+        from tokenleap.core import acceptance
+        from tokenleap.drafters import registry
+
+        plugins = _plugins(registry.PLUGINS, registry.METHODS)
+        drafters = [_listed(name, _drafter) for name in (*registry.METHODS, *plugins)]
+        plugins = _plugins(acceptance.PLUGINS, acceptance.RULES)
+        rules = [_listed(name, _rule) for name in (*acceptance.RULES, *plugins)]
+    controllers = [
+        {"name": name, **_described(name, controller)} for name, controller in CONTROLLERS.items()
+    ]
+    if json_output:
+        print(as_json({"methods": drafters, "acceptance": rules, "controllers": controllers}))
+        return
+    _show("--method", "tokens", [(d, str(d.get("num_speculative_tokens", ""))) for d in drafters])
+    display().print()
+    kinds = {True: "lossless", False: "lossy", None: ""}
+    _show("--acceptance", "output", [(rule, kinds[rule.get("lossless")]) for rule in rules])
+    display().print()
+    _show("--controller", "", [(controller, "") for controller in controllers])
+
+
+def _plugins(group: str, known: Collection[str]) -> list[str]:
+    """Names that other packages add to those that are known here."""
+    from tokenleap.core.plugins import plugin_names
+
+    return [name for name in dict.fromkeys(plugin_names(group)) if name not in known]
+
+
+def _listed(name: str, describe: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """A method or rule; of one that another package fails to bring, what is wrong with it."""
+    from tokenleap.errors import ConfigError
+
+    try:
+        return {"name": name, **describe(name)}
+    except ConfigError as error:
+        return {"name": name, "summary": str(error), "fields": []}
+
+
+def _drafter(name: str) -> dict[str, Any]:
+    from tokenleap.drafters.registry import drafter_spec
+
+    spec = drafter_spec(name)
+    return {
+        "num_speculative_tokens": spec.default_num_speculative_tokens,
+        "summary": spec.summary,
+        "fields": spec.options.field_names(),
+    }
+
+
+def _rule(name: str) -> dict[str, Any]:
+    from tokenleap.core.acceptance import RULES, rule_class
+
+    rule = rule_class(name)
+    described = _described(name, rule)
+    if name not in RULES:  # a module of another package may hold more than the rule
+        own = inspect.cleandoc(rule.__doc__ or "").partition("\n")[0]
+        described["summary"] = own.rstrip(".") or described["summary"]
+    return {"lossless": rule.lossless, **described}
+
+
+def _described(name: str, part: type[AcceptanceRule] | type[Controller]) -> dict[str, Any]:
+    """What its module says of it first, and its own fields."""
+    text = inspect.getdoc(inspect.getmodule(part)) or ""
+    summary = text.partition("\n")[0].removeprefix(f"`{name}`: ").rstrip(".")
+    return {"summary": summary, "fields": part.Options.field_names()}
+
+
+def _show(name: str, second: str, rows: list[tuple[dict[str, Any], str]]) -> None:
+    """A table of names; `second` heads its second column."""
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 3, 0, 0))
+    table.add_column(name, no_wrap=True, min_width=_NAME_CELLS)
+    table.add_column(second, no_wrap=True, min_width=len("lossless"))
+    table.add_column("")
+    for row, cell in rows:
+        text = plain(row["summary"])
+        if row["fields"]:
+            text.append_text(plain("\n" + ", ".join(row["fields"]), "note"))
+        table.add_row(row["name"], cell, text)
+    display().print(table)

@@ -1,0 +1,204 @@
+"""`tokenleap models`: list, fetch, check and delete the models in the cache."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenleap.cli.console import display, errors, plain
+from tokenleap.cli.report import as_json
+from tokenleap.cli.root import DefaultGroup, UsageError, examples
+from tokenleap.cli.session import resolve
+
+if TYPE_CHECKING:
+    from tokenleap.models import Alias, CachedModel
+
+__all__ = ["EXAMPLES", "app"]
+
+EXAMPLES = examples(
+    "tokenleap models",
+    "tokenleap models fetch smollm2-135m",
+    "tokenleap models path smollm2-135m --gguf",
+    "tokenleap models check",
+    "tokenleap models remove smollm2-135m --yes",
+)
+
+app = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich", epilog=EXAMPLES)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.callback()
+def models() -> None:
+    """List, fetch, check and remove models. Without a command, list them."""
+
+
+@app.command("list")
+def list_models(json_output: JsonOption = False) -> None:
+    """List the aliases, and the models and packed weights in the cache."""
+    from tokenleap.models import aliases, cache_dir, cached
+
+    folders = {model.name: model for model in cached()}
+    known = aliases()
+    rows = [_row(known.get(name), folders.get(name)) for name in sorted({*known, *folders})]
+    if json_output:
+        print(as_json({"cache_dir": str(cache_dir()), "models": rows}))
+        return
+    packed = [row for row in rows if row["kind"] == "packed"]
+    for row in rows:
+        if row not in packed:
+            _show(row)
+    if packed:
+        display().print(plain("\nPacked weights, which are used when their model is loaded:\n"))
+    for row in packed:
+        _show(row)
+    display().print(plain(f"\nThe cache is {cache_dir()}.", "note"), soft_wrap=True)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
+) -> None:
+    """Fetch and convert a model now, so that its first use does not wait."""
+    folder = _packed_gguf(name) or resolve(name)
+    display().print(plain(f"{name} is ready in {folder}"), soft_wrap=True)
+
+
+@app.command()
+def path(
+    name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="The GGUF file of an alias instead, for other programs.")
+    ] = False,
+) -> None:
+    """Print where a model is. It is fetched and converted first if needed."""
+    if gguf:
+        from tokenleap.models import aliases, gguf_of
+
+        if name not in aliases():
+            raise UsageError(f"--gguf: {name} is no alias")
+        found = gguf_of(name)
+    else:
+        found = resolve(name)
+    print(found)
+
+
+@app.command()
+def remove(
+    name: Annotated[str, typer.Argument(help="A name from `tokenleap models`.", metavar="NAME")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model from the cache."""
+    from tokenleap import models as store
+    from tokenleap.models.progress import bytes_text
+
+    found = {model.name: model for model in store.cached()}
+    if name not in found:
+        held = ", ".join(found) or "nothing"
+        raise UsageError(f"{name} is not in the cache, which holds {held}")
+    size = bytes_text(found[name].size_bytes)
+    if not (yes or _confirmed(f"Delete {name} ({size})?")):
+        display().print("nothing deleted")
+        return
+    store.remove(name)
+    display().print(plain(f"{name} is deleted, which frees {size}"), soft_wrap=True)
+
+
+@app.command()
+def check(
+    name: Annotated[
+        str | None, typer.Argument(help="A name from `tokenleap models`.", metavar="[NAME]")
+    ] = None,
+    *,
+    json_output: JsonOption = False,
+) -> None:
+    """Compare the files of one model in the cache, or of all, with their checksums.
+
+    Damaged models are made again when they are loaded. Exit status 1 if
+    there is one.
+    """
+    from tokenleap import models as store
+
+    names = [model.name for model in store.cached()]
+    if name not in (None, *names):
+        held = ", ".join(names) or "nothing"
+        raise UsageError(f"{name} is not in the cache, which holds {held}")
+    found = {each: store.check(each) for each in ([name] if name else names)}
+    if json_output:
+        print(as_json({"models": [{"name": each, "damaged": d} for each, d in found.items()]}))
+    else:
+        for each, damaged in found.items():
+            display().print(plain(f"{each} {_condition(damaged)}"), soft_wrap=True)
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+def _condition(damaged: list[str] | None) -> str:
+    if damaged:
+        return f"is damaged, and is made again when it is loaded: {', '.join(damaged)}"
+    if damaged is None:
+        return "has no checksums: an older version made it. Its files have the right sizes."
+    return "is as it was made"
+
+
+def _packed_gguf(name: str) -> Path | None:
+    """The packed weights of a GGUF file, as `LLM` takes them by default; None if it does not."""
+    from tokenleap.models.resolver import gguf_file
+
+    if gguf_file(name) is None:
+        return None
+    from tokenleap.models.support import default_device, default_dtype
+    from tokenleap.runtime.packed import open_packed
+
+    device = default_device("auto")
+    packed = open_packed(
+        name, default_dtype("auto", device), device, quantization="auto", runtime="auto"
+    )
+    return None if packed is None else packed.folder
+
+
+def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
+    """One model as --json shows it; alias, cached model, or both."""
+    return {
+        "name": alias.name if alias else model.name if model else None,
+        "alias": alias is not None,
+        "cached": model is not None,
+        "kind": model.kind if model else "model",
+        "folder": str(model.folder) if model else None,
+        "size_bytes": model.size_bytes if model else None,
+        "download_bytes": alias.download_bytes if alias else None,
+        "runs": model.runs if model else None,
+        "source": model.source if model else alias.requirement if alias else None,
+        "description": alias.description if alias else None,
+        "licence": alias.licence if alias else None,
+    }
+
+
+def _show(row: dict[str, Any]) -> None:
+    """A model's name, and below it what it is and where it came from.
+
+    Names and paths are long, so a table of them does not fit a terminal.
+    """
+    from tokenleap.models.progress import bytes_text
+
+    size = bytes_text(row["size_bytes"] if row["cached"] else row["download_bytes"])
+    state = size if row["cached"] else f"{size} to fetch"
+    about = [f"from {row['source']}", *(row[name] for name in ("description", "runs") if row[name])]
+    display().print(plain(row["name"], "head"), plain(state), sep="   ", soft_wrap=True)
+    for line in about:
+        display().print(plain(f"    {line}", "note"), soft_wrap=True)
+
+
+def _confirmed(question: str) -> bool:
+    """The answer to a question.
+
+    Raises:
+        UsageError: standard input is not a terminal.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError("nobody can confirm this without a terminal: add --yes")
+    errors().print(plain(f"{question} [y/N] "), end="")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,237 @@
+"""`tokenleap serve`: OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenleap.cli.console import errors, plain, working
+from tokenleap.cli.flat import flat, in_panel
+from tokenleap.cli.options import (
+    DEFAULT_MODEL,
+    CachingOptions,
+    MaxNumSeqs,
+    ModelOptions,
+    SpeculationOptions,
+    amount,
+)
+from tokenleap.cli.ray_options import RayOptions, arguments_for_replicas
+from tokenleap.cli.root import UsageError, examples
+from tokenleap.cli.session import open_llm
+from tokenleap.core.memory import num_bytes
+
+if TYPE_CHECKING:
+    from tokenleap.serve.settings import Settings
+
+__all__ = ["EXAMPLES", "serve"]
+
+EXAMPLES = examples(
+    "tokenleap serve smollm2-135m",
+    "tokenleap serve DIR --quantization int4 --max-num-seqs 32 --port 8080",
+    'tokenleap serve smollm2-135m --speculative-config \'{"method": "suffix"}\'',
+    "tokenleap serve smollm2-135m --host 0.0.0.0 --api-key SECRET",
+    "tokenleap serve smollm2-135m --replicas 2",
+    "tokenleap serve smollm2-135m --replicas 1:8 --ray-address 10.0.0.1:6379",
+)
+
+
+def _server(text: str, *names: str, **settings: Any) -> Any:
+    return in_panel("Server", text, *names, **settings)
+
+
+@dataclass(frozen=True)
+class ServedModel(ModelOptions):
+    """The target, which is the command's argument."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hugging Face folder or id (ORG/NAME), .gguf file or alias.",
+            metavar="MODEL",
+        ),
+    ] = DEFAULT_MODEL
+
+
+@dataclass(frozen=True)
+class ServingEngine(CachingOptions):
+    """Engine options of a server."""
+
+    max_num_seqs: MaxNumSeqs = None
+    generation_config: Annotated[
+        str,
+        _server(
+            "Defaults for requests, and rules: auto (the model's), none, or a folder with another "
+            "generation_config.json."
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The address, names, keys and limits."""
+
+    host: Annotated[str, _server("Address to listen at; 0.0.0.0 is all.")] = "127.0.0.1"
+    port: Annotated[int, _server("Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000
+    served_model_name: Annotated[
+        list[str] | None,
+        _server("Name in requests. May be repeated.", show_default="MODEL", metavar="NAME"),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        _server(
+            "Key that requests need. May be repeated.",
+            envvar="TOKENLEAP_API_KEY",
+            metavar="KEY",
+            show_default="none",
+        ),
+    ] = None
+    allowed_origins: Annotated[
+        list[str] | None,
+        _server(
+            "Origin of web pages that may use the server (CORS). May be repeated.",
+            metavar="ORIGIN",
+            show_default="none",
+        ),
+    ] = None
+    max_waiting: Annotated[
+        int, _server("Outputs that may wait for their turn; more get 429.", min=0)
+    ] = 256
+    max_body_size: Annotated[
+        str,
+        _server("Limit of a request's body, such as 8MiB.", metavar="AMOUNT", callback=amount),
+    ] = "8MiB"
+    max_n: Annotated[int, _server("Maximum outputs of a prompt.", min=1)] = 16
+    max_prompts: Annotated[int, _server("Maximum prompts of one completion.", min=1)] = 128
+    max_logprobs: Annotated[int, _server("Maximum log-probabilities of a token.", min=0)] = 20
+    shutdown_timeout: Annotated[
+        float, _server("Seconds that requests have left after SIGTERM.", min=0)
+    ] = 30.0
+    share_drafts: Annotated[
+        bool,
+        _server(
+            "Draft from the outputs of all earlier requests with the same API key.",
+            "--share-drafts",
+        ),
+    ] = False
+    no_traces: Annotated[
+        bool, _server("Refuse requests that ask for the trace of their steps.", "--no-traces")
+    ] = False
+    no_log_requests: Annotated[
+        bool, _server("Write no line of JSON for each request.", "--no-log-requests")
+    ] = False
+
+    def settings(self, model: str) -> Settings:
+        """The server's settings.
+
+        Raises:
+            UsageError: a key or a name is empty.
+            ConfigError: a value is out of range.
+        """
+        from tokenleap.serve.settings import Settings
+
+        keys, names = self.api_key or [], self.served_model_name or [model]
+        if not all(keys):
+            raise UsageError("--api-key: a key cannot be empty")
+        if not all(names):
+            raise UsageError("--served-model-name: a name cannot be empty")
+        return Settings(
+            served_model_names=tuple(names),
+            api_keys=tuple(keys),
+            host=self.host,
+            allowed_origins=tuple(self.allowed_origins or ()),
+            max_waiting=self.max_waiting,
+            max_body_bytes=num_bytes("max_body_size", self.max_body_size),
+            max_n=self.max_n,
+            max_prompts=self.max_prompts,
+            max_logprobs=self.max_logprobs,
+            shutdown_timeout=self.shutdown_timeout,
+            log_requests=not self.no_log_requests,
+            share_drafts=self.share_drafts,
+            traces=not self.no_traces,
+        )
+
+
+@flat
+def serve(
+    target: ServedModel,
+    options: ServerOptions,
+    speculation: SpeculationOptions,
+    engine: ServingEngine,
+    ray: RayOptions,
+    quiet: Annotated[
+        bool, in_panel("Server", "No spinner and no address on stderr.", "--quiet", "-q")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API.
+
+    It listens at this machine only, unless --host says otherwise. Ctrl-C or
+    SIGTERM lets the running requests end first.
+    """
+    from tokenleap.serve.address import bound_socket
+
+    replicas = ray.wanted()
+    settings, config = options.settings(target.model), speculation.config_for(target.model)
+    settings.check_learning(config)
+    with bound_socket(options.host, options.port) as at:  # before the model is loaded
+        with working("Starting", quiet=quiet):
+            _check_libraries()
+            if replicas is not None:
+                from tokenleap.ray.cluster import check_there
+
+                check_there()
+        _show_requests()
+        port = at.getsockname()[1]
+        shown = f"[{options.host}]" if ":" in options.host else options.host
+
+        def ready() -> None:
+            if not quiet:
+                line = f"{settings.model} at http://{shown}:{port}/v1; Ctrl-C ends it"
+                errors().print(plain(line, "note"), soft_wrap=True)
+
+        if replicas is None:
+            from tokenleap.async_llm import AsyncLLM
+            from tokenleap.serve.run import serve as run
+
+            llm = open_llm(target, config, quiet=quiet, **engine.arguments())
+            run(AsyncLLM(llm), settings, at, ready)
+            return
+        from tokenleap.ray.cluster import cluster
+        from tokenleap.ray.serving import deployed, serve_replicas
+
+        model = arguments_for_replicas(target, config, **engine.arguments())
+        with ExitStack() as stack:
+            with working("Starting Ray", quiet=quiet):
+                ours = stack.enter_context(cluster(ray.ray_address))
+            with working(f"Loading {target.model} on {replicas}", quiet=quiet):
+                running = deployed(model, settings, replicas, threads=target.threads, ours=ours)
+                handle = stack.enter_context(running)
+            serve_replicas(handle, settings, at, ready)
+
+
+def _check_libraries() -> None:
+    """Refuse to load a model for a server that cannot run.
+
+    Raises:
+        UsageError: a library is missing.
+    """
+    try:
+        import fastapi
+        import prometheus_client
+        import uvicorn
+    except ImportError as error:
+        raise UsageError(f"the server needs {error.name}: pip install 'tokenleap[serve]'") from None
+    del fastapi, prometheus_client, uvicorn
+
+
+def _show_requests() -> None:
+    """Write the line of each request to standard error as it is."""
+    lines = logging.getLogger("tokenleap.serve.requests")
+    lines.setLevel(logging.INFO)
+    lines.propagate = False
+    if not lines.handlers:
+        lines.addHandler(logging.StreamHandler(sys.stderr))

@@ -1,0 +1,238 @@
+"""`tokenleap train`: train a drafter for a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenleap.cli.console import display, errors, plain
+from tokenleap.cli.flat import flat, in_panel
+from tokenleap.cli.options import ModelOptions
+from tokenleap.cli.report import as_json
+from tokenleap.cli.root import UsageError, examples
+from tokenleap.cli.session import open_llm
+from tokenleap.cli.train_report import ShownProgress, expectation, show_report
+from tokenleap.core.config import nearest
+from tokenleap.training.choices import TRAINABLE, check_trainable
+
+if TYPE_CHECKING:
+    from tokenleap.training.method import TrainingMethod
+    from tokenleap.training.run import TrainingRun
+    from tokenleap.training.settings import DataSettings, TrainingSettings
+
+__all__ = ["EXAMPLES", "train"]
+
+EXAMPLES = examples(
+    "tokenleap train eagle --model smollm2-135m --out my-head",
+    "tokenleap train eagle --out my-head --data prompts.jsonl --tokens 300000",
+    "tokenleap train spec_drafter --model my-bart --data pairs.tsv --out my-drafter --size 0.01",
+    "tokenleap train eagle --out my-head --dry-run  # hours, disk and memory, measured here",
+    "tokenleap generate 'Why is the sky blue?' --method eagle --draft-model my-head",
+)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is learnt."""
+
+    data: Annotated[
+        list[str] | None,
+        in_panel(
+            "Data",
+            "Files of prompts or conversations (JSONL), which the model answers, or of text; "
+            "'self': the model writes by itself. For an encoder-decoder: sources, or pairs.",
+            metavar="self|FILE",
+            show_default="self",
+        ),
+    ] = None
+    source: Annotated[
+        Path | None,
+        in_panel(
+            "Data",
+            "Sources for an encoder-decoder, one a line, with the outputs in --target.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    target_: Annotated[
+        Path | None,
+        in_panel(
+            "Data",
+            "The outputs of --source, one a line.",
+            "--target",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+    tokens: Annotated[int, in_panel("Data", "Tokens of answers to learn.", min=1)] = 1_000_000
+    held_out_tokens: Annotated[
+        int, in_panel("Data", "Tokens of answers for evaluation.", min=1)
+    ] = 40_000
+    unseen: Annotated[
+        list[Path] | None,
+        in_panel(
+            "Data",
+            "Prompts that training must not see, such as a benchmark's (JSONL or text).",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
+
+    def settings(self) -> DataSettings:
+        """As `TrainingRun` takes them."""
+        from tokenleap.training.settings import DataSettings
+
+        given = self.data or ["self"]
+        files = tuple(Path(name) for name in given if name != "self")
+        if files and "self" in given:
+            raise UsageError("--data: give 'self' or files, not both")
+        parallel = [path for path in (self.source, self.target_) if path is not None]
+        if len(parallel) == 1 or (parallel and self.data):
+            raise UsageError("--source and --target: give both, without --data")
+        given_paths = (("--data", files), ("--unseen", self.unseen or ()), ("--source", parallel))
+        for name, paths in given_paths:
+            for path in paths:
+                if not path.is_file():
+                    raise UsageError(f"{name}: there is no file {path}")
+        return DataSettings(
+            files, self.tokens, self.held_out_tokens, tuple(self.unseen or ()), tuple(parallel)
+        )
+
+
+@flat
+def train(
+    method: Annotated[
+        str,
+        typer.Argument(
+            help=f"What to train: {', '.join(TRAINABLE)}.",
+            metavar="METHOD",
+            show_default=False,
+            autocompletion=lambda: list(TRAINABLE),
+        ),
+    ],
+    *,
+    out: Annotated[Path, in_panel("Output", "Folder of the drafter.", "--out", "-o")],
+    learnt: DataOptions,
+    target: ModelOptions,
+    set_: Annotated[
+        list[str] | None,
+        in_panel(
+            "Training",
+            "An option of the method or of the training, such as epochs=2 (docs/training.md).",
+            "--set",
+            metavar="NAME=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    size: Annotated[
+        float | None,
+        in_panel(
+            "Training",
+            "Of spec_drafter: scales its steps, and below 0.25 its widths; as --set size=S.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        in_panel(
+            "Training",
+            "Only say how many hours and how much disk and memory it takes.",
+            "--dry-run",
+        ),
+    ] = False,
+    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+) -> None:
+    """Train a drafter for a model, on what the model itself writes.
+
+    Run it again to continue where it stopped. Ctrl-C saves the state.
+    """
+    check_trainable(method)
+    _check_installed()
+    given = [*(set_ or []), *([] if size is None else [f"size={size}"])]
+    run = _opened(method, out, learnt, target, given, quiet=json_output)
+    if dry_run or (run.num_processes == 1 and not run.has_begun):
+        expected = run.estimate()
+        errors().print(plain(expectation(expected)), soft_wrap=True)
+    elif run.has_begun and run.is_main_process:
+        errors().print(plain(f"Continuing the training in {out}."), soft_wrap=True)
+    if dry_run:
+        if json_output:
+            display().out(as_json({"hours": expected.hours, **asdict(expected)}))
+        return
+    report = run.run()
+    if report is None:
+        return
+    if json_output:
+        display().out(as_json(asdict(report)))
+    else:
+        show_report(report, run.usage, out)
+
+
+def _check_installed() -> None:
+    try:
+        import accelerate  # noqa: F401
+        import matplotlib as _  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"training needs {error.name}: pip install 'tokenleap[train]'") from None
+
+
+def _opened(
+    method: str,
+    out: Path,
+    learnt: DataOptions,
+    target: ModelOptions,
+    given: list[str],
+    *,
+    quiet: bool,
+) -> TrainingRun:
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.training.processes import processes
+    from tokenleap.training.run import TrainingRun
+
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out: {out} is not a folder")
+    kind, settings = _chosen(method, given)
+    wanted = learnt.settings()
+    if "LOCAL_RANK" in os.environ:  # each of several processes chooses its GPU before it loads
+        import torch
+
+        processes(on_cpu=target.device == "cpu" or not torch.cuda.is_available())
+    llm = open_llm(target, SpeculativeConfig(), quiet=quiet, max_num_seqs=32)
+    return TrainingRun(llm, target.model, kind, wanted, settings, out, ShownProgress())
+
+
+def _chosen(method: str, given: list[str]) -> tuple[TrainingMethod, TrainingSettings]:
+    """The method with its options, and the settings, of all `--set`."""
+    from tokenleap.errors import ConfigError
+    from tokenleap.training.methods import training_method
+    from tokenleap.training.settings import TrainingSettings
+
+    pairs = [_pair(each) for each in given]
+    fields = dict(pairs)
+    if twice := [name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1]:
+        raise UsageError(f"--set: {twice[0]} is given twice")
+    general, own = TrainingSettings.field_names(), training_method(method, {}).Options.field_names()
+    if unknown := [name for name in fields if name not in (*general, *own)]:
+        raise UsageError(f"--set: there is no '{unknown[0]}': {nearest(unknown[0], general + own)}")
+    try:
+        settings = TrainingSettings(**{n: value for n, value in fields.items() if n in general})
+        kind = training_method(method, {n: value for n, value in fields.items() if n in own})
+        kind.adapted(settings)
+    except ConfigError as error:
+        raise UsageError(f"--set {error}") from None
+    return kind, settings
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set: write NAME=VALUE, got {text}")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value

@@ -1,0 +1,48 @@
+"""Controllers decide how much to draft. Each has a file; this registry maps names to them."""
+
+from __future__ import annotations
+
+from tokenleap.control.base import Budget, Controller
+from tokenleap.control.batch import BatchTable
+from tokenleap.control.confidence import Confidence
+from tokenleap.control.cost_model import CostModel
+from tokenleap.control.fixed import Fixed
+from tokenleap.control.heuristic import Heuristic
+from tokenleap.control.hybrid_model import HybridModel
+from tokenleap.control.lookup_model import LookupModel
+from tokenleap.core.config import nearest
+from tokenleap.errors import ConfigError
+from tokenleap.runtime.costs import CostCurve
+
+__all__ = ["CONTROLLERS", "Budget", "Controller", "CostCurve", "Fixed", "controller_class"]
+
+CONTROLLERS: dict[str, type[Controller]] = {
+    controller.name: controller
+    for controller in (Fixed, Heuristic, Confidence, BatchTable, CostModel)
+}
+
+
+FOR_LOOKUPS: dict[str, type[Controller]] = {LookupModel.name: LookupModel}
+"""Replacements, by name, for drafters that look their tokens up (`Drafter.looks_up`)."""
+
+FOR_HYBRIDS: dict[str, type[Controller]] = {HybridModel.name: HybridModel}
+"""Replacements, by name, for drafters that have a lookup and a trained draft (`hybrid`)."""
+
+
+def controller_class(
+    name: str, *, looks_up: bool = False, hybrid: bool = False
+) -> type[Controller]:
+    """The controller of this name.
+
+    Args:
+        name: the controller's name.
+        looks_up: whether the drafter looks its tokens up (`Drafter.looks_up`).
+        hybrid: whether the drafter has a lookup and a trained draft to choose from.
+
+    Raises:
+        ConfigError: no controller has this name.
+    """
+    if name not in CONTROLLERS:
+        raise ConfigError(f"unknown controller '{name}': {nearest(name, list(CONTROLLERS))}")
+    replacements = FOR_HYBRIDS if hybrid else FOR_LOOKUPS if looks_up else {}
+    return replacements.get(name, CONTROLLERS[name])

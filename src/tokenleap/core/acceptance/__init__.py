@@ -1,0 +1,48 @@
+"""Acceptance rules: which drafted tokens are kept, and which token comes after them.
+
+Each rule has its own file. This registry is the only place that knows the rules by name;
+`SpeculativeConfig` looks them up here.
+"""
+
+from __future__ import annotations
+
+from tokenleap.core.acceptance.base import AcceptanceRule, Accepted, Origin, TargetDistributions
+from tokenleap.core.acceptance.block import Block
+from tokenleap.core.acceptance.coupled import Coupled
+from tokenleap.core.acceptance.distance import Distance
+from tokenleap.core.acceptance.k_sequential import KSequential
+from tokenleap.core.acceptance.lenient import Lenient
+from tokenleap.core.acceptance.rejection import Rejection
+from tokenleap.core.acceptance.top_beta import TopBeta
+from tokenleap.core.acceptance.typical import Typical
+from tokenleap.core.config import nearest
+from tokenleap.core.plugins import plugin, plugin_names
+from tokenleap.errors import ConfigError
+
+__all__ = ["RULES", "AcceptanceRule", "Accepted", "Origin", "TargetDistributions", "rule_class"]
+
+PLUGINS = "tokenleap.acceptance"
+"""Group of entry points in which other packages declare a rule's class."""
+
+RULES: dict[str, type[AcceptanceRule]] = {
+    rule.name: rule
+    for rule in (Coupled, Rejection, KSequential, Block, Typical, TopBeta, Lenient, Distance)
+}
+
+
+def rule_class(name: str) -> type[AcceptanceRule]:
+    """The rule with this name, from this library or from another package.
+
+    Raises:
+        ConfigError: no rule has this name, or its entry point does not name a rule.
+    """
+    rule = RULES.get(name) or plugin(PLUGINS, name)
+    if rule is None:
+        names = [*RULES, *plugin_names(PLUGINS)]
+        raise ConfigError(f"unknown acceptance rule '{name}': {nearest(name, names)}")
+    if not (isinstance(rule, type) and issubclass(rule, AcceptanceRule)):
+        raise ConfigError(
+            f"acceptance rule '{name}': the entry point in {PLUGINS} has to name a subclass of "
+            f"AcceptanceRule, not {rule!r}."
+        )
+    return rule

@@ -1,0 +1,94 @@
+"""`Config`: the base class of everything a user may configure.
+
+`SamplingParams`, `SpeculativeConfig` and the options of methods, rules and controllers derive from
+it. It turns a pydantic error into one line that names the field and the range. For an unknown field
+the line suggests the nearest known name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from tokenleap.errors import ConfigError
+
+__all__ = ["Config", "PathText", "nearest"]
+
+_CLOSE = 0.75
+"""Similarity of a typing error. Less similar names, such as "eagle" and "regex", mean other
+things: then all names are listed."""
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The end of a message about an unknown name: the closest known name, or all of them.
+
+    Args:
+        name: what the user wrote.
+        known: all valid names.
+    """
+    longer = [each for each in known if each.startswith(name)] if len(name) > 2 else []
+    close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
+    close = close or sorted(longer, key=len)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known: {', '.join(sorted(known))}."
+
+
+class Config(BaseModel):
+    """Base of all configurations: immutable, without extra fields, with errors of one line.
+
+    Raises:
+        ConfigError: a field is unknown or has an invalid value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    foreign_names: ClassVar[Mapping[str, str]] = {}
+    """Names that other libraries use, and what to write here instead."""
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            wrong = self._explain(error)
+        else:
+            return
+        # Not in the handler: pydantic's error would be this one's context. It keeps the frames of
+        # validators, and a cycle through it is never collected.
+        raise ConfigError(wrong)
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> str:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # raised by a configuration nested in this one
+            return f"{name}: {cause}" if name else str(cause)
+        if first["type"] == "extra_forbidden":
+            return f"{cls.__name__} has no field '{name}': {cls.advice(name, cls.field_names())}"
+        reason = first["msg"].removeprefix("Value error, ")
+        if not name:
+            return reason
+        return f"{name}: {reason[0].lower()}{reason[1:]}, got {first['input']!r:.200}."
+
+    @classmethod
+    def advice(cls, name: str, known: list[str]) -> str:
+        """What to write instead of an unknown name; arguments as in `nearest`."""
+        return cls.foreign_names.get(name) or nearest(name, known)
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """Names of the fields as users write them."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+PathText = Annotated[str, BeforeValidator(_path_text)]
+"""The type of an option that names a file: accepts text or a path, and stores text."""

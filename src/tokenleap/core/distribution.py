@@ -1,0 +1,265 @@
+"""A probability distribution over the vocabulary, stored on its support.
+
+Both p (target) and q (drafter) are `Distribution`s. Greedy decoding has one token in its support,
+and top-k sampling has k. Only unrestricted sampling stores the whole vocabulary. Acceptance rules,
+drafters and noise work on distributions and never see logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from tokenleap.errors import RequestError
+
+__all__ = ["Distribution", "LazyDistribution", "OneHots"]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Probabilities of S tokens; all other tokens have probability 0.
+
+    Args:
+        probs: [S] probabilities, float32 or float64; sums to 1.
+        support: [S] token ids in ascending order, or None if S is the whole vocabulary.
+    """
+
+    probs: Tensor
+    support: Tensor | None = None
+
+    @staticmethod
+    def one_hot(token: int) -> Distribution:
+        """All mass on one token: the p of a greedy target, or the q of a token not sampled."""
+        return _OneHot(token)
+
+    @staticmethod
+    def of(probs: Tensor) -> Distribution:
+        """Make a distribution from dense probabilities, without the tokens of probability 0.
+
+        Args:
+            probs: [V] probabilities that sum to 1.
+
+        Raises:
+            RequestError: a probability is NaN.
+        """
+        minimum = float(probs.min())
+        if minimum > 0:  # much faster than `nonzero`
+            return Distribution(probs)
+        if math.isnan(minimum):
+            raise RequestError(
+                "the logits contain NaN, so no token can be drawn: if you set logit_bias or "
+                "penalties, lower them; if you set none, the model overflows in this dtype: use "
+                "float32 or bfloat16."
+            )
+        (support,) = probs.nonzero(as_tuple=True)  # [S]
+        return Distribution(probs[support], support)
+
+    @cached_property
+    def certain(self) -> int | None:
+        """The only token of the support, or None if there are several."""
+        if len(self.probs) > 1:
+            return None
+        return 0 if self.support is None else int(self.support[0])
+
+    def prob(self, token: int) -> float:
+        """Probability of `token`; 0 outside the support."""
+        if self.certain is not None:
+            return float(token == self.certain)
+        if self.support is None:
+            return float(self.probs[token]) if token < len(self.probs) else 0.0
+        return float(self.at(torch.tensor([token]))[0])
+
+    def known_prob(self, token: int) -> float | None:
+        """`prob`, perhaps with rounding errors, without computing the distribution for it.
+
+        It is None where this would be necessary.
+        """
+        return self.prob(token)
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """Probabilities [K] of `tokens` [K], on the device of `probs`; 0 outside the support."""
+        tokens = tokens.to(self.probs.device)
+        if self.support is None:
+            return self.probs[tokens]
+        index = torch.searchsorted(self.support, tokens).clamp(max=len(self.support) - 1)  # [K]
+        found = self.support[index] == tokens
+        return torch.where(found, self.probs[index], 0.0)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[S] token ids of the support, ascending."""
+        if self.support is not None:
+            return self.support
+        return torch.arange(len(self.probs), device=self.probs.device)
+
+    def dense(self, vocab_size: int) -> Tensor:
+        """[V] probabilities over the whole vocabulary."""
+        if self.support is None:
+            return self.probs
+        return self.probs.new_zeros(vocab_size).index_put((self.support,), self.probs)
+
+    def excess(self, other: Distribution, scale: float = 1.0, weight: float = 1.0) -> Tensor:
+        """[S] `max(weight * self - scale * other, 0)` on this distribution's support.
+
+        Args:
+            other: the distribution that was drafted from (q where `self` is p).
+            scale: the lenience of Leviathan et al., appendix A.5; 1 in plain speculative sampling.
+            weight: the running ratio w_i of block verification (Sun et al., algorithm 2); 1 in
+                plain speculative sampling.
+        """
+        other_probs = other.at(self.tokens).to(self.probs)
+        return (weight * self.probs - scale * other_probs).clamp(min=0)
+
+    def overlap(self, other: Distribution, scale: float = 1.0) -> float:
+        """Sum over x of `min(self(x), scale * other(x))`.
+
+        With p and q it is the probability that a token drawn from q is accepted (Leviathan et al.,
+        theorem 3.5). Over `scale` it is that under lenience (their appendix A.5). Rounding does not
+        take it above 1 or `scale`. Arguments as in `excess`.
+        """
+        other_probs = other.at(self.tokens).to(self.probs)  # [S]
+        return min(float(torch.minimum(self.probs, scale * other_probs).sum()), scale, 1.0)
+
+    def residual(
+        self, other: Distribution, scale: float = 1.0, weight: float = 1.0
+    ) -> Distribution:
+        """The residual distribution `norm(max(weight * self - scale * other, 0))`.
+
+        The correction after a rejection is drawn from it (Leviathan et al., algorithm 1). If the
+        excess is 0 everywhere, `self` equals `other` up to rounding errors. A rejection then has
+        probability 0 in exact arithmetic, and the result is `self` instead of 0/0. Arguments as in
+        `excess`.
+        """
+        excess = self.excess(other, scale, weight)
+        total = excess.sum()
+        if not float(total) > 0:
+            return self
+        return self.normalised(excess / total)
+
+    def without(self, token: int) -> Distribution:
+        """The distribution given that the token is not `token`; unchanged if it is the only one."""
+        probs = torch.where(self.tokens == token, 0.0, self.probs)
+        total = probs.sum()
+        return self.normalised(probs / total) if float(total) > 0 else self
+
+    def renamed(self, token_ids: Tensor) -> Distribution:
+        """The same probabilities for other tokens: `token_ids[t]` in the place of token t.
+
+        Args:
+            token_ids: [n] ascending.
+        """
+        if self.certain is not None:
+            return Distribution.one_hot(int(token_ids[self.certain]))
+        return Distribution(self.probs, token_ids[self.tokens])
+
+    def in_float64(self) -> Distribution:
+        """The same probabilities in float64, normalised again."""
+        probs = self.probs.double()
+        return Distribution(probs / probs.sum(), self.support)
+
+    def entropy(self) -> float:
+        """Entropy, in nats."""
+        return float(-torch.xlogy(self.probs, self.probs).sum())
+
+    def normalised(self, probs: Tensor) -> Distribution:
+        """A distribution with other probabilities on the same support; zeros leave the support.
+
+        Args:
+            probs: [S] probabilities that sum to 1.
+        """
+        keep = probs > 0
+        return Distribution(probs[keep], self.tokens[keep])
+
+
+class _OneHot(Distribution):
+    """A one-hot distribution that creates its two tensors only when they are read.
+
+    Args:
+        token: the token of probability 1.
+    """
+
+    def __init__(self, token: int) -> None:
+        self.__dict__["certain"] = token  # fills the cached property: no tensor needed
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """See `Distribution`."""
+        return torch.ones(1)
+
+    @cached_property
+    def support(self) -> Tensor:
+        """See `Distribution`."""
+        return torch.tensor([self.__dict__["certain"]])
+
+
+class LazyDistribution(Distribution):
+    """A distribution that is computed when it is first read.
+
+    Args:
+        make: computes it.
+        known: a token and its `known_prob`; None if it is not known beforehand.
+    """
+
+    def __init__(
+        self, make: Callable[[], Distribution], known: tuple[int, float] | None = None
+    ) -> None:
+        self.__dict__["_make"] = make
+        self.__dict__["_known"] = known
+
+    @cached_property
+    def _made(self) -> Distribution:
+        made: Distribution = self.__dict__.pop("_make")()
+        return made
+
+    def known_prob(self, token: int) -> float | None:
+        """See `Distribution`."""
+        known: tuple[int, float] | None = self.__dict__["_known"]
+        if known is not None and known[0] == token:
+            return known[1]
+        return None if "_make" in self.__dict__ else self.prob(token)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """See `Distribution`."""
+        return self._made.probs
+
+    @cached_property
+    def support(self) -> Tensor | None:
+        """See `Distribution`."""
+        return self._made.support
+
+
+class OneHots(Sequence[Distribution]):
+    """A lazy sequence of one-hot distributions: the q of a draft that was not sampled.
+
+    Each is created when it is first read. For most drafted nodes that never happens.
+
+    Args:
+        tokens: the token of probability 1 of each distribution.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._made: dict[int, Distribution] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Distribution: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> OneHots: ...
+
+    def __getitem__(self, index: int | slice) -> Distribution | OneHots:
+        if isinstance(index, slice):
+            return OneHots(self._tokens[index])
+        if index not in self._made:
+            self._made[index] = Distribution.one_hot(self._tokens[index])
+        return self._made[index]

@@ -1,0 +1,127 @@
+"""Reading JSON that others wrote, and writing a file completely or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+__all__ = [
+    "FIRST_NAME",
+    "levels",
+    "parsed_json",
+    "read_json",
+    "renamed",
+    "validated",
+    "write_whole",
+]
+
+FIRST_NAME, _NAME = "foretoken", "tokenleap"
+"""What the project was called before its first release; files may still say so."""
+
+_Fields = TypeVar("_Fields")
+
+MAX_DEPTH = 100
+"""Levels of JSON: what copies or compares a value later recurses, too."""
+
+_MAX_BYTES = 1 << 30
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value that a file holds; of one with the project's first name, in its new one.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: see `parsed_json`; or the file is larger than 1 GiB.
+    """
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError("it is larger than 1 GiB")
+    value = parsed_json(content)
+    return renamed(value) if isinstance(value, dict) else value
+
+
+def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a file, whose key and kinds that begin with `FIRST_NAME` have the new name."""
+
+    def name(key: str, value: Any) -> Any:
+        if key in ("format", "model_type") and isinstance(value, str):
+            return re.sub(f"^{FIRST_NAME}", _NAME, value)
+        return value
+
+    return {_NAME if key == FIRST_NAME else key: name(key, fields[key]) for key in fields}
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, is nested deeper than `MAX_DEPTH`, or has half of a
+            character, which could not be printed; the message is one line.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    if any(depth == MAX_DEPTH for depth, _ in enumerate(levels(value))):
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    if "\\ud" in text or "\\uD" in text:  # only an escape can stand for half of a character
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """The objects and lists in a JSON value, from the outermost in; it does not recurse."""
+    level = [value] if isinstance(value, dict | list | tuple) else []
+    while level:
+        yield level
+        parts = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [x for part in parts for x in part if isinstance(x, dict | list | tuple)]
+
+
+def validated(kind: type[_Fields], fields: Any) -> _Fields:
+    """Fields of a file as a pydantic model, a dataclass, or any other type.
+
+    Raises:
+        ValueError: a field is missing or wrong; the message names it, in one line.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        wrong = f"{name}: {first['msg'].lower()}" if name else first["msg"].lower()
+    raise ValueError(wrong)  # without pydantic's error: see `Config`
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a temporary file beside it, then rename. Write to a pipe or a device directly.
+
+    Args:
+        path: the file. It gets the usual mode, even if `write` makes private files.
+        write: writes the whole file to the path that it is given.
+
+    Raises:
+        OSError: the file cannot be written. What else `write` raises is passed on. The file's old
+            content is then untouched.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        write(path)
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.touch()
+    try:
+        mode = beside.stat().st_mode
+        write(beside)
+        beside.chmod(mode)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

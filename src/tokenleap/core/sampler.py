@@ -1,0 +1,353 @@
+"""The sampler: turns the logits at a node into p, over that node's own path (invariant 6).
+
+Each request owns one `Sampler`. `TreeDistributions` computes p for acceptance rules, and drafters
+with a model compute q with the same sampler. The order of operations is vLLM's: allowed tokens,
+bias, minimum length, grammar, penalties, bad words (vLLM's come earlier, which makes no
+difference); then the model's own rules (`rules.py`), temperature, min-p, top-k, top-p. Every
+operation works on one [V] row. A distribution therefore has the same bits for any number of
+verified nodes (invariant 7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tokenleap.core.bad_words import BadWords
+from tokenleap.core.checks import check_finite, check_token_ids
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.grammar import Grammar
+from tokenleap.core.logprobs import log_probs_of
+from tokenleap.core.params import GREEDY_BELOW, SamplingParams
+from tokenleap.core.rules import OutputRules
+from tokenleap.core.tree import TokenTree
+from tokenleap.core.truncation import Limits, truncate
+from tokenleap.errors import ConfigError, RequestError
+
+__all__ = ["Sampler", "TreeDistributions"]
+
+
+class Sampler:
+    """Turns the logits of one position into p under a request's sampling parameters.
+
+    Args:
+        params: the sampling parameters.
+        vocab_size: V, the width of the logits.
+        prompt_ids: the prompt; the repetition penalty applies to its tokens too.
+        eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
+        grammar: the compiled `params.structured_outputs`; None if there are none.
+        rules: what the model's generation config rules out; None if that is nothing.
+        bad_words: the tokens of `params.bad_words`; None if there are none.
+
+    Raises:
+        ConfigError: a parameter names a token outside the vocabulary, or the parameters leave no
+            token to draw.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_ids: Sequence[int],
+        eos_token_ids: Sequence[int] = (),
+        grammar: Grammar | None = None,
+        rules: OutputRules | None = None,
+        bad_words: BadWords | None = None,
+    ) -> None:
+        assert (grammar is None) == (params.form is None)
+        assert (bad_words is None) == (not params.bad_words)
+        self.params = params
+        self.grammar = grammar
+        self.rules = rules
+        self._masks = tuple(mask for mask in (bad_words, rules) if mask is not None)
+        self.vocab_size = vocab_size
+        self.stop_ids = () if params.ignore_eos else tuple(eos_token_ids)
+        self.stop_ids = (*self.stop_ids, *params.stop_token_ids)
+        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            check_token_ids(field, getattr(params, field) or (), vocab_size)
+        allowed = params.allowed_token_ids
+        if allowed is not None and params.min_tokens and set(allowed) <= set(self.stop_ids):
+            raise ConfigError(
+                "allowed_token_ids: only tokens that end the output are allowed, and min_tokens "
+                f"forbids them before token {params.min_tokens}."
+            )
+        if grammar is not None and rules is not None and rules.first is not None:
+            raise ConfigError(
+                f"structured_outputs: every output of this model begins with token {rules.first}, "
+                "which is in no such form: give that token in the decoder's prompt."
+            )
+        self._prompt_tokens = torch.tensor(sorted(set(prompt_ids)), dtype=torch.long)
+
+    @cached_property
+    def plain_greedy(self) -> bool:
+        """Whether p is one-hot at the argmax of the raw logits, wherever that is kept (`keeps`).
+
+        One argmax call then serves all nodes of a tree.
+        """
+        return self.params.greedy and not self.params_change_logits
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether bad words or the model's own rules may forbid the argmax of a position."""
+        return bool(self._masks)
+
+    def keeps(self, token: int, output_ids: Sequence[int]) -> bool:
+        """Whether bad words and the model's own rules leave a largest logit the largest.
+
+        Args:
+            token: its token.
+            output_ids: all tokens generated before the position, including drafted ones.
+        """
+        return all(mask.keep(token, output_ids) for mask in self._masks)
+
+    @cached_property
+    def _repetition_penalty(self) -> float:
+        given = "repetition_penalty" in self.params.model_fields_set
+        own = self.params.repetition_penalty
+        return own if given or self.rules is None else self.rules.repetition_penalty
+
+    @cached_property
+    def _penalises(self) -> bool:
+        params = self.params
+        penalties = (self._repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether masks, bias, grammar, penalties or the model's own rules change the logits."""
+        return self.params_change_logits or self.has_masks
+
+    @cached_property
+    def params_change_logits(self) -> bool:
+        """Whether bias, grammar, penalties or rules change the logits, besides `has_masks`."""
+        params = self.params
+        masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
+        shifts = self.rules is not None and self.rules.shifts
+        return bool(masks) or self._penalises or shifts or self.grammar is not None
+
+    @cached_property
+    def _bias(self) -> Tensor | None:
+        """[V] the sum of `logit_bias` and the mask of `allowed_token_ids`; None without both."""
+        params = self.params
+        if params.allowed_token_ids is None and not params.logit_bias:
+            return None
+        bias = torch.zeros(self.vocab_size)
+        if params.allowed_token_ids is not None:
+            bias.fill_(-torch.inf)
+            bias[list(params.allowed_token_ids)] = 0
+        for token, value in (params.logit_bias or {}).items():
+            bias[token] += value
+        return bias
+
+    def shaped(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
+        """The logits after masks, bias and penalties, before temperature.
+
+        Args:
+            logits: [V] logits of one position.
+            output_ids: all tokens generated before that position, including drafted ones.
+
+        Returns:
+            [V] logits in float32, or in float64 if the input is float64.
+        """
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not self.changes_logits:
+            return logits
+        logits = logits.clone()
+        if self._bias is not None:
+            logits += self._bias.to(logits)
+        if len(output_ids) < self.params.min_tokens and self.stop_ids:
+            logits[list(self.stop_ids)] = -torch.inf
+        if self.grammar is not None:
+            allowed = self.grammar.allowed(output_ids)
+            # None: a drafted token on the path is forbidden. It cannot be accepted, so the
+            # distribution below it does not matter.
+            if allowed is not None:
+                logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+        if self.rules is not None and self.rules.shifts:
+            logits = self.rules.shift(logits, output_ids)
+        if self._penalises:
+            logits = self._penalise(logits, output_ids)
+        for mask in self._masks:
+            logits = mask.apply(logits, output_ids)
+        return logits
+
+    def _penalise(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
+        params, device = self.params, logits.device
+        output = torch.tensor(output_ids, dtype=torch.long, device=device)
+        if self._repetition_penalty != 1:
+            seen = torch.unique(torch.cat([self._prompt_tokens.to(device), output]))
+            values = logits[seen]
+            factor = self._repetition_penalty
+            logits[seen] = torch.where(values > 0, values / factor, values * factor)
+        if len(output):
+            tokens, counts = torch.unique(output, return_counts=True)
+            logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+        return logits
+
+    def distribution(
+        self,
+        logits: Tensor,
+        output_ids: Sequence[int],
+        temperature: float | None = None,
+        limits: Limits | None = None,
+    ) -> Distribution:
+        """The distribution at one position: p for the target's logits, q for a draft model's.
+
+        Args:
+            logits: [V] logits of the position.
+            output_ids: all tokens generated before it, including drafted ones.
+            temperature: replaces the request's temperature (`draft_temperature`); None keeps it.
+            limits: replace the request's min_p, top_k and top_p (`draft_top_k`, `draft_top_p`);
+                None keeps them.
+
+        Raises:
+            RequestError: the largest logit is not finite.
+        """
+        temperature = self.params.temperature if temperature is None else temperature
+        shaped = self.shaped(logits, output_ids)
+        if temperature < GREEDY_BELOW:
+            best = shaped.max(-1)
+            if not math.isfinite(best.values):
+                raise self._failure(logits)
+            return Distribution.one_hot(int(best.indices))
+        limits = self.params if limits is None else limits
+        try:
+            return truncate(shaped / temperature, limits)
+        except RequestError:
+            highest = shaped.max()
+            if not math.isfinite(highest):
+                raise self._failure(logits) from None
+            # Only the division has overflowed.
+            return truncate((shaped - highest) / temperature, limits)
+
+    def _failure(self, logits: Tensor) -> RequestError:
+        """Why no token can be drawn, by the logits [V] as the model gave them."""
+        try:
+            check_finite(logits.max())
+        except RequestError as error:
+            return error
+        return RequestError(
+            "logit_bias, penalties and masks leave no token that can be drawn: relax them.",
+            by_parameters=True,
+        )
+
+    def untempered(self, logits: Tensor, output_ids: Sequence[int]) -> Distribution:
+        """The distribution at temperature 1, without truncation; arguments as in `shaped`.
+
+        Lossy rules compare these probabilities in greedy decoding.
+        """
+        return Distribution.of(self.shaped(logits, output_ids).softmax(-1))
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    """The token of the largest logit in each row of [n, V]; the smallest token id on a tie."""
+    if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
+        return list(map(int, logits.numpy().argmax(-1)))  # several times faster than PyTorch's
+    # In bfloat16 `max` is six times faster than `argmax`.
+    indices: list[int] = logits.max(-1).indices.tolist()
+    return indices
+
+
+class TreeDistributions:
+    """p at every node of one row's tree, computed when an acceptance rule reads it.
+
+    A rule walks down one path, so most distributions of a tree are never read. Each one that is
+    read costs a few [V] operations. Plain greedy requests need only the argmax of every node.
+
+    Args:
+        logits: [1 + n, V] logits after every node of the tree, root first.
+        tree: the verified tree, with n drafted nodes.
+        sampler: the request's sampler.
+        output_ids: tokens generated so far, including the root if it was generated.
+        argmax: [1 + n] the token of the largest logit after every node, the smallest token id on
+            a tie; None if the network does not compute it.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        tree: TokenTree,
+        sampler: Sampler,
+        output_ids: Sequence[int],
+        argmax: Sequence[int] | None = None,
+    ) -> None:
+        assert len(logits) == len(tree)
+        self._logits = logits
+        self._tree = tree
+        self._sampler = sampler
+        self._output_ids = output_ids
+        self._distributions: dict[int, Distribution] = {}
+        self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
+        self._unmasked: Sequence[int] | None = None  # likewise, where `Sampler.keeps` them
+        if sampler.plain_greedy:
+            best = _argmax(logits) if argmax is None else argmax
+            self._argmax, self._unmasked = (None, best) if sampler.has_masks else (best, None)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the temperature is 0, so that every p is one-hot."""
+        return self._sampler.params.greedy
+
+    def __getitem__(self, node: int) -> Distribution:
+        """The distribution p of the token that follows `node`.
+
+        Raises:
+            RequestError: the largest logit is not finite.
+        """
+        if self._argmax is not None:
+            return self._one_hot(node, self._argmax[node])
+        if node not in self._distributions:
+            self._distributions[node] = self._computed(node)
+        return self._distributions[node]
+
+    def _one_hot(self, node: int, token: int) -> Distribution:
+        check_finite(self._logits[node, token])
+        return Distribution.one_hot(token)
+
+    def _computed(self, node: int) -> Distribution:
+        output = self._output(node)
+        if self._unmasked is not None and self._sampler.keeps(self._unmasked[node], output):
+            return self._one_hot(node, self._unmasked[node])
+        return self._sampler.distribution(self._logits[node], output)
+
+    def untempered(self, node: int) -> Distribution:
+        """The distribution after `node` at temperature 1, without truncation (for lossy rules)."""
+        return self._sampler.untempered(self._logits[node], self._output(node))
+
+    def _output(self, node: int) -> list[int]:
+        path = self._tree.path_tokens(node)
+        # Look-ahead tokens (see `drafters/pass_tokens.py`) are no text: no rule of p knows them.
+        size = self._sampler.vocab_size
+        return [*self._output_ids, *(token for token in path if token < size)]
+
+    def reached(self, node: int) -> bool:
+        """Whether p after this node has been computed, so that reading it is free."""
+        return self._argmax is not None or node in self._distributions
+
+    def prob(self, node: int, token: int) -> float:
+        """Probability p(token) after `node`."""
+        if self._argmax is not None:
+            return float(self._argmax[node] == token)
+        return self[node].prob(token)
+
+    def log_probs(self, node: int) -> Tensor:
+        """[V] log-probabilities after `node` under the model itself (`SamplingParams.logprobs`)."""
+        return log_probs_of(self._logits[node])
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """The most likely tokens after every node under the model itself, for traces.
+
+        All nodes are computed together, which is faster: the last bits may depend on the tree.
+
+        Args:
+            count: k, the number of tokens; V if that is less.
+
+        Returns:
+            [1 + n, k] tokens, the most likely first, and their probabilities.
+        """
+        best = log_probs_of(self._logits).topk(min(count, self._logits.shape[-1]), dim=-1)
+        return best.indices, best.values.exp()

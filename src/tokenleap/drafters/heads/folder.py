@@ -1,0 +1,278 @@
+"""What the folders of all trained heads have in common: reading, checking and writing them.
+
+A folder holds a `config.json` and the weights. Every error names the file, says what is wrong with
+it, and is one line.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tokenleap.core import files
+from tokenleap.core.files import write_whole
+from tokenleap.errors import CompatibilityError, ModelError
+from tokenleap.runtime.target import Target
+
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "Verifier",
+    "check_layers",
+    "check_sizes",
+    "check_tensors",
+    "draft_tokens",
+    "existing_folder",
+    "first_of",
+    "read_json",
+    "read_tensors",
+    "validated",
+    "vocabulary_weights",
+    "write_folder",
+]
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+_Fields = TypeVar("_Fields")
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The model that a head was trained for.
+
+    Args:
+        name_or_path: its name.
+        architectures: its class names.
+        num_layers: its decoder layers; None if the file does not say.
+    """
+
+    name_or_path: str
+    architectures: tuple[str, ...] = ()
+    num_layers: int | None = None
+
+
+def existing_folder(path: str | Path) -> Path:
+    """The folder of a head.
+
+    Raises:
+        ModelError: it does not exist.
+    """
+    if not Path(path).is_dir():
+        raise ModelError(f"there is no folder {path}: give the folder of a trained head.")
+    return Path(path)
+
+
+def first_of(folder: Path, *names: str) -> Path:
+    """The first of these files that exists; the last one if there is none."""
+    paths = [folder / name for name in names]
+    return next((path for path in paths if path.exists()), paths[-1])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+    """
+    try:
+        value = files.read_json(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist: give the folder of a trained head.") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object.")
+    return value
+
+
+def validated(kind: type[_Fields], fields: Any, path: Path) -> _Fields:
+    """Fields of a file as a pydantic model or a dataclass.
+
+    Raises:
+        ModelError: a field is missing or wrong; the message names it.
+    """
+    try:
+        return files.validated(kind, fields)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}.") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of PyTorch's `.pt`, of which only tensors are loaded.
+
+    Raises:
+        ModelError: the file is missing, damaged, or holds something else than tensors.
+    """
+    try:
+        tensors: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist: the folder is incomplete.") from None
+    except pickle.UnpicklingError:  # PyTorch's message says how to run it all the same
+        raise ModelError(
+            f"{path} cannot be read: it is damaged, or a pickle of more than tensors, which could "
+            "run code and is never loaded; save its tensors as safetensors."
+        ) from None
+    except Exception as error:  # damaged files make PyTorch's reader raise errors of any kind
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ModelError(f"{path} cannot be read: {reason}.") from None
+    if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
+        raise ModelError(f"{path} holds something else than tensors by their names.")
+    return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def _unpickled(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about files that it then refuses
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def check_tensors(
+    path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str
+) -> None:
+    """Compare a file's tensors with those that its configuration asks for.
+
+    Args:
+        path: the file.
+        tensors: what it holds.
+        wanted: tensors of the right names and shapes.
+        kind: what it is to be, such as "an EAGLE-3 head".
+
+    Raises:
+        ModelError: tensors are missing, foreign, of other shapes, or not finite.
+    """
+    for name in sorted(wanted.keys() ^ tensors.keys()):
+        state = "is missing" if name in wanted else f"is not part of {kind}"
+        raise ModelError(
+            f"{path}: tensor '{name}' {state}: the file is incomplete, or of another kind of "
+            "drafter."
+        )
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise ModelError(
+                f"{path}: tensor '{name}' has shape {list(tensor.shape)}, and {CONFIG} says "
+                f"{list(wanted[name].shape)}: the two do not belong together."
+            )
+        if not tensor.isfinite().all():
+            raise ModelError(
+                f"{path}: tensor '{name}' has numbers that are not finite: the file is damaged, or "
+                "its training failed."
+            )
+
+
+def draft_tokens(path: Path, offsets: Tensor | None, count: int, vocab_size: int) -> Tensor:
+    """The draft vocabulary of a file.
+
+    Args:
+        path: the file.
+        offsets: [Vd] its tensor `d2t`: the target's id of a draft token, minus the draft token's.
+        count: Vd, as its configuration says.
+        vocab_size: V, of the target.
+
+    Returns:
+        [Vd] the target's ids, ascending.
+
+    Raises:
+        ModelError: the map is missing, or does not say that.
+    """
+    if offsets is None:
+        if count != vocab_size:
+            raise ModelError(
+                f"{path}: 'd2t' is missing, the map of the {count} draft tokens to the target's "
+                f"{vocab_size}: the file is incomplete."
+            )
+        return torch.arange(vocab_size)
+    if offsets.shape == (count,) and not offsets.is_floating_point():
+        tokens = offsets.long() + torch.arange(count)
+        inside = int(tokens[0]) >= 0 and int(tokens[-1]) < vocab_size
+        if inside and bool((tokens.diff() > 0).all()):
+            return tokens
+    raise ModelError(
+        f"{path}: 'd2t' does not map {count} draft tokens to ascending token ids below "
+        f"{vocab_size}: the file is damaged."
+    )
+
+
+def check_sizes(
+    folder: Path, verifier: Verifier, sizes: tuple[int, int], found: tuple[int, ...]
+) -> None:
+    """Refuse a head that was trained for a model of other sizes.
+
+    Args:
+        folder: the head's folder.
+        verifier: the model that it was trained for.
+        sizes: that model's vocabulary and hidden size.
+        found: those of the model in use.
+
+    Raises:
+        CompatibilityError: they differ.
+    """
+    if sizes != found:
+        raise CompatibilityError(
+            f"{folder}: this head was trained for {verifier.name_or_path} with a vocabulary of "
+            f"{sizes[0]} and hidden size {sizes[1]}; this model has {found[0]} and {found[1]}: "
+            "train one for it."
+        )
+
+
+def check_layers(folder: Path, verifier: Verifier, layers: int) -> None:
+    """Refuse a head that was trained for a model with another number of decoder layers.
+
+    Raises:
+        CompatibilityError: the numbers differ.
+    """
+    if verifier.num_layers not in (None, layers):
+        raise CompatibilityError(
+            f"{folder}: this head was trained for {verifier.name_or_path} with "
+            f"{verifier.num_layers} layers, and this model has {layers}: train one for it."
+        )
+
+
+def vocabulary_weights(target: Target) -> tuple[Tensor, Tensor]:
+    """The target's embedding and output rows, [V, E] each.
+
+    Raises:
+        CompatibilityError: they are not in memory any more.
+    """
+    weights = target.vocabulary_weights
+    if weights is None:
+        raise CompatibilityError(
+            "the weights of this model's output layer are not in memory any more: load the model "
+            "by name, or name the head in LLM(speculative_config=...)."
+        )
+    return weights
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
+    """Write a head, its weights in bfloat16; each file appears complete or not at all.
+
+    Args:
+        folder: made if it does not exist.
+        tensors: the weights by their names.
+        fields: of `config.json`.
+
+    Raises:
+        ModelError: the folder cannot be written.
+    """
+    narrow = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    text = json.dumps(fields, indent=2) + "\n"
+    path = folder / WEIGHTS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda beside: save_file(narrow, beside))
+        path = folder / CONFIG
+        write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be written: {error}.") from None

@@ -1,0 +1,309 @@
+"""`ModelDrafter`: drafting with a model, for `draft_model`, `eagle`, `early_exit`, `layer_skip`.
+
+A tree grows level by level, with one pass of the drafting model per level for all requests
+together. A chain is a tree of width 1. The methods differ in their `Scorer` (`scorer.py`): which
+model scores the nodes, and whose KV it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isnan
+
+from torch import Tensor
+
+from tokenleap.control import Budget
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise
+from tokenleap.core.tree import Draft
+from tokenleap.core.truncation import Limits, Truncation
+from tokenleap.drafters.allowed import allowed_part
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.drawing import (
+    Drawn,
+    clearest,
+    coupled_draws,
+    distinct,
+    excludes_all,
+    grown_draws,
+    independent,
+    most_probable,
+    most_probable_below,
+    named,
+    spread,
+    truncates,
+)
+from tokenleap.drafters.growth import Growth
+from tokenleap.drafters.scorer import GrowingScorer, Scorer
+from tokenleap.drafters.shapes import Node, Shape
+from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.errors import RequestError
+from tokenleap.request import Request
+from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter(Drafter):
+    """Trees and chains from a drafting model.
+
+    Args:
+        scorer: the drafting model with its KV.
+        options: parameters of q, and expansion.
+        shape: which nodes get children, and how many.
+        coupled: whether to draw with the target's own noise.
+    """
+
+    def __init__(
+        self, scorer: Scorer, options: TreeOptions, shape: Shape, *, coupled: bool
+    ) -> None:
+        self._scorer = scorer
+        self._options = options
+        self._shape = shape
+        self._coupled = coupled
+        self.drafts_trees = shape.branches
+        self.stops_early = not shape.branches
+        self.reads_target_kv = scorer.reads_target_kv
+        self.independent_siblings = options.expansion == "sample_with_replacement"
+
+    @property
+    def scorer(self) -> Scorer:
+        """The drafting model, for beam searches."""
+        return self._scorer
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """One pass of the drafting model per level, over all requests still drafting."""
+        if not any(budget.chain for budget in budgets):
+            return [Draft.empty(request.root) for request in batch]
+        limits = self._limits(batch, budgets)
+        growths = [
+            Growth(request, limits[request.key], self._scorer.pending(request))
+            if request.key in limits
+            else None
+            for request in batch
+        ]
+        self._grow_at_once([growth for growth in growths if growth])
+        while growing := [growth for growth in growths if growth and growth.frontier]:
+            outputs = self._scorer.verify(
+                [growth.request.key for growth in growing],
+                [growth.tree() for growth in growing],
+                [growth.num_computed for growth in growing],
+            )
+            for growth, output in zip(growing, outputs, strict=True):
+                self._expand(growth, output.scores)
+                if not growth.frontier:
+                    # Now, not after the loop: the next pass of the other requests may include this
+                    # row, and padding is written behind its committed KV.
+                    self._scorer.finish_draft(growth.request, len(growth.pending))
+        return [
+            growth.draft(self._shape) if growth else Draft.empty(request.root)
+            for request, growth in zip(batch, growths, strict=True)
+        ]
+
+    @property
+    def _shares(self) -> bool:
+        """Whether equal draws share a node."""
+        return self.shares_nodes and self.independent_siblings and self._shape.branches
+
+    def level_sizes(self, limit: int) -> Sequence[int] | None:
+        """See `Drafter.level_sizes`: those of the shape."""
+        return self._shape.level_sizes(limit) if self.drafts_trees else None
+
+    def release(self, request: Request) -> None:
+        """Free the scorer's state of the request."""
+        self._scorer.release(request)
+
+    def rewind(self, request: Request) -> None:
+        """Nothing to do: `Scorer.pending` rolls back to the common prefix."""
+
+    def _limits(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, Budget]:
+        """Request key -> budget, for the requests that can be drafted for in this step."""
+        if not self._shape.width(()):
+            return {}
+        limits: dict[int, Budget] = {}
+        for request, budget in zip(batch, budgets, strict=True):
+            budget = self._fitted(budget, self._scorer.room(request))
+            if budget.chain >= 1:
+                limits[request.key] = budget
+        wanted = [request for request in batch if request.key in limits]
+        # Rows are padded to the longest row of their pass, so each needs room for the largest tree.
+        nodes = max((self._shape.positions(budget) for budget in limits.values()), default=0)
+        return {r.key: limits[r.key] for r in self._scorer.admit(wanted, nodes)}
+
+    def _fitted(self, budget: Budget, room: int) -> Budget:
+        """The budget, cut to the room that the drafting model's context and memory have left."""
+        budget = replace(budget, nodes=min(budget.nodes, room), depth=min(budget.depth, room))
+        while budget.chain and self._shape.positions(budget) > room:
+            budget = replace(budget, depth=budget.depth - 1)
+        return budget
+
+    def _grow_at_once(self, growths: Sequence[Growth]) -> None:
+        """Draft trees in one call, if the scorer can.
+
+        `_expand` would grow the same trees level by level, but for unlikely tokens that transitions
+        make the best ones. Only where tokens are forbidden, by the model's own rules or as bad
+        words, it drafts others in the place of most probable ones; here they are cut off with what
+        is below them.
+        """
+        if isinstance(self._scorer, GrowingScorer):
+            for growth in growths:
+                growth.at_once = self._growth_draw(growth.request)
+            self._grow_alike([each for each in growths if self._can_grow_at_once(each)])
+            self._grow_alike([each for each in growths if self._can_draw_at_once(each)])
+
+    def _grow_alike(self, growths: Sequence[Growth]) -> None:
+        """The same for trees that all draw their tokens, or all take the most probable ones."""
+        if not growths or not isinstance(self._scorer, GrowingScorer):
+            return
+        plan = self._shape.plan(max(growth.budget.depth for growth in growths))
+        if plan is None:
+            return
+        trees = self._scorer.grow(
+            [growth.request.key for growth in growths],
+            [growth.pending for growth in growths],
+            plan,
+            [self._growth_limit(growth) for growth in growths],
+        )
+        for growth, tree in zip(growths, trees or (), strict=trees is not None):
+            if not tree.undecided and not isnan(sum(tree.probabilities)):  # `_draw` refuses NaN
+                self._take(growth, allowed_part(growth.request, tree))
+
+    def _growth_limit(self, growth: Growth) -> GrowthLimit:
+        budget = growth.budget
+        return GrowthLimit(
+            budget.depth,
+            None if self._shape.prunes else budget.nodes,
+            self._shape.positions(budget),
+            budget.min_token_prob,
+            budget.min_path_prob,
+            growth.at_once,
+        )
+
+    def _growth_draw(self, request: Request) -> GrowthDraw | None:
+        if self._takes_most_probable(request):
+            return None
+        limits: Limits = self._truncation(request) or request.params
+        noise, temperature = self._noise(request), self._temperature(request)
+        return GrowthDraw(noise, temperature, limits, self._coupled)
+
+    def _take(self, growth: Growth, tree: GrownTree) -> None:
+        """Take the nodes of a tree that the scorer has grown."""
+        request, draw = growth.request, growth.at_once
+
+        def q_of(logits: Tensor) -> Distribution:
+            assert draw is not None
+            q = request.sampler.distribution(logits, (), draw.temperature, draw.limits)
+            return named(q, self._scorer.token_ids)
+
+        for parent, drawn in grown_draws(tree, draw, q_of):
+            above = None if parent < 0 else growth.nodes[parent]
+            growth.nodes += growth.children(above, drawn, shared=self._shares)
+        growth.frontier = []
+        self._scorer.finish_draft(growth.request, len(growth.pending))
+
+    def _can_grow_at_once(self, growth: Growth) -> bool:
+        """Whether the children of a node are the most probable tokens of the raw logits.
+
+        The model's own rules and bad words may forbid some of them, which are then not drafted.
+        """
+        return growth.at_once is None and not growth.request.sampler.params_change_logits
+
+    def _can_draw_at_once(self, growth: Growth) -> bool:
+        """Whether the children of a node are drawn without replacement from the raw logits."""
+        draw, budget = growth.at_once, growth.budget
+        if draw is None or self.independent_siblings or growth.request.sampler.changes_logits:
+            return False
+        # Of independent draws, probabilities after truncation are known only later.
+        stops = budget.min_token_prob or budget.min_path_prob
+        return draw.coupled or not (stops and truncates(draw.limits))
+
+    def _expand(self, growth: Growth, logits: Tensor) -> None:
+        """Add the children of the frontier; the shape chooses the next frontier among them.
+
+        Args:
+            growth: the tree of one request.
+            logits: [n, V] or [n, Vd] of nodes of the pass; the last ones are the frontier's.
+        """
+        frontier, budget = growth.frontier, growth.budget
+        growth.num_computed = len(growth.pending) + len(growth.scored)
+        level: list[Node] = []
+        drawn = self._draw_level(growth, logits[-len(frontier) :])
+        for node, children in zip(frontier, drawn, strict=True):
+            level += growth.children(node, children, shared=self._shares)
+        growth.nodes += level
+        depth = level[0].depth if level else budget.depth
+        wanted: list[Node] = []
+        has_room = self._shape.prunes or growth.size < budget.nodes
+        if depth < budget.depth and has_room:
+            wanted = self._shape.frontier([node for node in level if not node.stopped])
+        growth.frontier = list(wanted)
+        growth.scored += wanted
+
+    def _draw_level(self, growth: Growth, logits: Tensor) -> list[list[Drawn]]:
+        """The children of each node of the frontier, from its logits [f, V] or [f, Vd]."""
+        frontier = growth.frontier
+        widths = [self._shape.width(node.ranks if node else ()) for node in frontier]
+        request, ids = growth.request, self._scorer.token_ids
+        if self._takes_most_probable(request) and not request.sampler.changes_logits:
+            levels = most_probable_below(logits, widths, ids)
+            if levels is not None:  # `_draw` refuses NaN
+                return levels
+        nodes = zip(frontier, logits, widths, strict=True)
+        try:
+            return [self._draw(growth, *each) for each in nodes]
+        except RequestError as error:
+            if logits.amax(-1).isfinite().all():
+                raise
+            depth = 0 if frontier[0] is None else frontier[0].depth
+            # A head that reads its own outputs may make them larger at each level, without an end.
+            advice = "draft fewer, or use another one." if depth else "its weights are damaged."
+            raise RequestError(
+                f"the drafting model's logits are NaN or infinite after {depth} drafted tokens: "
+                + advice
+            ) from error
+
+    def _draw(self, growth: Growth, node: Node | None, logits: Tensor, width: int) -> list[Drawn]:
+        """The children of one node."""
+        request, output = growth.request, growth.output_to(node)
+        sampler, ids = request.sampler, self._scorer.token_ids
+        if ids is not None and sampler.changes_logits:  # masks and penalties are of all tokens
+            logits, ids = spread(logits, ids, sampler.vocab_size), None
+        some_excluded = self._scorer.partial or self._scorer.token_ids is not None
+        if some_excluded and excludes_all(sampler.shaped(logits, output)):
+            return []
+        temperature = self._temperature(request)
+        if self._takes_most_probable(request):
+            return most_probable(named(sampler.untempered(logits, output), ids), width)
+        limits = self._truncation(request)
+        distribution = named(sampler.distribution(logits, output, temperature, limits), ids)
+        depth, noise = 0 if node is None else node.depth, self._noise(request)
+        if self._shape.prunes:
+            return clearest(distribution, noise, depth, width)
+        if self._options.expansion == "sample_with_replacement":
+            return independent(distribution, noise, depth, width)
+        draw = coupled_draws if self._coupled else distinct
+        return draw(distribution, noise, depth, width)
+
+    def _noise(self, request: Request) -> Noise:
+        return request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+
+    def _takes_most_probable(self, request: Request) -> bool:
+        """Whether children are the most probable tokens, whatever the noise is."""
+        return self._options.takes_most_probable(self._temperature(request), coupled=self._coupled)
+
+    def _temperature(self, request: Request) -> float:
+        own = self._options.draft_temperature
+        return request.params.temperature if own is None else own
+
+    def _truncation(self, request: Request) -> Truncation | None:
+        """How q is truncated, if not as the request's p."""
+        top_k, top_p = self._options.draft_top_k, self._options.draft_top_p
+        if top_k is None and top_p is None:
+            return None
+        params = request.params
+        return Truncation(
+            params.min_p,
+            params.top_k if top_k is None else top_k,
+            params.top_p if top_p is None else top_p,
+        )

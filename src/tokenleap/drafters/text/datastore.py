@@ -1,0 +1,254 @@
+"""A datastore: the tokens of a corpus and their suffix array, for `rest`.
+
+    from tokenleap.drafters.text.datastore import build_datastore
+
+    build_datastore(["notes.txt"], tokenizer).save("notes.datastore")
+
+He et al., "REST: Retrieval-Based Speculative Decoding", section 3.1. All positions of the corpus
+are sorted by the tokens that follow (Manber and Myers, "Suffix arrays"). The occurrences of a
+string are then adjacent, and two binary searches find them. Building a datastore needs
+`pydivsufsort` (the extra `rest`); looking up does not.
+
+The file is a safetensors file. It holds the arrays of `Datastore` under their names. Its metadata
+are `format` (`tokenleap-datastore`), `version`, `vocab_size`, `num_tokens` and, if it is known, the
+`fingerprint` of the tokenizer's vocabulary. Loading maps the file into memory and reads almost
+nothing of it. Only inconsistent sizes and types are therefore refused as damaged. Wrong values
+inside the arrays make drafts worse, and do not change outputs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokenleap.drafters.text.corpus import EMPTY, check_tokens, fingerprint, read_tokens
+from tokenleap.drafters.text.tensor_file import TensorFile
+from tokenleap.errors import TokenleapError
+
+__all__ = ["FILE", "Datastore", "build_datastore", "index_texts"]
+
+FILE = TensorFile("tokenleap-datastore", 1, "datastore", "tokenleap datastore build")
+MAX_VOCAB = (1 << 31) - 1
+"""Largest vocabulary: token ids and the separator must fit into 32-bit integers."""
+
+Integers = NDArray[np.integer[Any]]
+
+_TOKENS = (torch.uint16, torch.int32)
+_POSITIONS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Datastore:
+    """Texts and their suffix array; no string reaches from one text into the next.
+
+    Args:
+        tokens: [N] the texts one after another, each followed by a separator. The separator is
+            `vocab_size`, which is no token id.
+        suffixes: [N] all positions of `tokens`, sorted by the tokens from there to the end.
+        vocab_size: V.
+        fingerprint: hash of the tokenizer's vocabulary; None if the texts were given as token ids.
+    """
+
+    tokens: Integers
+    suffixes: Integers
+    vocab_size: int
+    fingerprint: str | None = None
+
+    @cached_property
+    def _tokens(self) -> memoryview:
+        """`tokens` as a memoryview, which reads elements and short slices in half the time."""
+        return self.tokens.data
+
+    @cached_property
+    def _suffixes(self) -> memoryview:
+        """`suffixes` as a memoryview."""
+        return self.suffixes.data
+
+    @cached_property
+    def num_documents(self) -> int:
+        """Number of texts that are not empty."""
+        return len(self._occurrences([self.vocab_size]))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all texts."""
+        return len(self.tokens) - self.num_documents
+
+    @property
+    def longest_document(self) -> int:
+        """Number of tokens of the longest text; this reads all tokens."""
+        (ends,) = np.nonzero(self.tokens == self.vocab_size)
+        return int(np.diff(ends, prepend=-1).max()) - 1
+
+    @property
+    def highest(self) -> int:
+        """The highest token id that occurs; this reads all tokens."""
+        return int(self.tokens.max(initial=0, where=self.tokens < self.vocab_size))
+
+    def find(self, pattern: Sequence[int]) -> range:
+        """The occurrences of these tokens, as a range of indices into `suffixes`."""
+        if max(pattern) >= self.vocab_size:  # the target's logits may be wider than the tokenizer
+            return range(0)
+        return self._occurrences(pattern)
+
+    def _occurrences(self, pattern: Sequence[int]) -> range:
+        tokens, size, pattern = self._tokens, len(pattern), list(pattern)
+
+        def start(position: int) -> list[int]:
+            return tokens[position : position + size].tolist()
+
+        low = bisect_left(self._suffixes, pattern, key=start)
+        return range(low, bisect_right(self._suffixes, pattern, lo=low, key=start))
+
+    def find_suffix(self, text: Sequence[int], shortest: int, longest: int) -> tuple[int, range]:
+        """Find the longest suffix of a text that occurs.
+
+        If a suffix occurs, all shorter ones do. A binary search therefore finds its length.
+
+        Args:
+            text: token ids.
+            shortest: smallest length to look up, at least 1.
+            longest: greatest length to look up.
+
+        Returns:
+            Its length, and its occurrences as indices into `suffixes`; 0 and an empty range if no
+            suffix occurs.
+        """
+        lengths = range(shortest, min(longest, len(text)) + 1)
+        num_found = bisect_left(lengths, True, key=lambda size: not self.find(text[-size:]))
+        if not num_found:
+            return 0, range(0)
+        length = lengths[num_found - 1]
+        return length, self.find(text[-length:])
+
+    def continuations(self, entries: Iterable[int], skipped: int, length: int) -> list[list[int]]:
+        """The tokens at some entries of `suffixes`, each up to the end of its text.
+
+        Args:
+            entries: indices into `suffixes`.
+            skipped: number of first tokens to leave out: the match.
+            length: most tokens of a continuation.
+        """
+        inside = range(self.vocab_size).__contains__
+        starts = (self._suffixes[entry] + skipped for entry in entries)
+        return [list(takewhile(inside, self._tokens[s : s + length].tolist())) for s in starts]
+
+    def save(self, path: str | Path) -> None:
+        """Write the file atomically.
+
+        Raises:
+            TokenleapError: the file cannot be written. An existing file then stays as it was.
+        """
+        known = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
+        sizes = {"vocab_size": str(self.vocab_size), "num_tokens": str(self.num_tokens)}
+        FILE.save(path, {"tokens": self.tokens, "suffixes": self.suffixes}, {**sizes, **known})
+
+    @staticmethod
+    def load(path: str | Path) -> Datastore:
+        """Map a file into memory.
+
+        Raises:
+            TokenleapError: the file cannot be read, is damaged, or is of another kind or version.
+        """
+        tensors, metadata = FILE.load(path, ("tokens", "suffixes"))
+        tokens = _array(tensors.get("tokens"), _TOKENS)
+        suffixes = _array(tensors.get("suffixes"), _POSITIONS)
+        # The last element of `tokens` is the separator behind the last text.
+        fits = len(tokens) == len(suffixes) > 0 and metadata.get("vocab_size") == str(tokens[-1])
+        if not fits:
+            raise FILE.damaged(path)
+        return Datastore(tokens, suffixes, int(tokens[-1]), metadata.get("fingerprint"))
+
+
+def _array(tensor: Tensor | None, dtypes: Sequence[torch.dtype]) -> NDArray[Any]:
+    """A tensor as an array; an empty array unless it is one-dimensional with one of the dtypes."""
+    fits = tensor is not None and tensor.dim() == 1 and tensor.dtype in dtypes
+    return tensor.numpy() if tensor is not None and fits else np.empty(0)
+
+
+def build_datastore(
+    files: Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Datastore:
+    """Make a datastore of text files; each file is one text.
+
+    Args:
+        files: UTF-8 text files.
+        tokenizer: the target's tokenizer.
+        progress: called with the number of bytes read so far.
+
+    Raises:
+        TokenleapError: a file cannot be read or is not UTF-8, no file has any text, or
+            pydivsufsort is not installed.
+    """
+    sort = _sorter()  # first, so that a missing package is reported before the work
+    vocab_size = len(tokenizer)
+    tokens = _joined(read_tokens(files, tokenizer, progress), vocab_size)
+    return Datastore(tokens, sort(tokens), vocab_size, fingerprint(tokenizer))
+
+
+def index_texts(texts: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
+    """Make a datastore of texts that are given as token ids.
+
+    Args:
+        texts: the token ids of each text.
+        vocab_size: V; all token ids are below it.
+
+    Raises:
+        TokenleapError: there are no tokens, a token is outside the vocabulary, or pydivsufsort is
+            not installed.
+    """
+    sort = _sorter()
+    tokens = _joined(([np.array(text, dtype=np.int64)] for text in texts), vocab_size)
+    return Datastore(tokens, sort(tokens), vocab_size)
+
+
+def _joined(texts: Iterable[Iterable[NDArray[np.int64]]], vocab_size: int) -> Integers:
+    """All texts, which come in pieces, as one array [N] with a separator after each text."""
+    if not 0 < vocab_size <= MAX_VOCAB:
+        raise TokenleapError(f"a vocabulary of {vocab_size} tokens: it must have 1 to {MAX_VOCAB}.")
+    dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.int32
+    joined: list[Any] = []
+    for text in texts:
+        before = len(joined)
+        for piece in text:
+            check_tokens(piece, vocab_size)
+            if len(piece):
+                joined.append(piece.astype(dtype))
+        if len(joined) > before:
+            joined.append(np.array([vocab_size], dtype=dtype))
+    if not joined:
+        raise TokenleapError(EMPTY)
+    return np.concatenate(joined)
+
+
+def _sorter() -> Callable[[Integers], Integers]:
+    """The function that computes the suffix array [N] of an array [N] of token ids."""
+    try:
+        from pydivsufsort import divsufsort  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise TokenleapError(
+            "building a datastore needs pydivsufsort: pip install 'tokenleap[rest]'"
+        ) from error
+
+    def suffix_array(tokens: Integers) -> Integers:
+        # divsufsort sorts by bytes: it converts the ids to big-endian bytes, and keeps the
+        # suffixes that begin with the first byte of an id.
+        positions: NDArray[Any] = divsufsort(tokens)
+        narrow = len(tokens) <= np.iinfo(np.int32).max
+        # `astype` also copies if the dtype is right: a memoryview cannot read the ctypes format.
+        return positions.astype(np.int32 if narrow else np.int64)
+
+    return suffix_array

@@ -1,0 +1,300 @@
+"""Counts of unigrams, bigrams and trigrams of a corpus, for the drafter `corpus_ngram`.
+
+    from tokenleap.drafters.text.ngrams import build_ngrams
+
+    build_ngrams(["notes.txt"], tokenizer).save("notes.ngrams")
+
+The file is a safetensors file. It holds the arrays of `NgramTables` under their names. Its metadata
+are `format` (`tokenleap-ngrams`), `version`, `vocab_size`, `num_tokens` and, if it is known, the
+`fingerprint` of the tokenizer's vocabulary. Loading maps the file into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from tokenleap.drafters.text.corpus import EMPTY, check_tokens, fingerprint, read_tokens
+from tokenleap.drafters.text.tensor_file import TensorFile
+from tokenleap.errors import TokenleapError
+
+__all__ = ["FILE", "NgramTables", "build_ngrams", "count_ngrams"]
+
+FILE = TensorFile("tokenleap-ngrams", 1, "n-gram file", "tokenleap ngrams")
+MAX_VOCAB = 1 << 21
+"""Largest vocabulary: counting packs three token ids into 63 bits."""
+
+Ints = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+_DTYPES = {
+    "unigrams": torch.int64,
+    "bigram_starts": torch.int64,
+    "bigram_tokens": torch.int32,
+    "bigram_counts": torch.int32,
+    "trigram_starts": torch.int64,
+    "trigram_tokens": torch.int32,
+    "trigram_counts": torch.int32,
+}
+
+
+@dataclass(frozen=True)
+class NgramTables:
+    """The successors of every token and of every pair of tokens, with their counts.
+
+    The successors of a token or pair are in ascending order of their token ids.
+
+    Args:
+        unigrams: [V] count of each token.
+        bigram_starts: [V + 1] the successors of token a are the bigrams from `bigram_starts[a]` up
+            to, but not including, `bigram_starts[a + 1]`.
+        bigram_tokens: [B] the second token of each bigram.
+        bigram_counts: [B] count of each bigram.
+        trigram_starts: [B + 1] the successors of bigram i are the trigrams from
+            `trigram_starts[i]` up to, but not including, `trigram_starts[i + 1]`.
+        trigram_tokens: [T] the third token of each trigram.
+        trigram_counts: [T] count of each trigram.
+        fingerprint: hash of the tokenizer's vocabulary; None if the texts were given as token ids.
+    """
+
+    unigrams: Ints
+    bigram_starts: Ints
+    bigram_tokens: Int32s
+    bigram_counts: Int32s
+    trigram_starts: Ints
+    trigram_tokens: Int32s
+    trigram_counts: Int32s
+    fingerprint: str | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the size of the vocabulary."""
+        return len(self.unigrams)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that were counted."""
+        return int(self.unigrams.sum())
+
+    def bigrams(self, first: int) -> slice:
+        """The slice of the bigram arrays that holds the successors of a token."""
+        if first >= self.vocab_size:
+            return slice(0, 0)
+        return slice(int(self.bigram_starts[first]), int(self.bigram_starts[first + 1]))
+
+    def trigrams(self, first: int, second: int) -> slice:
+        """The slice of the trigram arrays that holds the successors of a pair of tokens."""
+        row = self.bigrams(first)
+        seconds = self.bigram_tokens[row]
+        index = int(seconds.searchsorted(np.int32(second)))
+        if index == len(seconds) or seconds[index] != second:
+            return slice(0, 0)
+        index += row.start
+        return slice(int(self.trigram_starts[index]), int(self.trigram_starts[index + 1]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the file atomically.
+
+        Raises:
+            TokenleapError: the file cannot be written. An existing file then stays as it was.
+        """
+        arrays = {name: getattr(self, name) for name in _DTYPES}
+        FILE.save(path, arrays, self._metadata())
+
+    def _metadata(self) -> dict[str, str]:
+        known = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
+        return {
+            "vocab_size": str(self.vocab_size),
+            "num_tokens": str(self.num_tokens),
+            **known,
+        }
+
+    @staticmethod
+    def load(path: str | Path) -> NgramTables:
+        """Map a file into memory and check it.
+
+        Raises:
+            TokenleapError: the file cannot be read, is damaged, or is of another kind or version.
+        """
+        tensors, metadata = FILE.load(path, _DTYPES)
+        _check_tensors(path, tensors)
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        return NgramTables(**arrays, fingerprint=metadata.get("fingerprint"))
+
+
+def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Check that all lookups stay inside the arrays, and all tokens inside the vocabulary.
+
+    Raises:
+        TokenleapError: the tensors do not fit together.
+    """
+    fits = all(
+        name in tensors and tensors[name].dtype == dtype and tensors[name].dim() == 1
+        for name, dtype in _DTYPES.items()
+    )
+    if not (
+        fits
+        and len(tensors["unigrams"]) > 0
+        and int(tensors["unigrams"].min()) >= 0
+        and int(tensors["unigrams"].sum()) > 0
+        and _delimits(tensors, "bigram", len(tensors["unigrams"]))
+        and _delimits(tensors, "trigram", len(tensors["bigram_tokens"]))
+        and bool((tensors["unigrams"][tensors["bigram_tokens"]] > 0).all())
+    ):
+        raise FILE.damaged(path)
+
+
+def _delimits(tensors: dict[str, torch.Tensor], order: str, rows: int) -> bool:
+    """Whether the starts divide the successors into `rows` rows, with valid tokens and counts."""
+    starts, tokens = tensors[f"{order}_starts"], tensors[f"{order}_tokens"]
+    counts, vocab_size = tensors[f"{order}_counts"], len(tensors["unigrams"])
+    return (
+        len(starts) == rows + 1
+        and int(starts[0]) == 0
+        and int(starts[-1]) == len(tokens) == len(counts)
+        and bool((starts[1:] >= starts[:-1]).all())
+        and (not len(tokens) or 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size)
+        and (not len(tokens) or int(counts.min()) > 0)
+    )
+
+
+def build_ngrams(
+    files: Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int], None] = lambda _: None,
+) -> NgramTables:
+    """Count the n-grams of text files; no n-gram reaches from one file into the next.
+
+    Args:
+        files: UTF-8 text files.
+        tokenizer: the target's tokenizer.
+        progress: called with the number of bytes read so far.
+
+    Raises:
+        TokenleapError: a file cannot be read or is not UTF-8, or no file has any text.
+    """
+    counter = _Counter(len(tokenizer))
+    for text in read_tokens(files, tokenizer, progress):
+        counter.begin_text()
+        for tokens in text:
+            counter.add(tokens)
+    return counter.tables(fingerprint(tokenizer))
+
+
+def count_ngrams(
+    texts: Iterable[Sequence[int]],
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> NgramTables:
+    """Count the n-grams of texts that are given as token ids.
+
+    Args:
+        texts: the token ids of each text.
+        vocab_size: V; all token ids are below it.
+        tokenizer: whose tokens they are, if that is known.
+
+    Raises:
+        TokenleapError: there are no tokens, or a token is outside the vocabulary.
+    """
+    counter = _Counter(vocab_size)
+    for text in texts:
+        counter.begin_text()
+        counter.add(np.array(text, dtype=np.int64))
+    return counter.tables(None if tokenizer is None else fingerprint(tokenizer))
+
+
+class _Counter:
+    """Counts the n-grams of texts that come in pieces.
+
+    The counts of each piece form a sorted run, and runs of similar size are merged.
+
+    Args:
+        vocab_size: V; all token ids are below it.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if not 0 < vocab_size <= MAX_VOCAB:
+            raise TokenleapError(
+                f"a vocabulary of {vocab_size} tokens: it must have 1 to {MAX_VOCAB}."
+            )
+        self._vocab_size = vocab_size
+        self._unigrams = np.zeros(vocab_size, dtype=np.int64)
+        self._runs: dict[int, list[tuple[Ints, Ints]]] = {2: [], 3: []}
+        self._before = np.empty(0, dtype=np.int64)  # last two tokens of the previous piece
+
+    def begin_text(self) -> None:
+        """Start a new text, so that no n-gram reaches into it from the one before."""
+        self._before = self._before[:0]
+
+    def add(self, tokens: Ints) -> None:
+        """Count the n-grams that end in the next tokens [N] of the text."""
+        if not len(tokens):
+            return
+        check_tokens(tokens, self._vocab_size)
+        self._unigrams += np.bincount(tokens, minlength=self._vocab_size)
+        text = np.concatenate([self._before, tokens])
+        pairs = text[:-1] * self._vocab_size + text[1:]
+        self._count(2, pairs[max(0, len(self._before) - 1) :])  # without those counted before
+        self._count(3, pairs[:-1] * self._vocab_size + text[2:])
+        self._before = text[-2:]
+
+    def _count(self, order: int, keys: Ints) -> None:
+        """Add n-grams, packed into one integer each, to the runs of their order."""
+        if not len(keys):
+            return
+        runs = self._runs[order]
+        runs.append(np.unique(keys, return_counts=True))
+        # As in a binary counter, every n-gram takes part in only a few merges.
+        while len(runs) > 1 and len(runs[-1][0]) * 2 > len(runs[-2][0]):
+            runs.append(_merge(runs.pop(), runs.pop()))
+
+    def _all(self, order: int) -> tuple[Ints, Ints]:
+        """All n-grams of an order, ascending, and their counts."""
+        runs = self._runs[order]
+        empty = np.empty(0, dtype=np.int64)
+        while len(runs) > 1:
+            runs.append(_merge(runs.pop(), runs.pop()))
+        return runs[0] if runs else (empty, empty)
+
+    def tables(self, fingerprint: str | None) -> NgramTables:
+        """The tables of all texts.
+
+        Raises:
+            TokenleapError: there are no tokens.
+        """
+        if not self._unigrams.any():
+            raise TokenleapError(EMPTY)
+        pairs, pair_counts = self._all(2)
+        triples, triple_counts = self._all(3)
+        pair_of_triple = triples // self._vocab_size
+        return NgramTables(
+            unigrams=self._unigrams,
+            bigram_starts=(pairs // self._vocab_size).searchsorted(np.arange(self._vocab_size + 1)),
+            bigram_tokens=(pairs % self._vocab_size).astype(np.int32),
+            bigram_counts=_narrow(pair_counts),
+            trigram_starts=np.append(pair_of_triple.searchsorted(pairs), len(triples)),
+            trigram_tokens=(triples % self._vocab_size).astype(np.int32),
+            trigram_counts=_narrow(triple_counts),
+            fingerprint=fingerprint,
+        )
+
+
+def _merge(first: tuple[Ints, Ints], second: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """Merge two runs of ascending n-grams and their counts."""
+    keys = np.concatenate([first[0], second[0]])
+    counts = np.concatenate([first[1], second[1]])
+    order = keys.argsort(kind="stable")
+    keys, counts = keys[order], counts[order]
+    (starts,) = np.nonzero(np.diff(keys, prepend=-1))
+    return keys[starts], np.add.reduceat(counts, starts)
+
+
+def _narrow(counts: Ints) -> Int32s:
+    """Counts as int32, to halve their size; larger counts are cut to the largest int32."""
+    return counts.clip(max=np.iinfo(np.int32).max).astype(np.int32)

@@ -1,0 +1,336 @@
+"""`LLMEngine`: continuous batching with explicit steps, under the names of vLLM's `LLMEngine`.
+
+    engine = LLM("smollm2-135m").engine
+    engine.add_request("Hello", SamplingParams(temperature=0))
+    while engine.has_unfinished_requests():
+        for chunk in engine.step():
+            print(chunk.request_id, chunk.text, chunk.finished)
+
+Requests may come and go while others run. The engine owns the model, the strategies and the
+scheduler; `LLM` is a thin layer over it. Any number of threads may use one engine. They take turns,
+and a step advances the requests of all threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tokenleap.config import SpeculativeConfig
+from tokenleap.core.grammar import Grammars
+from tokenleap.core.log import show_log_lines
+from tokenleap.core.params import Sampling
+from tokenleap.core.source import Source
+from tokenleap.drafters.online import OnlineReport
+from tokenleap.engine.added_jobs import AddedJobs
+from tokenleap.engine.assembly import EngineOptions, default_config, request_maker
+from tokenleap.engine.job_maker import JobMaker
+from tokenleap.engine.job_spec import JobSpec, ReadSpec
+from tokenleap.engine.jobs import Job
+from tokenleap.engine.kv_budget import KVBudget
+from tokenleap.engine.prefix_cache import PrefixCache
+from tokenleap.engine.prompts import Prompt
+from tokenleap.engine.references import GivenPrediction, GivenReferences, ReferenceReader
+from tokenleap.engine.runs import AfterStep, Runs, StepReport
+from tokenleap.engine.scheduler import Scheduler
+from tokenleap.engine.strategies import Speculative, StrategyFactory
+from tokenleap.engine.turns import Turns, Uninterrupted
+from tokenleap.models.loaded import LoadedModel
+from tokenleap.outputs import RequestOutput, StreamChunk
+from tokenleap.request import Request
+from tokenleap.runtime.packed import PackedModel
+from tokenleap.runtime.target import Target
+from tokenleap.speculation import Speculation, Strategy
+
+__all__ = ["EngineLoad", "LLMEngine"]
+
+_log = logging.getLogger(__name__)
+
+
+class EngineLoad(NamedTuple):
+    """How busy an engine is.
+
+    Args:
+        waiting: requests without a row of the KV memory.
+        running: requests with one.
+        kv_usage: tokens in the target's KV memory, as a share of what fits. Without
+            `kv_cache_memory`, that is what `max_num_seqs` sequences of full length take.
+    """
+
+    waiting: int
+    running: int
+    kv_usage: float
+
+
+class LLMEngine:
+    """Continuous batching with explicit steps. `LLM` creates it as `LLM.engine`.
+
+    Args:
+        loaded: the model and its tokenizer.
+        config: the default way to speculate; None takes the head that comes with the package.
+        options: see `EngineOptions`.
+
+    Attributes:
+        options: as given.
+        target: the model being accelerated.
+        strategies: builds drafters, controllers and rules for the target.
+        references: reads what drafts may quote besides the prompt.
+
+    Raises:
+        ConfigError: a parameter is out of range.
+        CompatibilityError: model, drafter and rule do not fit together.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: SpeculativeConfig | None, options: EngineOptions
+    ) -> None:
+        show_log_lines()
+        self.tokenizer, self.options, title = loaded.tokenizer, options, loaded.title
+        self._kv_budget = KVBudget(options.kv_cache_bytes)
+        packed = loaded.packed
+        assert packed is None or isinstance(packed, PackedModel)
+        self.target = Target(
+            packed or loaded.module,
+            options.max_model_len,
+            options.quantization,
+            options.runtime,
+            loaded.reload,
+        )
+        self._kv_budget.add(self.target)
+        chose_drafter = config is not None
+        if config is None:
+            config = default_config(loaded.name, self.target)
+        grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
+        self._turns = Turns()
+        self._maker = request_maker(self.target, loaded, grammars, self._turns)
+        self.references = ReferenceReader(self.target, self.tokenizer)
+        if config.drafter_spec.takes_model:  # heads may read the module's embedding
+            loaded.forget_module()
+        self.strategies = StrategyFactory(
+            self.target,
+            self.tokenizer,
+            grammars,
+            config,
+            self._kv_budget,
+            quantization=options.quantization,
+            runtime=options.runtime,
+            max_num_seqs=options.max_num_seqs,
+        )
+        default = self.strategies.build(config)
+        loaded.forget_module()
+        prefixes = options.prefix_cache_bytes
+        self._speculation = Speculation(default)
+        self._scheduler = Scheduler(
+            self.target,
+            self._speculation,
+            options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            prefix_cache=None if prefixes is None else PrefixCache(self.target, prefixes),
+        )
+        _log.info(
+            "%s runs on %s in %s, with the runtime %s, method %s and controller %s",
+            title,
+            self.target.device,
+            self.target.dtype,
+            self.target.network.name,
+            config.method_name,
+            default.controller.name,
+        )
+        self.controller = default.controller.name
+        self._runs = Runs(self._turns, self._scheduler, self._speculation)
+        self._job_maker = JobMaker(
+            self._maker,
+            self.references,
+            self.strategies,
+            self._speculation,
+            self._turns,
+            chose_drafter=chose_drafter,
+        )
+        self._added = AddedJobs()
+
+    @property
+    def kv_bytes(self) -> tuple[int, int]:
+        """Bytes of the KV and of what is kept of sources, of the target and of all draft models."""
+        own, *others = self._kv_budget.held_bytes
+        return own, sum(others)
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The model's own values of sampling parameters, for those that are not given."""
+        return self._maker.sampling_defaults
+
+    @property
+    def load(self) -> EngineLoad:
+        """Requests that wait and run, and how full the KV memory is; any thread may ask."""
+        slab, options = self.target.slab, self.options
+        most = slab.limit or options.max_num_seqs * self.target.max_model_len
+        return EngineLoad(
+            self._scheduler.num_waiting, self._scheduler.num_running, sum(slab.lengths) / most
+        )
+
+    # Requests added by the user
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: Sampling = None,
+        speculative_config: Speculative = None,
+        *,
+        references: GivenReferences = None,
+        prediction: GivenPrediction = None,
+        trace: bool = False,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt. It joins the running requests in one of the next steps.
+
+        Args:
+            prompt: text, token ids or a conversation.
+            params: sampling parameters; None takes the model's own.
+            speculative_config: how this request speculates; None takes the `LLM`'s configuration.
+                If it has no `acceptance`, the `LLM`'s rule is used.
+            references: texts that drafts may quote, or lists of token ids; see `LLM.generate`.
+            prediction: what the output is expected to repeat; see `LLM.generate`.
+            trace: see `LLM.generate`.
+            request_id: an id that no other request has; None generates one.
+
+        Returns:
+            The request's id. `abort` takes it, and `StreamChunk.request_id` has it.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
+            ConfigError: parameters or configuration are out of range, or the id is taken.
+            CompatibilityError: the drafter does not fit the model or the rule, or quotes no
+                references.
+        """
+        spec = JobSpec(prompt, params, speculative_config, references, prediction, trace)
+        job, names = self.job(spec), list[str]()
+
+        def add() -> None:
+            names.append(self._added.add(job, request_id))
+            self._runs.queue([job])
+
+        self._turns.take(add)
+        return names[0]
+
+    def step(self) -> list[StreamChunk]:
+        """Advance all requests by one step.
+
+        If the step fails for one request, that request ends with `finish_reason` "error", and the
+        others go on.
+
+        Returns:
+            A chunk for each output that has new tokens or has ended since the last call.
+        """
+        self._turns.take(self._runs.step)
+        return self._added.take()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another `step` has requests to advance or chunks to return."""
+        return bool(self._added)
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End these requests, whether they wait or run.
+
+        Their memory is freed, and `step` returns no more chunks of them. Requests that have already
+        ended are not changed.
+
+        Raises:
+            ConfigError: no request has this id, and none had it recently.
+        """
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            with Uninterrupted():  # a job that was taken out here must also end
+                job = self._added.forget(request_id)
+                if job is not None:
+                    self.end([job])
+
+    def reset_drafter_memory(self) -> None:
+        """See `LLM.reset_drafter_memory`."""
+
+        def forget() -> None:
+            for strategy in (self._speculation.default, *self.strategies.kept()):
+                strategy.forget()
+
+        self._turns.take(forget)
+
+    @property
+    def online_report(self) -> OnlineReport | None:
+        """See `LLM.online_report`."""
+        learner = self._speculation.default.learner
+        return None if learner is None else learner.report
+
+    # Jobs, for `LLM` and `AsyncLLM`
+
+    def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
+        """See `JobMaker.jobs`."""
+        return self._job_maker.jobs(specs)
+
+    def job(self, spec: JobSpec) -> Job:
+        """The job of one prompt; see `JobMaker.jobs`."""
+        (job,) = self.jobs([spec])
+        return job
+
+    def read_specs(self, specs: Sequence[JobSpec]) -> list[ReadSpec]:
+        """See `JobMaker.read`: the first stage of making jobs."""
+        return self._job_maker.read(specs)
+
+    def strategies_of(self, specs: Sequence[ReadSpec]) -> list[Strategy | None]:
+        """See `JobMaker.strategies`: the second stage, which takes at most one turn."""
+        return self._job_maker.strategies(specs)
+
+    def made_jobs(
+        self, specs: Sequence[ReadSpec], strategies: Sequence[Strategy | None]
+    ) -> list[Job]:
+        """See `JobMaker.make`: the third stage."""
+        return self._job_maker.make(specs, strategies)
+
+    def lend(self) -> Target:
+        """The model over rows of its own, for another engine.
+
+        It is made when it is this thread's turn: a pass of another thread may have hooks on the
+        module that is copied.
+        """
+        lent = list[Target]()
+        self._turns.take_or_go_on(lambda: lent.append(self.target.with_own_rows()))
+        return lent[0]
+
+    def make_requests(self, spec: JobSpec) -> list[Request]:
+        """Check a prompt and make one request per output, without queueing them."""
+        (read,) = self.read_specs([spec])
+        return self._maker.make(read)
+
+    def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
+        """See `RequestMaker.read`."""
+        return self._maker.read(prompt)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """See `LLM.encode`."""
+        return list(self._maker.encode(prompt))
+
+    def measure_costs(self) -> None:
+        """Time passes now, and not at the first request whose controller decides by their costs.
+
+        Where draft lengths change the bits, no controller does so by default, and nothing is timed.
+        """
+        if self.target.bit_exact:
+            self._turns.take(self.strategies.measure_costs)
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Queue the jobs' requests."""
+        self._runs.start(jobs)
+
+    def end(self, jobs: Sequence[Job]) -> None:
+        """Abort those of these jobs that have not ended."""
+        self._runs.end(jobs)
+
+    def advance(self) -> StepReport | None:
+        """Advance all requests by one step, without taking chunks; see `Runs.advance`."""
+        return self._runs.advance()
+
+    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
+        """See `Runs.run`."""
+        return self._runs.run(jobs, after_step)
+
+    def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
+        """See `Runs.stream`."""
+        return self._runs.stream(jobs)

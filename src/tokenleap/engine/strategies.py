@@ -1,0 +1,338 @@
+"""Builds a `Strategy` (drafter, controller, acceptance rule) from a `speculative_config`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedTokenizerBase
+
+from tokenleap.config import SpeculativeConfig
+from tokenleap.control import Controller, Fixed, controller_class
+from tokenleap.control.hybrid_model import HybridModel
+from tokenleap.core.acceptance import AcceptanceRule
+from tokenleap.core.acceptance.coupled import Coupled
+from tokenleap.core.grammar import Grammars
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.beams import BeamDrafter, beam_drafter
+from tokenleap.drafters.hybrid import Hybrid
+from tokenleap.drafters.options.lookups import LONGEST_PREDICTED
+from tokenleap.drafters.overlap import VocabularyOverlap
+from tokenleap.drafters.prediction import with_prediction
+from tokenleap.drafters.spec import DrafterParts
+from tokenleap.engine.draft_models import DraftModels, Lent, LoadedOnce, lenders
+from tokenleap.engine.kv_budget import KVBudget
+from tokenleap.engine.online import learner_for
+from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.runtime.costs import CostCurve
+from tokenleap.runtime.kv_slab import SlabFull, is_out_of_memory
+from tokenleap.runtime.profiling import measure_costs
+from tokenleap.runtime.target import Target
+from tokenleap.speculation import Strategy
+
+__all__ = ["Speculative", "StrategyFactory"]
+
+_log = logging.getLogger(__name__)
+
+Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None
+"""How one request speculates; None takes the `LLM`'s configuration."""
+
+MAX_STRATEGIES = 64
+"""Most strategies of requests that are kept. What was not used for longest is dropped, and built
+again if needed."""
+
+
+class StrategyFactory:
+    """Builds the strategies of one target, one for each configuration.
+
+    Args:
+        target: the model being accelerated.
+        tokenizer: its tokenizer, or None.
+        grammars: compiles structured outputs for its tokens.
+        config: the `LLM`'s own configuration.
+        kv_budget: limits the KV of draft models, too.
+        quantization: the quantization of draft models.
+        runtime: the runtime of draft models.
+        max_num_seqs: most rows of the passes whose cost is measured.
+
+    Attributes:
+        most_kept: most strategies of requests that are kept.
+        vocabulary_overlap: how the vocabulary of the last draft model compares with the target's;
+            None without a draft model.
+
+    Raises:
+        ConfigError: a configuration asks for something that the model does not have.
+        CompatibilityError: drafter, model and rule do not fit together.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase | None,
+        grammars: Grammars,
+        config: SpeculativeConfig,
+        kv_budget: KVBudget,
+        *,
+        quantization: str | None,
+        runtime: str,
+        max_num_seqs: int,
+    ) -> None:
+        self.config = config
+        self.most_kept = MAX_STRATEGIES
+        self.vocabulary_overlap: VocabularyOverlap | None = None
+        self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
+        self._kv_budget, self._max_num_seqs = kv_budget, max_num_seqs
+        self._draft_models = DraftModels(target, kv_budget, quantization, runtime)
+        self._costs = CostCurve(peers=target.peers)  # of the target, so all controllers share it
+        self._built: list[tuple[SpeculativeConfig, Strategy]] = []
+        self._beams = Strategy(BeamDrafter(), Fixed(0), Coupled())  # without proposals
+        # By the strategy that they are made from, with which they are dropped.
+        self._for_beams: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
+        self._for_predictions: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
+
+    def strategy(self, given: Speculative, lent: Sequence[Lent] = ()) -> Strategy | None:
+        """The strategy of a configuration, built at its first use; None for the `LLM`'s default.
+
+        Args:
+            given: the configuration.
+            lent: what `lent_to` has returned for it.
+        """
+        if given is None:
+            return None
+        config = SpeculativeConfig.parse(given)
+        if config == self.config:
+            return None
+        if (strategy := self._known(config)) is not None:
+            others = [built for built in self._built if built[1] is not strategy]
+            self._built = [*others, (config, strategy)]  # the latest is last
+            return strategy
+        self._draft_models.lent = list(lent)
+        try:
+            self._built.append((config, self.build(config)))
+        finally:
+            self._draft_models.lent = []
+        del self._built[: -self.most_kept]
+        return self._built[-1][1]
+
+    def knows(self, given: Speculative) -> bool:
+        """Whether the strategy of a configuration is built; any thread may ask."""
+        if given is None:
+            return True
+        config = SpeculativeConfig.parse(given)
+        return config == self.config or self._known(config) is not None
+
+    def lent_to(self, given: Speculative) -> list[Lent]:
+        """Models of other `LLM`s that building a strategy will need.
+
+        It waits for their turns, so call it outside the own one: else two `LLM`s that lend to each
+        other would wait for each other.
+        """
+        if given is None or self.knows(given):
+            return []
+        config = SpeculativeConfig.parse(given)
+        return [(llm, llm.as_draft_model()) for llm in lenders(dict(config))]
+
+    def _known(self, config: SpeculativeConfig) -> Strategy | None:
+        return next((strategy for known, strategy in self._built if known == config), None)
+
+    def for_beams(self, given: Strategy | None) -> Strategy:
+        """The strategy of beam searches that take their proposals from this one's drafter.
+
+        Args:
+            given: whose drafter and draft length; None drafts nothing.
+
+        Raises:
+            CompatibilityError: its drafter cannot draft for beams.
+        """
+        if given is None:
+            return self._beams
+        if (known := self._for_beams.get(given)) is not None:
+            return known
+        length = given.controller.num_speculative_tokens
+        # Beams are not judged by a rule: the search reads log-probabilities.
+        made = Strategy(beam_drafter(given.drafter), Fixed(length), Coupled())
+        self._for_beams[given] = made
+        return made
+
+    @property
+    def costs(self) -> CostCurve:
+        """What passes of the target cost; all controllers share it."""
+        return self._costs
+
+    def for_prediction(self, given: Speculative, strategy: Strategy) -> Strategy:
+        """The strategy of requests with a prediction, which drafts from it first.
+
+        Where the prediction is of no use, it drafts with the same drafter as `strategy`.
+
+        Args:
+            given: the configuration of `strategy`; None is the `LLM`'s.
+            strategy: how the requests would speculate without a prediction.
+        """
+        if strategy.drafter.follows_prediction:
+            return strategy
+        if (known := self._for_predictions.get(strategy)) is not None:
+            return known
+        config = self.config if given is None else SpeculativeConfig.parse(given)
+        drafter = with_prediction(strategy.drafter, strategy.controller.num_speculative_tokens)
+        if not config.gamma:  # nothing was drafted, so there was no choice of how much
+            config = SpeculativeConfig(method="prediction")
+        controller = self._controller(config, drafter, strategy.rule, LONGEST_PREDICTED)
+        made = Strategy(drafter, controller, strategy.rule, strategy.learner)
+        self._measure_costs(controller)
+        self._for_predictions[strategy] = made
+        return made
+
+    def kept(self) -> list[Strategy]:
+        """The requests' strategies that are kept, with predictions and without."""
+        return [*(strategy for _, strategy in self._built), *self._for_predictions.values()]
+
+    def build(self, config: SpeculativeConfig) -> Strategy:
+        """Build a strategy. If the configuration names no rule, it has the `LLM`'s."""
+        rule = config.rule if config.names_rule else self.config.rule
+        drafter = self.drafter(config, rule)
+        same_bits = rule.ignores_draft_lengths and self._is_exact(drafter)
+        if not same_bits or self._target.peers.size > 1:
+            drafter.ignore_times()
+        learner = None
+        if config.online is not None:
+            _check_alone(self._target)
+            learner = learner_for(
+                config.method_name, drafter, config.online, self._target, same_bits=same_bits
+            )
+        controller = self._controller(config, drafter, rule)
+        strategy = Strategy(drafter, controller, rule, learner)
+        self._kv_budget.share()
+        self._measure_costs(strategy.controller)
+        return strategy
+
+    def drafter(self, config: SpeculativeConfig, rule: AcceptanceRule) -> Drafter:
+        """Build a drafter for the target and this acceptance rule."""
+        return self._drafter(config, self._target, rule.couples_draft, rule.counts_draws)
+
+    def sharing_models(self) -> StrategyFactory:
+        """A copy of this factory that loads every draft model only once.
+
+        Drafters that share a draft model also share its KV rows. So only one of them may be in use
+        at a time.
+        """
+        other = copy(self)
+        other._draft_models = LoadedOnce(self._draft_models)
+        other._built = []
+        other._for_beams, other._for_predictions = WeakKeyDictionary(), WeakKeyDictionary()
+        return other
+
+    # Inside
+
+    def _drafter(
+        self, config: SpeculativeConfig, target: Target, coupled: bool, shares: bool
+    ) -> Drafter:
+        if config.drafter_spec.needs_source and not target.reads_source:
+            raise CompatibilityError(
+                f"method '{config.method_name}' drafts for encoder-decoders, and this model is "
+                "decoder-only."
+            )
+        if config.drafter_spec.reads_no_source and target.reads_source:
+            raise CompatibilityError(
+                f"method '{config.method_name}' drafts for decoder-only models, and this model is "
+                "an encoder-decoder: draft with 'blockwise' or 'medusa' heads, or 'spec_drafter'."
+            )
+        parts = DrafterParts(
+            options=config.options,
+            coupled=coupled,
+            target=target,
+            model=config.model,
+            share_memory=self._kv_budget.add,
+            tokenizer=self._tokenizer,
+            grammars=self._grammars,
+            load_model=lambda: self._draft_models.load(
+                config.model, getattr(config.options, "draft_quantization", None)
+            ),
+            build=lambda inner, model, couples: self._drafter(
+                _inner_config(inner), model, couples, shares
+            ),
+        )
+        drafter = config.drafter_spec.build(parts)
+        if not isinstance(config.method, Drafter):  # a user's own may serve several rules
+            drafter.shares_nodes = shares
+        _check_layers(config.method_name, drafter, target)
+        self.vocabulary_overlap = drafter.vocabulary_overlap or self.vocabulary_overlap
+        return drafter
+
+    def _controller(
+        self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule, least: int = 0
+    ) -> Controller:
+        """The controller of a drafter, for drafts of `least` tokens or longer ones."""
+        name = config.controller_under(rule)
+        if config.controller is None and not self._is_exact(drafter):
+            name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
+        gamma = max(config.gamma_under(name), least)
+        hybrid = isinstance(drafter, Hybrid)
+        kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
+        options = None if config.controller is None else config.controller_options
+        controller = kind(
+            gamma,
+            options,
+            self._costs,
+            drafter.level_sizes(gamma),
+            at_once=drafter.drafts_at_once,
+            stops_early=drafter.stops_early,
+        )
+        if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
+            drafter.chooser = controller
+        return controller
+
+    def _is_exact(self, drafter: Drafter) -> bool:
+        """Whether passes over this drafter's drafts have the same bits as plain ones."""
+        return self._target.exact_trees if drafter.drafts_trees else self._target.bit_exact
+
+    def _measure_costs(self, controller: Controller) -> None:
+        """Time passes, once for all controllers, if this controller chooses by their costs."""
+        if not controller.needs_costs or not controller.num_speculative_tokens:
+            return
+        self.measure_costs()
+
+    def measure_costs(self) -> None:
+        """Time passes, unless that was done; to be called in a turn of the engine."""
+        if self._costs.measured:
+            return
+        try:
+            self._costs.start_from(measure_costs(self._target, self._max_num_seqs))
+            one, eight = 1e3 * self._costs(1), 1e3 * self._costs(8)
+            _log.info("a pass takes %.2f ms, one over 8 tokens %.2f ms", one, eight)
+        except (SlabFull, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # The costs are learnt from the steps instead.
+
+
+def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that needs hidden states of a layer that the model does not have."""
+    if not drafter.hidden_layers:
+        return
+    last = target.network.num_layers
+    for layer in drafter.hidden_layers:
+        if not 0 <= layer <= last:
+            raise CompatibilityError(
+                f"method '{method}' reads the hidden states of layer {layer}, and this model has "
+                f"layers 0 to {last} ({last} is what enters the final norm)."
+            )
+
+
+def _check_alone(target: Target) -> None:
+    """Refuse what learns by the clock, and might learn other bits in every process."""
+    if target.peers.size > 1:
+        raise ConfigError(
+            "online: a drafter learns while it serves in one process only, and this model runs in "
+            f"{target.peers.size}: leave it out, or train the drafter before."
+        )
+
+
+def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
+    """The configuration of an inner drafter; all other choices belong to the outer one."""
+    for name in ("num_speculative_tokens", "acceptance", "controller", "online"):
+        if name in fields:
+            raise ConfigError(f"{name} belongs to the outer speculative_config, not to {fields}.")
+    return SpeculativeConfig.parse(fields)

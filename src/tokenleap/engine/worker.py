@@ -1,0 +1,247 @@
+"""`Worker`: one thread that owns the steps of an engine; jobs come in by a queue, chunks go out.
+
+Other threads may still use the engine, in turns (`turns.py`). The worker's jobs then advance with
+theirs. All steps of a server are in one thread because OpenMP keeps a pool of threads for each
+thread that computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TypeAlias, TypeVar
+
+from tokenleap.engine.jobs import Job
+from tokenleap.engine.llm_engine import LLMEngine
+from tokenleap.engine.outbox import Outbox
+from tokenleap.engine.pool import closed_error
+from tokenleap.engine.runs import StepReport
+from tokenleap.engine.turns import SameProcess
+from tokenleap.errors import TokenleapError, in_one_line
+from tokenleap.outputs import StreamChunk
+
+__all__ = ["Deliver", "Worker"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Deliver: TypeAlias = Callable[[Sequence[StreamChunk], Exception | None], object]
+"""Takes the chunks of a job after a step, in the worker's thread; with an error there are no more.
+
+It must return at once and not raise.
+"""
+
+
+class Worker:
+    """Runs an engine's jobs in a thread of its own.
+
+    Args:
+        engine: the engine.
+
+    Attributes:
+        observe: called with the report of each step, in the worker's thread; None if nobody asks.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self.observe: Callable[[StepReport], object] | None = None
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._outbox = Outbox()
+        self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
+        self._lock = threading.Lock()  # nothing enters the inbox behind the command that closes it
+        self._process = SameProcess()
+        self._closed = False
+        self._running = True
+        self._observes = True  # and nothing was wrong with it so far
+        self._thread = threading.Thread(target=self._run, name="tokenleap-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes jobs."""
+        return self._thread.is_alive() and not self._closed
+
+    def start(self, job: Job, deliver: Deliver) -> None:
+        """Queue a job.
+
+        Raises:
+            TokenleapError: the worker is closed, or belongs to another process.
+        """
+        self._send(lambda: self._start(job, deliver))
+
+    def end(self, job: Job) -> None:
+        """Abort a job and deliver no more of it, if it has not ended; returns at once."""
+        with suppress(TokenleapError):  # closing has ended it
+            self._send(lambda: self._end(job))
+
+    def stop(self, job: Job) -> None:
+        """End the outputs of a job where they are; their last chunks still come."""
+        with suppress(TokenleapError):  # closing has ended it
+            self._send(lambda: self._stop_early(job))
+
+    def call(self, act: Callable[[], T]) -> Future[T]:
+        """Let the thread run this between two steps.
+
+        Raises:
+            TokenleapError: the worker is closed, or belongs to another process.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(act())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+        self._send(run)
+        return future
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End all jobs and the thread.
+
+        Args:
+            timeout: seconds to wait for the step that runs; None waits for its end.
+
+        Returns:
+            Whether the thread has ended. If not, it ends after the step.
+        """
+        self._close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(self._stop)
+
+    # In the thread
+
+    def _run(self) -> None:
+        while self._running:
+            try:
+                self._go_on()
+            except BaseException as error:  # a panic of native code: nothing is certain any more
+                _log.critical("the engine failed and was closed", exc_info=True)
+                self._close()
+                jobs = self._tell_all(TokenleapError(f"the engine failed: {in_one_line(error)}"))
+                for job in jobs:
+                    # It may panic again, and what waits in the inbox must be told, too.
+                    with suppress(BaseException):
+                        self._free(job)
+
+    def _go_on(self) -> None:
+        """Do what came in, and run a step if there are jobs."""
+        try:
+            self._obey()
+            if self._jobs:
+                self._advance()
+        except Exception as error:  # our own mistake: it ends the jobs, and not the worker
+            _log.exception("a step failed, and its requests were ended")
+            self._give_up(error)
+
+    def _obey(self) -> None:
+        """Do what came in; wait for it if there is nothing else to do."""
+        wait = not self._jobs
+        while self._running:
+            try:
+                command = self._inbox.get(block=wait)
+            except Empty:
+                return
+            command()
+            wait = False
+
+    def _advance(self) -> None:
+        report = self._engine.advance()
+        if report is not None:
+            self._observe(report)  # first: who has read an answer finds it in the metrics
+        for job in self._outbox.take():
+            self._report(job)
+
+    def _observe(self, report: StepReport) -> None:
+        if self.observe is None:
+            return
+        try:
+            self.observe(report)
+        except Exception:  # what counts the steps does not end the requests
+            if self._observes:
+                self._observes = False
+                _log.exception("a step could not be counted; later failures are not logged")
+
+    def _report(self, job: Job) -> None:
+        _, deliver = self._jobs.get(id(job), (job, None))
+        if deliver is None:  # it was aborted
+            return
+        try:
+            chunks = job.take()
+        except Exception as error:  # its text or trace cannot be made
+            self._fail(job, error)
+            return
+        if job.all_taken:
+            del self._jobs[id(job)]
+        deliver(chunks, None)
+
+    def _start(self, job: Job, deliver: Deliver) -> None:
+        self._jobs[id(job)] = job, deliver
+        self._outbox.watch([job])
+        try:
+            self._engine.start([job])
+        except Exception as error:
+            _log.exception("a request could not be queued")
+            self._fail(job, error)
+
+    def _end(self, job: Job) -> None:
+        if self._jobs.pop(id(job), None) is not None:
+            self._free(job)
+
+    def _stop_early(self, job: Job) -> None:
+        if id(job) in self._jobs:
+            self._free(job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """End one job because of an error that is its own."""
+        _, deliver = self._jobs.pop(id(job))
+        deliver((), error)
+        self._free(job)
+
+    def _free(self, job: Job) -> None:
+        """Let the engine end a job. If it cannot, that is no reason to end others."""
+        try:
+            self._engine.end([job])
+        except Exception:
+            _log.exception("a request could not be ended")
+
+    def _give_up(self, error: Exception) -> None:
+        """End all jobs because of an error that is not of one of them."""
+        for job in self._tell_all(error):
+            self._free(job)
+
+    def _tell_all(self, error: Exception) -> list[Job]:
+        """Deliver an error to all jobs, and forget them; they are still in the engine."""
+        jobs, self._jobs = list(self._jobs.values()), {}
+        for _, deliver in jobs:
+            deliver((), error)
+        return [job for job, _ in jobs]
+
+    def _stop(self) -> None:
+        self._running = False
+        self._give_up(TokenleapError("the engine was closed."))
+
+    # In other threads
+
+    def _send(self, command: Callable[[], None]) -> None:
+        self._process.check()
+        with self._lock:
+            if self._closed:
+                raise closed_error()
+            self._inbox.put(command)

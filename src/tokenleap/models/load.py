@@ -1,0 +1,211 @@
+"""From a Hugging Face folder to a model and a tokenizer in memory.
+
+Transformers is imported inside the functions, so that commands which only list or delete cached
+models start fast. `loaded` and the command line call them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenleap.errors import ModelError
+from tokenleap.models.folder import check_sizes, check_tokenizer, read_config, weight_files
+from tokenleap.models.guard import guarded
+from tokenleap.models.tensor_parallel import check_sharded, sharded
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["checked_config", "load_model", "load_tokenizer"]
+
+# A folder with any of these has a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def load_model(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_parallel_size: int = 1,
+    *,
+    fills_masks: bool = False,
+) -> PreTrainedModel:
+    """Load a decoder-only language model, or an encoder-decoder, for inference.
+
+    It reads only safetensors, runs no code from the folder, and uses no network.
+
+    Args:
+        folder: A Hugging Face folder.
+        dtype: Floating-point type the weights are converted to.
+        device: Where the model goes.
+        tensor_parallel_size: Number of processes that load a shard of it each, on the device of
+            each process; all of them must call this.
+        fills_masks: whether a Spec-Drafter is wanted, and not a model that writes text.
+
+    Returns:
+        The model in evaluation mode, its parameters without gradients.
+
+    Raises:
+        ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs its
+            own code, or has no such model; if it is a Spec-Drafter and none is wanted; or if the
+            device does not exist or has too little memory.
+        CompatibilityError: If it cannot be spread over so many processes, or is of a type that
+            cannot run.
+    """
+    config = checked_config(folder)
+    written = config.get("tokenleap")
+    if not fills_masks and isinstance(written, dict) and "spec_drafter" in written:
+        raise ModelError(
+            f"{folder} holds a Spec-Drafter, which fills masks and writes no text: it is the model "
+            "of the method 'spec_drafter', beside the one that it was trained for."
+        )
+    with guarded(f"cannot load the model in {folder}"):
+        kind = _kind(folder, config, tensor_parallel_size)
+        # `output_loading_info` makes it return a pair, which its type hints do not say.
+        model, report = kind.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            # `_check_loaded` reports them by name: Transformers' error points to a table it logs.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **sharded(tensor_parallel_size),
+        )
+        _check_loaded(folder, model, config, report)
+    model = model.eval().requires_grad_(False)
+    return model if tensor_parallel_size > 1 else _on_device(folder, model, device)
+
+
+def checked_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's `config.json`, compared with its weights.
+
+    Raises:
+        ModelError: If a file is missing or damaged, or the weights are not those of such a model.
+    """
+    config = read_config(folder)
+    check_sizes(folder / "config.json", config, _weight_shapes(folder))
+    return config
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Load a folder's tokenizer.
+
+    Args:
+        folder: A Hugging Face folder.
+
+    Returns:
+        The tokenizer, or None if the folder has no tokenizer files.
+
+    Raises:
+        ModelError: If the tokenizer's files are damaged or need their own code.
+    """
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    check_tokenizer(folder)
+    with guarded(f"cannot load the tokenizer in {folder}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        tokenizer.decode([*tokenizer("")["input_ids"], 0])  # what is damaged may only show now
+    return tokenizer
+
+
+def _weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The headers of the weight files, which reveal a truncated file.
+
+    Raises:
+        ModelError: If a file is truncated or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, "numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
+    return shapes
+
+
+def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> Any:
+    """The class that loads models of this kind, chosen before any weight is read.
+
+    Raises:
+        ModelError: If the model needs its own code.
+        CompatibilityError: If it cannot be spread over so many processes, or is an encoder-decoder
+            of a type that cannot run.
+    """
+    import transformers
+
+    from tokenleap.models.support import check_encoder_decoder
+
+    if "auto_map" in config and config.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ModelError(
+            f"the model in {folder} needs Python code of its own (auto_map in config.json), which "
+            f"is never run; use a model that Transformers knows"
+        )
+    parsed = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if tensor_parallel_size > 1:
+        check_sharded(parsed, tensor_parallel_size)
+    if not parsed.is_encoder_decoder:
+        return transformers.AutoModelForCausalLM
+    check_encoder_decoder((parsed.architectures or [parsed.model_type])[0], parsed)
+    if parsed.model_type == "whisper":
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM
+
+
+def _on_device(folder: Path, model: Any, device: torch.device) -> PreTrainedModel:
+    try:
+        moved: PreTrainedModel = model.to(device)
+    # AssertionError: torch is built without the device. RuntimeError: it does not exist or is full.
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"cannot put the model in {folder} on {device}: {reason}") from error
+    return moved
+
+
+def _check_loaded(
+    folder: Path, model: PreTrainedModel, config: dict[str, Any], report: dict[str, Any]
+) -> None:
+    """Check that the checkpoint is of this class and has every parameter, in the right shape."""
+    # Transformers would load BERT or a classifier as a language model, with random new weights.
+    architectures = config.get("architectures") or [type(model).__name__]
+    if type(model).__name__ not in architectures:
+        raise ModelError(
+            f"the model in {folder} is a {architectures[0]}, not {_wanted(model)} "
+            f"({type(model).__name__})"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{folder} lacks {len(missing)} weights of its model, {missing[0]} first; get it again"
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ModelError(
+            f"the weights in {folder} do not fit its config.json: {name} is {tuple(found)}, "
+            f"expected {tuple(expected)}"
+        )
+
+
+def _wanted(model: PreTrainedModel) -> str:
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder with a language-model head"
+    return "a causal language model"

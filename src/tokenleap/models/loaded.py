@@ -1,0 +1,209 @@
+"""The model of an `LLM`: loaded by name, or given as a module. `LLMEngine` uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tokenleap import models
+from tokenleap.core.memory import return_freed
+from tokenleap.errors import ConfigError
+from tokenleap.models.generation import generation_config_of, is_obeyed, sampling_defaults
+from tokenleap.models.resolver import gguf_file
+from tokenleap.models.support import default_device, default_dtype
+from tokenleap.models.tensor_parallel import check_processes
+
+__all__ = ["LoadedModel", "OpenPacked", "Packed"]
+
+
+class Packed(Protocol):
+    """A model whose weights are not in its module (see `runtime/packed.py`)."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """Its modules."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its configuration and its tokenizer."""
+        ...
+
+
+OpenPacked: TypeAlias = Callable[[str | Path, torch.dtype, torch.device], Packed | None]
+"""Opens a model's packed weights; None if the model must be loaded as a whole."""
+
+
+def _as_a_whole(_name: str | Path, _dtype: torch.dtype, _device: torch.device) -> None:
+    """Opens nothing."""
+
+
+@dataclass
+class LoadedModel:
+    """A module with its tokenizer, if it has one.
+
+    Args:
+        module: the model.
+        tokenizer: None if it has none.
+        path: its folder, without the weights if they are packed; None if it was given as a module.
+        name: what the user gave to load it by; None if it was given as a module.
+        packed: its packed weights, of which `module` has only a part; None if `module` has all.
+        tensor_parallel_size: number of processes that have a shard of the module each.
+        generation_config: which one is read; see `LLM`.
+    """
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    path: Path | None
+    name: str | None = None
+    packed: Packed | None = None
+    tensor_parallel_size: int = 1
+    generation_config: str | Path = "auto"
+
+    @staticmethod
+    def of(
+        model: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None,
+        dtype: str | torch.dtype,
+        device: str | torch.device,
+        open_packed: OpenPacked = _as_a_whole,
+        tensor_parallel_size: int = 1,
+        generation_config: str | Path = "auto",
+    ) -> LoadedModel:
+        """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
+
+        `open_packed` is asked first, unless several processes are to have a shard each.
+
+        Raises:
+            ModelError: the model cannot be found or read.
+            ConfigError: dtype or device is unknown, or differs from the loaded module's; or there
+                are not as many processes.
+            CompatibilityError: the model cannot be spread over the processes.
+        """
+        check_processes(tensor_parallel_size, model, device)
+        if tensor_parallel_size > 1:
+            _refuse_gguf(model)
+        if isinstance(tokenizer, str | Path):
+            tokenizer = _tokenizer_of(tokenizer)
+        if isinstance(model, PreTrainedModel):
+            _check_loaded(model, dtype, device)
+            return LoadedModel(
+                model,
+                tokenizer,
+                None,
+                tensor_parallel_size=tensor_parallel_size,
+                generation_config=generation_config,
+            )
+        if not isinstance(model, str | Path):
+            raise ConfigError(
+                "model: expected a folder, a GGUF file, an alias or a PreTrainedModel, got "
+                f"{type(model).__name__}."
+            )
+        place = default_device(device)
+        kind = default_dtype(dtype, place)
+        packed = None if tensor_parallel_size > 1 else open_packed(model, kind, place)
+        path = models.resolve(model) if packed is None else packed.folder
+        if packed is None:
+            module = models.load_model(path, kind, place, tensor_parallel_size)
+        else:
+            module = packed.module
+        tokenizer = tokenizer or models.load_tokenizer(path)
+        return LoadedModel(
+            module, tokenizer, path, str(model), packed, tensor_parallel_size, generation_config
+        )
+
+    @property
+    def title(self) -> str:
+        """What it was loaded by, or the class of the module given."""
+        return self.name or type(self.module).__name__
+
+    def forget_module(self) -> None:
+        """Let go of the module, whose weights a network may have packed; nothing may read it now.
+
+        If a draft model is loaded next, the two modules need not be in memory together. Calling it
+        again gives back what was freed since.
+        """
+        vars(self).pop("module", None)
+        self.packed = None
+        if self.path is not None:  # otherwise it is the user's, and stays
+            return_freed()
+
+    @property
+    def reload(self) -> Callable[[], PreTrainedModel] | None:
+        """Loads the module again; None if it was given as a module. It does not keep this one."""
+        dtype, device = self.module.dtype, self.module.device
+        if self.path is None:
+            return None
+        if self.packed is not None:
+            assert self.name is not None
+            return partial(_load_again, self.name, dtype, device)
+        return partial(models.load_model, self.path, dtype, device, self.tensor_parallel_size)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence tokens of the model's generation config and of the tokenizer."""
+        ids: set[int] = set()
+        configured = self.settings.eos_token_id if self.settings else None
+        if configured is not None:
+            ids.update([configured] if isinstance(configured, int) else configured)
+        if self.tokenizer is not None and isinstance(self.tokenizer.eos_token_id, int):
+            ids.add(self.tokenizer.eos_token_id)
+        return tuple(sorted(ids))
+
+    @cached_property
+    def settings(self) -> GenerationConfig | None:
+        """The generation config, whose special tokens are always read; None if there is none."""
+        return generation_config_of(self.module, self.generation_config)
+
+    @property
+    def obeyed_settings(self) -> GenerationConfig | None:
+        """The generation config, if it sets defaults and rules."""
+        return self.settings if is_obeyed(self.generation_config) else None
+
+    @property
+    def beam_defaults(self) -> dict[str, Any]:
+        """The generation config's values of options of beam search (see `SamplingParams`)."""
+        names = ("length_penalty", "early_stopping", "renormalize_logits")
+        given = {name: getattr(self.obeyed_settings, name, None) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The generation config's values of sampling parameters (see `SamplingParams`)."""
+        return sampling_defaults(self.obeyed_settings)
+
+
+def _refuse_gguf(model: object) -> None:
+    """Refuse a file for several processes: Transformers shards folders of safetensors."""
+    if isinstance(model, str | Path) and gguf_file(model) is not None:
+        raise ConfigError(
+            f"tensor_parallel_size: {model} is a GGUF file, which runs in one process: take the "
+            "model's safetensors."
+        )
+
+
+def _load_again(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a model that was packed as a whole; a GGUF file is converted for it."""
+    return models.load_model(models.resolve(name), dtype, device)
+
+
+def _tokenizer_of(name: str | Path) -> PreTrainedTokenizerBase:
+    found = models.find_tokenizer(name)
+    if found is None:
+        raise ConfigError(f"tokenizer: there is none in '{name}'.")
+    return found
+
+
+def _check_loaded(
+    model: PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device
+) -> None:
+    if dtype != "auto" and default_dtype(dtype, model.device) != model.dtype:
+        raise ConfigError(f"dtype: the loaded model is in {model.dtype}; convert it with .to().")
+    if device != "auto" and torch.device(device) != model.device:
+        raise ConfigError(f"device: the loaded model is on {model.device}; move it with .to().")

@@ -1,0 +1,245 @@
+"""What a user gets back: outputs and stream chunks. `as_dict` converts them for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenleap.core.acceptance.base import Origin
+from tokenleap.core.logprobs import PromptLogprobs, TokenLogprobs
+from tokenleap.core.shown import colours_as_html, colours_as_text, shortened
+from tokenleap.metrics import Metrics
+from tokenleap.trace import Trace
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = [
+    "BeamOutput",
+    "CompletionOutput",
+    "RequestOutput",
+    "StreamChunk",
+    "StreamedToken",
+]
+
+
+@dataclass(frozen=True)
+class BeamOutput:
+    """One of the outputs that a beam search has found.
+
+    Args:
+        token_ids: its tokens.
+        text: their text.
+        score: the sum of their log-probabilities after the length penalty.
+        cumulative_logprob: the sum itself.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    score: float
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True)
+class StreamedToken:
+    """A committed token; `text` is empty while a character or stop string may be incomplete.
+
+    `logprobs` are there if `SamplingParams.logprobs` asks for them.
+    """
+
+    token_id: int
+    text: str
+    origin: Origin
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class CompletionOutput:
+    """One output of one prompt. It may still be growing.
+
+    Notebooks and Rich show its text with every token in the colour of its origin: green if it was
+    drafted, blue if it is a correction.
+
+    `finish_reason` is None until the output ends. Then it is "stop" (end-of-sequence token, stop
+    token or stop string), "length" (max_tokens or the context limit), "abort" (the caller ended it)
+    or "error" (`error` says what went wrong). `stop_reason` is the stop string or the id of the
+    stop token; it is None for the end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    token_texts: tuple[str, ...]
+    """What each token added to the text. Parts of a character are added with its last token."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+    error: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    metrics: Metrics
+    trace: Trace
+    beams: tuple[BeamOutput, ...] = ()
+    """What a beam search has found, best first; empty without one, and until it has ended."""
+
+    @property
+    def tokens(self) -> tuple[StreamedToken, ...]:
+        """The tokens with text and origin, as `LLM.stream` delivers them."""
+        logprobs = self.logprobs or (None,) * len(self.token_ids)
+        parts = zip(self.token_ids, self.token_texts, self.origins, logprobs, strict=True)
+        return tuple(StreamedToken(*part) for part in parts)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None without `SamplingParams.logprobs`."""
+        return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
+
+    def __repr__(self) -> str:
+        """The text, and what it took, in one line."""
+        metrics, error = self.metrics, f", error={self.error!r}" if self.error else ""
+        return (
+            f"CompletionOutput(index={self.index}, text={shortened(self.text)}, "
+            f"finish_reason={self.finish_reason!r}{error}, tokens={len(self.token_ids)}, "
+            f"tokens_per_second={metrics.tokens_per_second:.1f}, "
+            f"mean_acceptance_length={metrics.mean_acceptance_length:.2f})"
+        )
+
+    def __rich__(self) -> Text:
+        """The text in colours, for Rich."""
+        return colours_as_text((token.text, token.origin) for token in self.tokens)
+
+    def _repr_html_(self) -> str:
+        """The text in colours, for notebooks."""
+        return colours_as_html((token.text, token.origin) for token in self.tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the trace."""
+        return {
+            "index": self.index,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "error": self.error,
+            "logprobs": None if self.logprobs is None else [asdict(x) for x in self.logprobs],
+            **({"beams": [asdict(beam) for beam in self.beams]} if self.beams else {}),
+            "metrics": self.metrics.as_dict(),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class RequestOutput:
+    """All outputs of one prompt. `text`, `metrics` and so on are those of the first output.
+
+    `prompt` and `prompt_token_ids` of an encoder-decoder are the decoder's.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: Sequence[CompletionOutput]
+    request_id: str | None = None
+    """The id that `LLMEngine.add_request` returned; None from `LLM.generate`."""
+    encoder_prompt: str | None = None
+    """The text that the encoder read; None if it was not given as text, or there is no encoder."""
+    encoder_prompt_token_ids: tuple[int, ...] | None = None
+    """The tokens that the encoder read, () of audio; None if there is no encoder."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Per token of the prompt, the `Logprob` of the token and of the most likely ones by token id,
+    and None for the first token. None without `SamplingParams.prompt_logprobs`, or if the request
+    ended before its prompt was computed."""
+
+    def __repr__(self) -> str:
+        """Prompt and outputs, in one line."""
+        source = "" if self.encoder_prompt is None else shortened(self.encoder_prompt)
+        of_source = f"encoder_prompt={source}, " if source else ""
+        prompt = "None" if self.prompt is None else shortened(self.prompt)
+        return f"RequestOutput({of_source}prompt={prompt}, outputs={list(self.outputs)})"
+
+    def _repr_html_(self) -> str:
+        """The outputs in colours, for notebooks."""
+        return "<hr>".join(output._repr_html_() for output in self.outputs)
+
+    def prompt_as_dict(self) -> dict[str, Any]:
+        """The prompt's token ids, the source's if there is one, and log-probabilities, for JSON."""
+        source, scores = self.encoder_prompt_token_ids, self.prompt_logprobs
+        told: dict[str, Any] = {} if source is None else {"encoder_prompt_token_ids": list(source)}
+        told["prompt_token_ids"] = list(self.prompt_token_ids)
+        if scores is not None:
+            told["prompt_logprobs"] = [
+                None if each is None else {token: asdict(found) for token, found in each.items()}
+                for each in scores
+            ]
+        return told
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    @property
+    def text(self) -> str:
+        """Text of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first output."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first output ended; None until it does."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of the first output."""
+        return self.outputs[0].logprobs
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics of the first output."""
+        return self.outputs[0].metrics
+
+    @property
+    def trace(self) -> Trace:
+        """Trace of the first output."""
+        return self.outputs[0].trace
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """The tokens of one output that were committed since its last chunk.
+
+    Args:
+        tokens: the tokens in order; the last chunk may have none.
+        output: the whole output if this is its last chunk, else None.
+        request_id: see `LLMEngine.add_request`; None from `LLM.stream`.
+        index: which of the prompt's n outputs the chunk belongs to.
+        prompt_index: which of the prompts of `LLM.stream` it belongs to.
+        prompt_logprobs: those of the prompt (see `RequestOutput`), in the first chunk of output 0;
+            None in all others.
+    """
+
+    tokens: tuple[StreamedToken, ...]
+    output: CompletionOutput | None = None
+    request_id: str | None = None
+    index: int = 0
+    prompt_index: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the output's last chunk."""
+        return self.output is not None
+
+    @property
+    def text(self) -> str:
+        """Text of all tokens of the chunk."""
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of the chunk's tokens, as `CompletionOutput` has them; None without."""
+        found = tuple(token.logprobs for token in self.tokens if token.logprobs is not None)
+        return found or None

@@ -1,0 +1,375 @@
+"""One sequence being generated: what is appended to it, when it ends, and what its user gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+
+from transformers import PreTrainedTokenizerBase
+
+from tokenleap.core import clock
+from tokenleap.core.acceptance.base import Accepted, Origin
+from tokenleap.core.bad_words import BadWords
+from tokenleap.core.beams import BeamDraft, Beams, BeamSettings, Hypothesis, Searched
+from tokenleap.core.grammar import Grammar
+from tokenleap.core.logprobs import PromptLogprobs, TokenLogprobs
+from tokenleap.core.noise import Noise, fresh_seed
+from tokenleap.core.params import SamplingParams
+from tokenleap.core.references import NO_REFERENCES, References
+from tokenleap.core.rules import DecodingRules
+from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.core.sequence import SHARED, Scope, SequenceState, new_key
+from tokenleap.core.source import Source
+from tokenleap.core.tree import Draft, chain
+from tokenleap.errors import RequestError, told
+from tokenleap.metrics import Metrics
+from tokenleap.outputs import BeamOutput, CompletionOutput, StreamedToken
+from tokenleap.runtime.costs import CostCurve
+from tokenleap.trace import PASS_SIZES, StepTrace
+from tokenleap.written import Written
+
+__all__ = ["Request"]
+
+
+class Request(SequenceState):
+    """State of one output from its prompt to its end.
+
+    Args:
+        prompt_ids: the prompt, at least one token. Of an encoder-decoder it is the decoder's, which
+            begins with its start token.
+        params: sampling parameters. The caller makes `n` requests of them.
+        vocab_size: width of the target's logits.
+        eos_token_ids: tokens that end the output.
+        max_model_len: most tokens of prompt and output together.
+        most_kept: the same, as far as `kv_cache_memory` allows. An output that needs more ends with
+            an error there; None is no limit.
+        tokenizer: makes text and finds stop strings; with None the text stays empty.
+        index: which of the prompt's n outputs this is, from 0.
+        trace_all: record p of every drafted token, also of those that the rule did not reach.
+        grammar: the compiled `params.structured_outputs`, for this request alone (it has state).
+        source: what the encoder reads; None for a decoder-only model.
+        rules: what an encoder-decoder's generation config does to its logits.
+        references: texts that drafters may quote, besides what the request reads and writes.
+        prediction: the text that its output is expected to repeat, as the only one of these
+            references; none if nothing is expected.
+        bad_words: the tokens of `params.bad_words`; None if there are none.
+        scope: what it shares with other requests.
+        new_seed: draws the seed if `params` have none.
+
+    Attributes:
+        prompt_scores: the log-probabilities of the prompt's tokens but the first, as far as they
+            are computed; None if they are not needed.
+        pass_costs: what passes cost, for the trace; None if they are not recorded.
+        on_news: called after tokens were committed and when the request is closed, in the thread
+            that runs the step; None if nobody asked.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        max_model_len: int,
+        most_kept: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        index: int = 0,
+        trace_all: bool = False,
+        grammar: Grammar | None = None,
+        source: Source | None = None,
+        rules: DecodingRules | None = None,
+        references: References = NO_REFERENCES,
+        prediction: References = NO_REFERENCES,
+        bad_words: BadWords | None = None,
+        scope: Scope = SHARED,
+        new_seed: Callable[[], int] = fresh_seed,
+    ) -> None:
+        assert prompt_ids, "the caller refuses empty prompts"
+        room = max_model_len - len(prompt_ids)
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        own = None if rules is None else rules.for_output(prompt_ids, source, wanted)
+        kept = wanted if most_kept is None else most_kept - len(prompt_ids)
+        self._max_tokens, self._too_long = min(wanted, kept), wanted > kept
+        sampler = Sampler(params, vocab_size, prompt_ids, eos_token_ids, grammar, own, bad_words)
+        seed = new_seed() if params.seed is None else params.seed
+        super().__init__(prompt_ids, params, sampler, Noise(seed + index), source)
+        self.references, self.prediction, self.scope = references, prediction, scope
+        if params.beam_width > 1:
+            settings = BeamSettings.of(params, self._max_tokens, sampler.stop_ids)
+            self.beams = Beams(settings, chain([self.root]))
+        self.index = index
+        self.trace_all = trace_all
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.failure: Exception | None = None
+        self.closed = False  # the scheduler has released it; it does not change any more
+        self.metrics = Metrics(
+            prompt_tokens=len(prompt_ids), source_tokens=0 if source is None else len(source)
+        )
+        self.admitted_at = 0.0
+        self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._written = Written(params, tokenizer)
+        # All outputs of a prompt would have the same.
+        scored = params.prompt_logprobs is not None and index == 0
+        self.prompt_scores: list[TokenLogprobs] | None = [] if scored else None
+        self.pass_costs: CostCurve | None = None
+        self.on_news: Callable[[], None] | None = None
+        self._beam_outputs: tuple[BeamOutput, ...] = ()
+
+    # Read by drafters and the loop
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated. A useful draft is at least one token shorter."""
+        return self._max_tokens - len(self._written)
+
+    def shadow(self, noise: Noise, max_model_len: int, key: int | None = None) -> Request:
+        """A copy with the same tokens and distributions that ends only with the context.
+
+        The middle model of a cascade generates for it.
+
+        Args:
+            noise: the shadow's noise.
+            max_model_len: the middle model's context.
+            key: the key of an earlier shadow that this one replaces; None takes a new one.
+        """
+        other = copy(self)
+        other.key = new_key() if key is None else key
+        other.noise = noise
+        endless = {"stop": (), "stop_token_ids": (), "max_tokens": None, "logprobs": None}
+        other.on_news = None
+        other.params = self.params.model_copy(update=endless)
+        other.token_ids = list(self.token_ids)
+        other.metrics = Metrics()
+        other.failure = other.finish_reason = None
+        other._eos = frozenset()
+        other._max_tokens, other._too_long = max_model_len - len(self.token_ids), False
+        other.trace_all = False
+        other._written = Written(other.params, None)
+        return other
+
+    # The prompt
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are still to be computed."""
+        if self.prompt_scores is None:
+            return 0
+        return len(self.prompt_ids) - 1 - len(self.prompt_scores)
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether KV from the prefix cache may take the place of computing the prompt."""
+        skip = self.params.skip_reading_prefix_cache
+        return not (self.num_unscored if skip is None else skip)
+
+    def end_unwritten(self) -> None:
+        """End an output that was to have no tokens; its prompt is computed."""
+        assert not self.remaining
+        assert not self._written.tokens
+        self._finish("length", None)
+
+    # Called by the loop and the scheduler
+
+    def extend(
+        self, draft: Draft, p: TreeDistributions, accepted: Accepted, step: StepTrace
+    ) -> list[StreamedToken]:
+        """Append the accepted tokens one by one, until the output stops.
+
+        Args:
+            draft: the verified draft.
+            p: the target's distributions at its nodes.
+            accepted: the rule's decision.
+            step: the step's trace; its `committed` is set here.
+
+        Returns:
+            The committed tokens, each with the text that became final.
+        """
+        parents = (0, *accepted.path)
+        tokens = [*(draft.tree.tokens[node] for node in accepted.path), accepted.token]
+        origins = [*(Origin.DRAFT for _ in accepted.path), accepted.origin(draft)]
+        streamed: list[StreamedToken] = []
+        try:
+            for parent, token, origin in zip(parents, tokens, origins, strict=True):
+                streamed.append(self._append(token, origin, self._logprobs(p, parent, token)))
+                if self.finished:
+                    break
+        finally:  # after an error, without the token that has no text
+            step.committed = len(streamed)
+            self.metrics.count(step)
+            self._written.trace.steps.append(step)
+            self._publish(streamed)
+        return streamed
+
+    def _logprobs(self, p: TreeDistributions, node: int, token: int) -> TokenLogprobs | None:
+        """Log-probabilities of a token that follows a node, if the user wants them."""
+        top = self.params.logprobs
+        return None if top is None else TokenLogprobs.of(p.log_probs(node), token, top)
+
+    def _publish(self, tokens: Sequence[StreamedToken]) -> None:
+        self._written.publish(tokens)
+        if self.on_news is not None:
+            self.on_news()
+
+    def follow(self, draft: BeamDraft, searched: Searched) -> None:
+        """Go on with a beam search, and append the tokens that it commits.
+
+        Args:
+            draft: the verified draft.
+            searched: what the pass brought.
+        """
+        self.beams = searched.beams
+        if searched.beams.done:
+            self._beam_outputs = tuple(map(self._beam_output, searched.beams.finished))
+        self._publish([self._append(token, Origin.PLAIN) for token in searched.tokens])
+        assert self.finished == searched.beams.done, "a search ends where its best output ends"
+        metrics = self.metrics
+        metrics.generated_tokens = len(self._written)
+        metrics.target_passes += 1
+        if draft.num_proposed:
+            metrics.num_drafts += 1
+            metrics.num_draft_tokens += draft.num_proposed
+            metrics.num_accepted_tokens += searched.steps - 1
+
+    def _beam_output(self, found: Hypothesis) -> BeamOutput:
+        tokens = (*self.output_ids, *found.tokens)
+        return BeamOutput(tokens, self._written.decoded(tokens), found.score, found.log_prob)
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether `take` has tokens to give."""
+        return self._written.has_fresh
+
+    def take(self) -> tuple[StreamedToken, ...]:
+        """Tokens committed since the last call, whichever thread ran the steps."""
+        return self._written.take()
+
+    def close(self) -> None:
+        """Mark that the request does not change any more."""
+        self.closed = True
+        tell, self.on_news = self.on_news, None  # nobody keeps the request in memory from here on
+        if tell is not None:
+            tell()
+
+    def _append(
+        self, token: int, origin: Origin, logprobs: TokenLogprobs | None = None
+    ) -> StreamedToken:
+        length = len(self._written) + 1
+        may_stop = length >= self.params.min_tokens
+        text = self._written.text_of(token, may_stop=may_stop)
+        if may_stop:
+            self._check_stop(token)
+        if not self.finished and length >= self._max_tokens:
+            self._end_at_limit()
+        if self.finished:
+            text += self._written.rest()
+        streamed = StreamedToken(token, text, origin, logprobs)
+        self.token_ids.append(token)
+        self._written.add(streamed)
+        return streamed
+
+    def _end_at_limit(self) -> None:
+        if not self._too_long:
+            self._finish("length", None)
+            return
+        most = len(self.token_ids) + 1
+        self.fail(
+            RequestError(
+                f"kv_cache_memory has room for {most} tokens, prompt included, and the output is "
+                f"longer: raise kv_cache_memory, or set max_model_len to {most} or less, or "
+                "max_tokens.",
+                by_parameters=True,
+            )
+        )
+
+    def _check_stop(self, token: int) -> None:
+        if token in self._eos:
+            self._finish("stop", None)
+        elif token in self.params.stop_token_ids:
+            self._finish("stop", token)
+        elif self._written.stopped_at is not None:
+            self._finish("stop", self._written.stopped_at)
+
+    def record_times(self, draft: float, verify: float, accept: float) -> None:
+        """Add a step's times (seconds, of the whole batch) to the metrics and the trace."""
+        self.metrics.draft_seconds += draft
+        self.metrics.verify_seconds += verify
+        self.metrics.accept_seconds += accept
+        if self.beams is None:
+            last = self.last_step
+            last.draft_seconds, last.verify_seconds = draft, verify
+            last.accept_seconds = max(0.0, accept - last.recording_seconds)
+
+    @property
+    def last_step(self) -> StepTrace:
+        """The step that committed the last tokens."""
+        return self._written.trace.steps[-1]
+
+    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.admitted_at:  # else it ended while it waited
+            self.metrics.seconds = clock.now() - self.admitted_at
+
+    def abort(self) -> None:
+        """End the output at its present length."""
+        if not self.finished:
+            self._written.break_off()
+            self._finish("abort", None)
+
+    def fail(self, error: Exception) -> None:
+        """End the output at its present length, because of an error in this request alone."""
+        self.failure = error
+        self._finish("error", None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it or its drafter failed: what a draft model computed for it may be NaN."""
+        return self.failure is not None or self.metrics.drafter_failure is not None
+
+    def fail_with(self, other: Request) -> None:
+        """Take over the failures of the request that this one was made for."""
+        self.failure = other.failure
+        self.metrics.drafter_failure = other.metrics.drafter_failure
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, in one line; None if nothing did."""
+        return None if self.failure is None else told(self.failure)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """See `RequestOutput`."""
+        if self.prompt_scores is None or self.num_unscored:
+            return None
+        return (None, *(each.by_token(self._written.piece) for each in self.prompt_scores))
+
+    def output(self) -> CompletionOutput:
+        """The output with the tokens generated so far."""
+        written, metrics = self._written, self.metrics
+        if self.finished:
+            written.name_tokens()
+            if self.pass_costs:
+                written.trace.pass_seconds = {n: self.pass_costs(n) for n in PASS_SIZES}
+        written.trace.encode_seconds = metrics.encode_seconds
+        written.trace.prefill_seconds = metrics.prefill_seconds
+        tokens, wanted = tuple(written.tokens), self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=written.text,
+            token_ids=tuple(token.token_id for token in tokens),
+            origins=tuple(token.origin for token in tokens),
+            token_texts=tuple(token.text for token in tokens),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            logprobs=tuple(t.logprobs for t in tokens if t.logprobs) if wanted else None,
+            metrics=metrics,
+            trace=written.trace,
+            beams=self._beam_outputs,
+        )

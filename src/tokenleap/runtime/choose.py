@@ -1,0 +1,229 @@
+"""Picks the network that computes a model's passes, and the kind of slab that it needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from transformers import PreTrainedModel
+
+from tokenleap.core.peers import ALONE, Peers
+from tokenleap.errors import ConfigError
+from tokenleap.runtime.choices import AUTO, DRAFTING, NONE, RUNTIMES, TORCH_RUNTIMES
+from tokenleap.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
+from tokenleap.runtime.cuda import StaticSlab, cuda_network
+from tokenleap.runtime.cuda.network import CudaNetwork
+from tokenleap.runtime.group import Group
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.lean import DenseLinear, LeanDecoder
+from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, is_llama
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.packed import PackedDecoder
+from tokenleap.runtime.native.seq2seq import NativeSeq2Seq, why_not_native_seq2seq
+from tokenleap.runtime.native.support import why_no_library, why_not_native, wrong_sizes
+from tokenleap.runtime.network import Network
+from tokenleap.runtime.seq2seq.network import Seq2SeqNetwork
+from tokenleap.runtime.sharded import ShardedNetwork
+
+__all__ = ["check_sharding", "head_network", "network_for", "slab_for"]
+
+_log = logging.getLogger(__name__)
+
+_STATIC_POSITIONS = 2048
+"""Positions per row of a new GPU slab. When the slab grows, the captured graphs are lost."""
+
+
+def network_for(
+    model: PreTrainedModel,
+    quantization: str | None = None,
+    runtime: str = "auto",
+    beside: Network | None = None,
+    packed: PackedDecoder | None = None,
+    peers: Peers = ALONE,
+) -> Network:
+    """The fastest network that can run a model. The model itself is not changed.
+
+    Args:
+        model: the Transformers module.
+        quantization: "int8" and "int4" quantize the weights of linear layers. None keeps them.
+        runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
+            operations ("lean": those of `LeanDecoder`, "module": those of the Transformers module),
+            "cuda" captures these in CUDA graphs, and "compiled" also compiles them
+            with `torch.compile`. "auto" takes "cuda" on a GPU, and runs without graphs if they
+            cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
+        beside: a network that stays in memory. If both are native, weights with the same bits are
+            in memory once.
+        packed: the model's weights as the native runtime reads them, if the module does not have
+            them.
+        peers: the processes over which the model's weights are spread.
+
+    Raises:
+        ConfigError: the quantization or runtime is unknown, or not available for this model on
+            this machine.
+        CompatibilityError: the model's layers cannot be quantized.
+    """
+    if runtime not in RUNTIMES:
+        raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
+    if packed is not None:
+        return NativeDecoder(packed, beside=_native(beside))
+    if isinstance(peers, Group):
+        check_sharding(quantization, runtime, peers.size)
+        return ShardedNetwork.of(model, peers)
+    check_quantization(quantization, model.device)
+    if model.config.is_encoder_decoder:
+        return _seq2seq_network(model, quantization, runtime)
+    on_gpu = model.device.type == "cuda"
+    if runtime in ("cuda", "compiled") and not on_gpu:
+        raise ConfigError(
+            f"runtime: {runtime} needs a CUDA device, and the model is on {model.device.type}."
+        )
+    if on_gpu and runtime in ("auto", "cuda", "compiled"):
+        compiler = "inductor" if runtime == "compiled" else None
+        return cuda_network(model, compiler=compiler, required=runtime != "auto")
+    reason = _why_not_native(model, quantization, runtime, why_not_native)
+    if reason is None:
+        return NativeDecoder(LlamaWeights(model), quantization, beside=_native(beside))
+    return _torch_network(model, linear_layer(model.dtype, model.device, quantization), runtime)
+
+
+def _why_not_native(
+    model: PreTrainedModel,
+    quantization: str | None,
+    runtime: str,
+    unsupported: Callable[[PreTrainedModel], str | None],
+) -> str | None:
+    """Why the C++ code does not run a model; None if it does. Compiles it if needed.
+
+    Args:
+        model: the Transformers module.
+        quantization: as in `network_for`.
+        runtime: as in `network_for`.
+        unsupported: why it cannot run the model, on any machine.
+
+    Raises:
+        ConfigError: the quantization or runtime is not available without it.
+    """
+    asked = runtime in ("torch", *TORCH_RUNTIMES)
+    reason = f"the runtime is '{runtime}'" if asked else unsupported(model)
+    if reason is None:
+        reason = why_no_library()
+        if reason is None:
+            return None
+        if runtime == "auto":
+            _warn_once(reason)
+    if runtime == "native":
+        raise ConfigError(
+            f"runtime: native is not available for this model on this machine: {reason}."
+        )
+    if quantization in ("int4", DRAFTING):
+        option = "draft_quantization" if quantization == DRAFTING else "quantization"
+        raise ConfigError(
+            f"{option}: int4 needs the native runtime, which cannot be used here: {reason}; take "
+            "int8 or leave it out."
+        )
+    return reason
+
+
+def _torch_network(
+    model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None, runtime: str
+) -> Network:
+    """The network in PyTorch's operations; arguments as in `network_for`.
+
+    Raises:
+        ConfigError: the runtime is "lean", which does not run this model.
+    """
+    if runtime == "lean" and not is_llama(model):
+        raise ConfigError(
+            "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3, and not all their "
+            "configurations: take 'module' or 'torch'."
+        )
+    if runtime == "lean" or (runtime != "module" and linear is not None and is_llama(model)):
+        return LeanDecoder(LlamaWeights(model), linear or DenseLinear)
+    return ModuleNetwork.sharing(model) if linear is None else ModuleNetwork.packed(model, linear)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    _log.warning("Decoding is slower without the native (C++) runtime: %s.", reason)
+
+
+def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
+    """Refuse what cannot run a model whose weights are spread over so many processes.
+
+    Raises:
+        ConfigError: the quantization or runtime is for models in one process.
+    """
+    if size == 1:
+        return
+    for option, value, takes in (
+        ("runtime", runtime, ("auto", "torch", "module")),
+        ("quantization", quantization, (None, AUTO, NONE)),
+    ):
+        if value not in takes:
+            raise ConfigError(
+                f"{option}: {value} is for a model in one process, not for tensor_parallel_size "
+                f"{size}: leave it out."
+            )
+
+
+def _seq2seq_network(model: PreTrainedModel, quantization: str | None, runtime: str) -> Network:
+    """The network of an encoder-decoder.
+
+    Raises:
+        ConfigError: the runtime is for decoder-only models, or the quantization or runtime is not
+            available for this model on this machine.
+        CompatibilityError: the model is of an unknown kind, or its layers cannot be quantized.
+    """
+    takes = ("auto", "native", "torch", "lean")
+    if runtime not in takes:
+        raise ConfigError(
+            f"runtime: {runtime} is for decoder-only models, and {type(model).__name__} is an "
+            f"encoder-decoder; it takes {', '.join(takes)}."
+        )
+    if _why_not_native(model, quantization, runtime, why_not_native_seq2seq) is None:
+        return NativeSeq2Seq(model, quantization)
+    return Seq2SeqNetwork(model, linear_layer(model.dtype, model.device, quantization))
+
+
+def slab_for(network: Network, max_model_len: int) -> KVSlab:
+    """An empty slab of the kind that a network needs, for rows of up to `max_model_len` tokens."""
+    if not isinstance(network, CudaNetwork):
+        return KVSlab()
+    return StaticSlab(positions=min(max_model_len, _STATIC_POSITIONS))
+
+
+def head_network(
+    weights: DecoderWeights,
+    target: Network,
+    quantization: str | None = None,
+    *,
+    of_target: str | None = None,
+) -> Network:
+    """The network of a drafting head that works for a target.
+
+    Args:
+        weights: the head's, on the target's device and in its dtype.
+        target: the target's network: a native target gets a native head, if it supports the sizes.
+        quantization: "int8" or "none". None chooses: int8 for a native head whose weights would be
+            bfloat16, or whose target is quantized.
+        of_target: the target's quantization.
+
+    Raises:
+        ConfigError: the device has no int8.
+    """
+    dtype, device = weights.embedding.dtype, weights.embedding.device
+    native = isinstance(target, NativeDecoder) and wrong_sizes(weights) is None
+    if quantization is None and native and (of_target or dtype == torch.bfloat16):
+        quantization = "int8"
+    own = None if quantization == "none" else quantization
+    if native:
+        return NativeDecoder(weights, own, beside=_native(target))
+    check_quantization(own, device, "draft_quantization")
+    return LeanDecoder(weights, linear_layer(dtype, device, own) or DenseLinear)
+
+
+def _native(network: Network | None) -> NativeDecoder | None:
+    return network if isinstance(network, NativeDecoder) else None

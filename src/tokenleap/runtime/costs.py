@@ -1,0 +1,172 @@
+"""The cost curve: expected seconds of a target's pass, by its numbers of rows and nodes.
+
+Controllers choose draft lengths by it. `profiling.py` measures it once. Then every pass updates it.
+
+Leviathan et al. assume that verification has a constant cost. On a real machine, this holds only
+while reading the weights takes longer than computing with them. Here a pass over r rows and n nodes
+is modelled to cost
+
+    a (f(r) + row (r - 1)) + b (f(n) - f(r)) seconds.
+
+f is the curve of a single row, and `row` is the cost of one more row's context. The first term is
+the pass without drafts. The second is what verifying drafts adds. a and b change independently: on
+a shared machine, reading weights may take twice as long from one second to the next, while
+computing does not. Each of them is modelled as a random walk. A Kalman filter tracks both and
+attributes an error to the coefficient that is less certain.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from statistics import mean
+
+from tokenleap.core.peers import ALONE, Peers
+
+__all__ = ["CostCurve"]
+
+_DRIFT, _NOISE = 0.01, 0.04
+"""Relative standard deviations: of a coefficient's change from pass to pass; of one measurement."""
+
+_MOST_DOUBT = 0.5
+"""A coefficient's relative standard deviation grows up to this while nothing measures it."""
+
+_MOST_ERROR = 3.0
+"""Errors are clipped at this many standard deviations: one slow pass may be an outlier."""
+
+_DOUBT_MEASURED, _DOUBT_GUESSED = 0.5, 1.0
+"""Relative standard deviation of b at the start: of a measured curve; of a guessed one."""
+
+_LEAST = 0.05
+"""Coefficients do not fall below this: their changes are relative, so 0 would be final."""
+
+_LEAST_SLOPE = 0.001
+"""The least that each further node costs, in passes over one node: no draft is free."""
+
+_ROW = 0.02
+"""`row` where it was not measured, in passes over one node."""
+
+_GUESS = {nodes: 1.0 + 1.5 * (nodes - 1) / 63 for nodes in (1, 2, 4, 8, 16, 32, 64)}
+"""f where it was not measured: cost by number of nodes, in passes over one node. It is low on
+purpose: a draft that seems too expensive is never tried, and then its cost is never measured."""
+
+_SHORTEST = 1e-9
+"""Least seconds of a pass: a coarse clock may measure 0, and costs are divisors."""
+
+
+class CostCurve:
+    """Expected seconds of a pass. All controllers of a target share one curve.
+
+    f is linear between its points. Beyond the last one, it is proportional to the number of nodes.
+
+    Args:
+        points: measured seconds by the number of nodes of a single row, or by (rows, nodes).
+            Without them the curve is a guess in passes over one node, until the first observed
+            pass scales it to seconds.
+        peers: the processes that compute the target together.
+
+    Attributes:
+        agreed: gives all processes the seconds that the first one measured, so that they decide
+            alike. Whatever a controller measures goes through it.
+        measured: whether the curve started from measured points.
+    """
+
+    def __init__(
+        self,
+        points: Mapping[int, float] | Mapping[tuple[int, int], float] | None = None,
+        peers: Peers = ALONE,
+    ) -> None:
+        self.agreed = peers.agreed
+        self.measured = bool(points)
+        self._known = self.measured  # whether costs are in seconds
+        shapes = {
+            shape if isinstance(shape, tuple) else (1, shape): max(seconds, _SHORTEST)
+            for shape, seconds in (points or _GUESS).items()
+        }
+        self._set_curve({nodes: s for (rows, nodes), s in shapes.items() if rows == 1})
+        one = self._seconds[0]
+        extra = [(s - self._alone(n)) / (r - 1) for (r, n), s in shapes.items() if r > 1]
+        self._row = max(mean(extra), 0.0) if extra else _ROW * one
+        self._a = self._b = 1.0
+        doubt = _DOUBT_MEASURED if self.measured else _DOUBT_GUESSED
+        self._covariance = (0.05**2, 0.0, doubt**2)  # variance of a, covariance, variance of b
+        self._cut = 0.0  # what clipping took off the last error
+
+    def _set_curve(self, points: Mapping[int, float]) -> None:
+        self._nodes = sorted(points)
+        self._seconds = [points[self._nodes[0]]]
+        slope = _LEAST_SLOPE * self._seconds[0] / self._nodes[0]
+        for before, nodes in zip(self._nodes, self._nodes[1:], strict=False):
+            # Noise may make a larger pass look faster than a smaller one.
+            least = self._seconds[-1] + slope * (nodes - before)
+            self._seconds.append(max(points[nodes], least))
+
+    def start_from(self, other: CostCurve) -> None:
+        """Become a measured curve, in place, because other objects share this one."""
+        self.__dict__.update(other.__dict__)
+        self.measured = True
+
+    def __bool__(self) -> bool:
+        """Whether any pass has been measured, so that costs are in seconds."""
+        return self._known
+
+    def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
+        """Learn from one pass over this many nodes, roots included, in this many rows."""
+        seconds = max(self.agreed(seconds), _SHORTEST)
+        if not self._known:
+            self._known, scale = True, seconds / self(positions, rows)
+            self._seconds = [scale * each for each in self._seconds]
+            self._row *= scale
+        x, y = self._parts(positions, rows)
+        aa, ab, bb = self._covariance
+        aa, bb = _drifted(aa, self._a), _drifted(bb, self._b)
+        expected = self._a * x + self._b * y
+        noise = (_NOISE * expected) ** 2
+        most = _MOST_ERROR * (aa * x * x + 2 * ab * x * y + bb * y * y + noise) ** 0.5
+        error = min(max(seconds - expected, -most), most)
+        before, self._cut = self._cut, seconds - expected - error
+        if before * self._cut > 0:  # clipped twice on the same side: not an outlier
+            aa, bb = _doubled(aa, self._a), _doubled(bb, self._b)
+        shared_a, shared_b = aa * x + ab * y, ab * x + bb * y
+        variance = shared_a * x + shared_b * y + noise
+        self._a = max(self._a + shared_a * error / variance, _LEAST)
+        self._b = max(self._b + shared_b * error / variance, _LEAST)
+        self._covariance = (
+            aa - shared_a * shared_a / variance,
+            ab - shared_a * shared_b / variance,
+            bb - shared_b * shared_b / variance,
+        )
+
+    def __call__(self, positions: float, rows: int = 1) -> float:
+        """Expected seconds of a pass over this many nodes, roots included, in this many rows."""
+        plain, drafted = self._parts(positions, rows)
+        return self._a * plain + self._b * drafted
+
+    def _parts(self, positions: float, rows: int) -> tuple[float, float]:
+        """Seconds of the pass without drafts, and of its drafts, where a = b = 1."""
+        alone = self._alone(rows)
+        drafted = self._alone(positions) - alone if positions > rows else 0.0
+        return alone + self._row * (rows - 1), drafted
+
+    def _alone(self, positions: float) -> float:
+        """f, the curve of a single row."""
+        nodes, seconds = self._nodes, self._seconds
+        if positions > nodes[-1]:
+            return seconds[-1] * positions / nodes[-1]
+        if positions <= nodes[0]:
+            return seconds[0]
+        # Not by NumPy: for a single number, its calls take ten times as long.
+        right = bisect_left(nodes, positions)
+        left = right - 1
+        share = (positions - nodes[left]) / (nodes[right] - nodes[left])
+        return seconds[left] + share * (seconds[right] - seconds[left])
+
+
+def _drifted(variance: float, value: float) -> float:
+    """The variance after one more step of the random walk."""
+    return variance + (_DRIFT * value) ** 2 if variance < (_MOST_DOUBT * value) ** 2 else variance
+
+
+def _doubled(variance: float, value: float) -> float:
+    """The variance after two errors that were clipped on the same side."""
+    return 2 * variance if variance < value**2 else variance

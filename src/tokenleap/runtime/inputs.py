@@ -1,0 +1,214 @@
+"""The inputs of a pass: the nodes of several rows, and the slots that each node sees.
+
+`Passes` makes them. Native code reads the numbers. Networks on PyTorch's operations read tensors,
+which are made when they are first accessed.
+
+Rows may have different numbers of nodes. Attention then needs a rectangle with padding, [B, N]. All
+other operations run on the nodes alone, [T]: in a batch of sixteen in which one row drafts five
+tokens, four fifths of the rectangle are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenleap.core.tree import TokenTree
+from tokenleap.runtime.attention import padded_rows
+from tokenleap.runtime.windows import Window
+
+__all__ = ["PassInputs", "RowNodes", "masked_nodes", "tree_nodes"]
+
+
+@dataclass(frozen=True)
+class RowNodes:
+    """The n nodes of one row.
+
+    Args:
+        start: slot of the first node's KV; the other nodes' slots follow.
+        tokens: [n] token ids.
+        positions: [n] positions in the text.
+        prefixes: [n] how many of the row's first slots each node sees.
+        tails: [n] the slots that each node sees behind its prefix, ascending. A node's own slot is
+            in its prefix or in its tail. Empty if no node has a tail, as in a chain.
+    """
+
+    start: int
+    tokens: Sequence[int] = ()
+    positions: Sequence[int] = ()
+    prefixes: Sequence[int] = ()
+    tails: Sequence[Sequence[int]] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
+    """The nodes of a tree behind `length` committed tokens, without the first `num_computed`.
+
+    A node sees the committed tokens, its ancestors and itself.
+    """
+    start = length + num_computed
+    if tree.is_chain:
+        stop = length + len(tree)
+        return RowNodes(
+            start, tree.tokens[num_computed:], range(start, stop), range(start + 1, stop + 1)
+        )
+    visibility = tree.visibility_from(num_computed)
+    return RowNodes(
+        start,
+        tree.tokens[num_computed:],
+        [length + depth for depth in tree.depths[num_computed:]],
+        [length + prefix for prefix, _ in visibility],
+        [[length + node for node in tail] for _, tail in visibility],
+    )
+
+
+def masked_nodes(tokens: Sequence[int], mask_token: int, num_masks: int, length: int) -> RowNodes:
+    """Tokens behind `length` committed ones, and a block of masks behind them.
+
+    A token sees what precedes it, and itself. Every mask sees all tokens and all masks.
+    """
+    first_mask = length + len(tokens)
+    stop = first_mask + num_masks
+    return RowNodes(
+        length,
+        (*tokens, *[mask_token] * num_masks),
+        range(length, stop),
+        [*range(length + 1, first_mask + 1), *[stop] * num_masks],
+    )
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """One pass over B adjacent rows of the slab, with at most N nodes each and T in all.
+
+    Args:
+        rows: [B] the nodes of each row.
+        first: index of the first row in the slab.
+        nodes: N. It exceeds the longest row if the network needs padding.
+        span: S, the number of slots that attention reads, a multiple of `KEY_BLOCK`.
+        dtype: dtype of the mask.
+        device: device of the tensors.
+        states: [T, E] the nodes' states, row by row, for a drafting head that reads a state beside
+            each token; None for a language model.
+    """
+
+    rows: Sequence[RowNodes]
+    first: int
+    nodes: int
+    span: int
+    dtype: torch.dtype
+    device: torch.device
+    states: Tensor | None = None
+
+    def last_nodes(self, most: int | None, least: int = 0) -> list[int]:
+        """[L] indices of the last `most` nodes of each row among the T nodes; all with None.
+
+        The last one is repeated until there are `least`, for networks in which the bits of fewer
+        depend on their number.
+        """
+        ends = accumulate(map(len, self.rows))
+        counts = [len(row) if most is None else min(most, len(row)) for row in self.rows]
+        found = [n for e, count in zip(ends, counts, strict=True) for n in range(e - count, e)]
+        return found + found[-1:] * (least - len(found))
+
+    @property
+    def states_of_nodes(self) -> Tensor:
+        """[T, E] `states`, and zeros for the padding of a single row, which is computed."""
+        assert self.states is not None, "this network reads states"
+        if len(self.rows) > 1:
+            return self.states
+        return F.pad(self.states, (0, 0, 0, self.nodes - len(self.states)))
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[B, N] token ids; 0 for padding."""
+        tokens = torch.zeros(len(self.rows), self.nodes, dtype=torch.long)
+        for index, row in enumerate(self.rows):
+            tokens[index, : len(row)] = torch.tensor(row.tokens)
+        return tokens.to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, N] positions in the text; for padding, the row's `start`."""
+        starts = torch.tensor([row.start for row in self.rows])
+        positions = starts[:, None].repeat(1, self.nodes)
+        for index, row in enumerate(self.rows):
+            positions[index, : len(row)] = torch.tensor(row.positions)
+        return positions.to(self.device)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[B, 1, padded_rows(N), S]: 0 where a node sees a slot, -inf elsewhere.
+
+        Padding sees the slots up to the row's `start`, because a softmax over no slots would be
+        NaN.
+        """
+        size = padded_rows(self.nodes)
+        prefixes = torch.tensor([row.start + 1 for row in self.rows])[:, None].repeat(1, size)
+        for index, row in enumerate(self.rows):
+            prefixes[index, : len(row)] = torch.tensor(row.prefixes)
+        hidden = torch.arange(self.span) >= prefixes[:, :, None]  # [B, padded N, S]
+        for index, row in enumerate(self.rows):
+            for node, tail in enumerate(row.tails):
+                hidden[index, node, tail] = False
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+        return mask[:, None].to(self.device)
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """[B, padded_rows(N), S] the position of each slot that a node sees; else meaningless.
+
+        It is the number of slots seen before, because a node sees one slot per position.
+        """
+        return (self.mask[:, 0] == 0).cumsum(-1) - 1
+
+    def mask_within(self, window: Window | None) -> Tensor:
+        """`mask` for layers with this window; the same tensor if the window hides nothing."""
+        if window is None or self.span <= window.size:
+            return self.mask
+        if window not in self._narrower:
+            padding = padded_rows(self.nodes) - self.nodes
+            first = window.first(F.pad(self.positions, (0, padding)))  # [B, padded N]
+            hidden = (self.ranks < first[..., None])[:, None]
+            self._narrower[window] = self.mask.masked_fill(hidden, -torch.inf)
+        return self._narrower[window]
+
+    @cached_property
+    def _narrower(self) -> dict[Window, Tensor]:
+        """Masks that `mask_within` has made."""
+        return {}
+
+    @cached_property
+    def used(self) -> Tensor | None:
+        """[T] which of the B N places are nodes, ascending.
+
+        None if all places are computed: without padding, or with a single row, whose padding is
+        computed, too.
+        """
+        counts = [len(row) for row in self.rows]
+        if len(self.rows) == 1 or min(counts) == self.nodes:
+            return None
+        places = [row * self.nodes + torch.arange(count) for row, count in enumerate(counts)]
+        return torch.cat(places).to(self.device)
+
+    def flat(self, padded: Tensor) -> Tensor:
+        """[B, N, ...] -> [T, ...]: leave out the padding."""
+        flat = padded.flatten(0, 1)
+        return flat if self.used is None else flat[self.used]
+
+    def padded(self, flat: Tensor) -> Tensor:
+        """[T, ...] -> [B, N, ...]: put zeros into the padding."""
+        shape = (len(self.rows), self.nodes, *flat.shape[1:])
+        if self.used is None:
+            return flat.view(shape)
+        places = flat.new_zeros(len(self.rows) * self.nodes, *flat.shape[1:])
+        places[self.used] = flat
+        return places.view(shape)

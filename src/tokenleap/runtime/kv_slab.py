@@ -1,0 +1,266 @@
+"""The KV slab: preallocated keys and values of all rows, with commit and rollback.
+
+Row r of each layer holds the KV of one request's tokens in order. A pass writes the KV of its nodes
+behind the committed tokens. `commit` keeps that of the accepted path, and the next pass overwrites
+the rest. It may also keep the KV of nodes that are not committed, behind the committed tokens: they
+are the first nodes of the row's next tree, and need not be computed again (beam search). The rows
+in use are always the first ones, so a pass over all of them needs only a view.
+
+A row may also carry state that is written once and never rolled back, such as the keys and values
+of an encoder-decoder's cross-attention. It is moved, copied and freed with its row.
+
+`rows.py` manages the rows. During a pass, `lean.py` calls `write`, Transformers modules call
+`update`, and native code writes to the addresses of the buffers (`slab_buffers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from tokenleap.runtime.slab_buffers import (
+    OverBudget,
+    SlabBuffers,
+    SlabFull,
+    is_out_of_memory,
+    whole_blocks,
+)
+
+__all__ = ["KVBlock", "KVSlab", "OverBudget", "SlabFull", "is_out_of_memory", "whole_blocks"]
+
+KVBlock: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
+"""The KV of n positions of one row: keys and values [G, n, D] of each layer."""
+
+
+class KVSlab(SlabBuffers, Cache):
+    """The KV of all rows. Transformers modules take it as their `past_key_values`."""
+
+    def __init__(self) -> None:
+        Cache.__init__(self, layers=[])
+        SlabBuffers.__init__(self)
+        self._first, self._last = 0, 0
+        self._span = 0
+        self._starts: Sequence[int] = ()
+        self._counts: Sequence[int] = ()
+        self._num_nodes = 0
+        self._slots: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+
+    # Rows
+
+    @torch.inference_mode()
+    def add_row(self) -> int:
+        """Open an empty row behind the others and return its index.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        if len(self.lengths) == self._rows:
+            self._fit(self._rows + 1, self._positions_in_use)
+        self.lengths.append(0)
+        self.kept.append(0)
+        self._states.append(())
+        return len(self.lengths) - 1
+
+    @torch.inference_mode()
+    def remove_row(self, row: int) -> int:
+        """Free a row. The last row moves into its place.
+
+        Returns:
+            The index that the moved row had, or `row` if it was the last one.
+        """
+        last = len(self.lengths) - 1
+        if row != last:
+            self.copy_row(last, row)
+        self.lengths.pop()
+        self.kept.pop()
+        self._states.pop()
+        return last
+
+    @torch.inference_mode()
+    def wipe_row(self, row: int) -> None:
+        """Zero a row that may hold NaN: masked positions still enter products, and NaN spreads."""
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                buffer[row] = 0
+
+    @torch.inference_mode()
+    def copy_row(self, source: int, row: int) -> None:
+        """Replace what `row` holds by what `source` holds: committed and kept KV, and state."""
+        self.lengths[row], self.kept[row] = self.lengths[source], self.kept[source]
+        stop = self.lengths[row] + self.kept[row]
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                buffer[row, :, :stop] = buffer[source, :, :stop]
+        self._states[row] = self._states[source]
+
+    def set_state(self, row: int, state: Sequence[Tensor]) -> None:
+        """Give a row its state: tensors that are written once and never rolled back.
+
+        Raises:
+            OverBudget: `limit` has no room for them beside the KV in use.
+        """
+        before, self._states[row] = self._states[row], tuple(state)
+        if not self.has_room(len(self.lengths), self.longest):
+            self._states[row] = before
+            raise OverBudget(
+                f"row state of {sum(t.nbytes for t in state)} bytes exceeds the KV budget"
+            )
+        if self.limit is not None and self.cells + self._state_cells() > self.limit:
+            self.shrink()  # unused buffers take memory that the state needs
+
+    def state(self, row: int) -> Sequence[Tensor]:
+        """The row's state; empty if it has none."""
+        return self._states[row]
+
+    def commit(self, row: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
+        """Keep the KV of these nodes of the last pass, in this order, and discard the others.
+
+        Args:
+            row: index of the row.
+            nodes: indices into the row's tree, ascending, starting with the root (0). Empty only
+                if `kept` is not, or if the row ends.
+            kept: more indices, ascending, behind `nodes`. Their tokens are not committed; they are
+                the first nodes of the row's next tree.
+        """
+        start = self.lengths[row]
+        together = [*nodes, *kept] if kept else nodes
+        if together and together[-1] != len(together) - 1:  # a chain already lies in order
+            self._move_together(row, start, together)
+        self.lengths[row], self.kept[row] = start + len(nodes), len(kept)
+
+    @torch.inference_mode()
+    def _move_together(self, row: int, start: int, nodes: Sequence[int]) -> None:
+        source = torch.tensor(nodes) + start
+        for buffers in (self._keys, self._values):
+            for buffer in buffers.values():
+                moved = buffer[row, :, source.to(buffer.device)]
+                buffer[row, :, start : start + len(nodes)] = moved
+
+    def rollback(self, row: int, length: int) -> None:
+        """Discard the KV behind the first `length` tokens."""
+        assert 0 <= length <= self.lengths[row]
+        self.lengths[row], self.kept[row] = length, 0
+
+    # One forward pass
+
+    def begin(
+        self, first: int, starts: Sequence[int], counts: Sequence[int], num_nodes: int
+    ) -> int:
+        """Prepare a pass over B adjacent rows.
+
+        Args:
+            first: index of the first row.
+            starts: [B] the slot of each row's first new node. It lies behind the committed tokens,
+                and behind the nodes of earlier passes that are still needed, such as kept ones.
+            counts: [B] number of new nodes.
+            num_nodes: N, the largest of `counts`, or more with padding.
+
+        Returns:
+            S, the number of slots that `write` and `update` will return, a multiple of `KEY_BLOCK`.
+
+        Raises:
+            SlabFull: there is no room for the new nodes.
+        """
+        self._span = whole_blocks(max(starts) + num_nodes)
+        if self._span > self._positions:
+            self._grow(self._span)
+        self._first, self._last = first, first + len(starts)
+        self._starts, self._counts, self._num_nodes = starts, counts, num_nodes
+        self._slots = self._places = None
+        return self._span
+
+    @property
+    def _padded_slots(self) -> Tensor:
+        """[B, N] slots that a pass over several rows writes to, padding included."""
+        if self._slots is None:
+            self._slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
+        return self._slots
+
+    @property
+    def _node_places(self) -> tuple[Tensor, Tensor]:
+        """Row [T] and slot [T] of each node; rows count from the first row of the pass."""
+        if self._places is None:
+            counts = torch.tensor(self._counts)
+            inside = torch.cat([torch.arange(count) for count in self._counts])
+            starts = torch.tensor(self._starts).repeat_interleave(counts)
+            self._places = torch.arange(len(counts)).repeat_interleave(counts), starts + inside
+        return self._places
+
+    def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values [T, G, D]; return all of them, [B, G, S, D]."""
+        if layer not in self._keys:
+            shape = (1, keys.shape[1], 1, keys.shape[2])
+            self._keys[layer] = self._new_buffer(keys.new_empty(shape))
+            self._values[layer] = self._new_buffer(values.new_empty(shape))
+        return (
+            self._write_nodes(self._keys[layer], keys),
+            self._write_nodes(self._values[layer], values),
+        )
+
+    def _write_nodes(self, buffer: Tensor, states: Tensor) -> Tensor:
+        rows = buffer[self._first : self._last]  # [B, G, all positions, D]
+        if len(self._starts) == 1:
+            start = self._starts[0]
+            rows[0, :, start : start + len(states)] = states.transpose(0, 1)
+        else:
+            node_rows, slots = self._node_places
+            # Indexing dimensions 0 and 2 puts them first: [T, G, D].
+            rows[node_rows, :, slots] = states
+        return rows[:, :, : self._span]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values [B, G, N, D]; return all of them, [B, G, S, D]."""
+        if layer_idx not in self._keys:
+            self._keys[layer_idx] = self._new_buffer(key_states)
+            self._values[layer_idx] = self._new_buffer(value_states)
+        return (
+            self._write(self._keys[layer_idx], key_states),
+            self._write(self._values[layer_idx], value_states),
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Committed tokens of the pass's first row. Modules use it only if they get no mask."""
+        return self.lengths[self._first] if self.lengths else 0
+
+    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        rows = buffer[self._first : self._last]  # [B, G, all positions, D]
+        if len(self._starts) == 1:
+            start = self._starts[0]
+            rows[:, :, start : start + states.shape[2]] = states
+        else:
+            row_index = torch.arange(len(rows), device=buffer.device)[:, None]  # [B, 1]
+            slots = self._padded_slots.to(buffer.device)  # [B, N]
+            # Indexing dimensions 0 and 2 puts them first: [B, N, G, D].
+            rows[row_index, :, slots] = states.transpose(1, 2)
+        return rows[:, :, : self._span]
+
+    def read(self, row: int, start: int, stop: int) -> KVBlock:
+        """A copy of a row's KV at the committed positions `start` to `stop` - 1."""
+        assert stop <= self.lengths[row]
+        return tuple(
+            (self._keys[layer][row, :, start:stop].clone(), values[row, :, start:stop].clone())
+            for layer, values in self._values.items()
+        )
+
+    @torch.inference_mode()
+    def append(self, row: int, block: KVBlock) -> None:
+        """Commit KV that `read` returned, behind the row's committed tokens.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        start = self.lengths[row]
+        stop = start + block[0][0].shape[1]
+        if stop > self._positions:
+            self._fit(len(self.lengths), whole_blocks(max(stop, self.longest)))
+        for layer, (keys, values) in zip(self._values, block, strict=True):
+            self._keys[layer][row, :, start:stop] = keys
+            self._values[layer][row, :, start:stop] = values
+        self.lengths[row], self.kept[row] = stop, 0

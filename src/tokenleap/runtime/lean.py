@@ -1,0 +1,280 @@
+"""`LeanDecoder`: Llama, Mistral, Qwen2 and Qwen3 in few PyTorch operations.
+
+On a CPU, half of a small model's pass in Transformers is spent in Python and in small kernels. Here
+one product computes query, key and value, and one computes gate and up. Rotary angles are looked up
+in a table. Each sublayer is one function instead of five levels of calls.
+
+This network runs where `native/` is not available, and `cuda/` captures it in graphs. Tests compare
+its logits with those of the Transformers module. All other architectures run through `module.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenleap.runtime.attention import attend_grouped, grouped_mask
+from tokenleap.runtime.embedding import look_up
+from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.llama import (
+    DecoderWeights,
+    JointInput,
+    LayerWeights,
+    LinearWeights,
+    MixedInput,
+)
+from tokenleap.runtime.network import Need, PassOutput
+from tokenleap.runtime.windows import Window, resized
+
+__all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
+
+Linear: TypeAlias = Callable[[Tensor], Tensor]
+"""[T, in] -> [T, out]."""
+
+
+class LinearLayer(Protocol):
+    """A linear layer made of a weight [out, in] and a bias [out] (see `cpu.linear_layer`)."""
+
+    LEAST_ROWS: ClassVar[int]
+    """Fewest rows for which each row's result has the same bits (see `Network.least_nodes`)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        ...
+
+
+class DenseLinear:
+    """`y = x W^T + b` through `F.linear`, which needs no packed weights on a GPU.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+    """
+
+    LEAST_ROWS: ClassVar[int] = 1
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight.detach(), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        return F.linear(x, self._weight, self._bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer: the fields of `LayerWeights`, and which sublayers run.
+
+    Args:
+        index: the layer's index in the slab.
+        attends: whether the attention runs.
+        computes: whether the MLP runs.
+    """
+
+    index: int
+    attention_norm: Tensor | None
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor | None
+    gate_up: Linear
+    down: Linear
+    window: Window | None
+    attends: bool = True
+    computes: bool = True
+
+
+class LeanDecoder:
+    """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
+
+    Args:
+        weights: its weights. Embedding and norms are shared, and linear layers are converted.
+        linear: the class of linear layers to use.
+    """
+
+    def __init__(self, weights: DecoderWeights, linear: type[LinearLayer]) -> None:
+        self._least_nodes = linear.LEAST_ROWS
+        self._rotary = weights.rotary
+        self._heads, self._key_heads = weights.heads, weights.key_heads
+        self._width, self._scaling, self._epsilon = weights.width, weights.scaling, weights.epsilon
+        self._embedding, self._norm = weights.embedding, weights.norm
+        joint = weights.joint
+        self._joint = joint if isinstance(joint, JointInput) else None
+        mixed = joint.linear if isinstance(joint, MixedInput) else None
+        self._mix = None if mixed is None else linear(mixed.weight, mixed.bias).forward
+        self._more: Tensor | None = None  # [L, E] of the tokens behind the vocabulary
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._layers = [
+            _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)
+        ]
+        self._windows = {layer.window for layer in self._layers}
+        self._head: Linear = linear(weights.head.weight, weights.head.bias).forward
+
+    name = "lean"
+    exact_trees = False
+
+    @property
+    def least_nodes(self) -> int:
+        """See `Network.least_nodes`."""
+        return self._least_nodes
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, including those whose sublayers are skipped."""
+        return len(self._layers)
+
+    def first_layers(self, count: int) -> LeanDecoder:
+        """See `Network.first_layers`."""
+        return self._with(self._layers[:count])
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> LeanDecoder:
+        """See `Network.without`."""
+        return self._with(
+            [
+                replace(layer, attends=index not in attention, computes=index not in mlp)
+                for index, layer in enumerate(self._layers)
+            ]
+        )
+
+    def _with(self, layers: list[_Layer]) -> LeanDecoder:
+        other = copy(self)
+        other._layers, other._windows = layers, {layer.window for layer in layers}
+        return other
+
+    def narrowed(self, size: int) -> LeanDecoder:
+        """See `WindowedNetwork.narrowed`."""
+        return self._with(
+            [replace(layer, window=resized(layer.window, size)) for layer in self._layers]
+        )
+
+    def between(self, first: int, last: int) -> LeanDecoder:
+        """See `ContinuingNetwork.between`."""
+        return self._with(self._layers[first:last])
+
+    def feed(self, states: Tensor) -> int:
+        """See `ContinuingNetwork.feed`."""
+        self._more = states.to(self._embedding)
+        return len(self._embedding)
+
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`."""
+        rows = rows.to(self._embedding)
+        known = rows[:0] if self._more is None else self._more
+        self._more = torch.cat([known, rows])
+        return len(self._embedding) + len(known)
+
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
+        """See `Network.forward`."""
+        x, joined = self._begin(inputs)
+        cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
+        nodes, group = inputs.nodes, self._heads // self._key_heads
+        masks = {w: grouped_mask(inputs.mask_within(w), nodes, group) for w in self._windows}
+        hidden: dict[int, Tensor] = {}
+        for place, layer in enumerate(self._layers):
+            if place in need.hidden:
+                hidden[place] = x
+            if layer.attends:
+                read = self._normalised(x, layer.attention_norm) if joined is None else joined
+                x = x + self._attention(layer, read, (cos, sin), inputs, masks[layer.window], slab)
+                joined = None  # only the first layer of a drafting head reads it
+            if layer.computes:
+                x = x + self._mlp(layer, x)
+        if len(self._layers) in need.hidden:
+            behind = self._joint is not None and self._joint.norm_output
+            hidden[len(self._layers)] = self._normalised(x, self._norm) if behind else x
+        if not need.logits:
+            return PassOutput(None, hidden=hidden)
+        if need.last is not None:
+            x = x[inputs.last_nodes(need.last, self._least_nodes)]
+        return PassOutput(self._head(self._normalised(x, self._norm)), hidden=hidden)
+
+    def _begin(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [T, E]; of a drafting head, also its first attention's input."""
+        x = look_up(inputs.flat(inputs.tokens), self._embedding, self._more)
+        if self._joint is None and self._mix is None:
+            return x, None
+        states = inputs.states_of_nodes
+        if self._mix is not None:
+            return self._mix(torch.cat([x, states], dim=-1)), None
+        assert self._joint is not None
+        normed = self._normalised(states, self._joint.state_norm)
+        joined = torch.cat([self._normalised(x, self._joint.embedding_norm), normed], dim=-1)
+        return (normed if self._joint.norm_before_residual else states), joined
+
+    def _attention(
+        self,
+        layer: _Layer,
+        read: Tensor,
+        angles: tuple[Tensor, Tensor],
+        inputs: PassInputs,
+        mask: Tensor,
+        slab: KVSlab,
+    ) -> Tensor:
+        cos, sin = angles
+        heads, turned = self._heads, self._heads + self._key_heads
+        qkv = layer.qkv(read)
+        qkv = qkv.view(len(read), turned + self._key_heads, self._width)
+        qk = qkv[:, :turned]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q = self._normalised(qk[:, :heads], layer.query_norm)
+            qk = torch.cat([q, self._normalised(qk[:, heads:], layer.key_norm)], dim=1)
+        first, second = qk.chunk(2, dim=-1)
+        # rotate_half without a negation: `sin` has the signs.
+        qk = (torch.cat([second, first], dim=-1) * sin).addcmul_(qk, cos)
+        keys, values = slab.write(qk[:, heads:], qkv[:, turned:], layer.index)
+        query = inputs.padded(qk[:, :heads])  # [B, N, H, D]
+        mixed = attend_grouped(query, keys, values, mask, self._scaling)
+        return layer.output(inputs.flat(mixed))
+
+    def _mlp(self, layer: _Layer, x: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._normalised(x, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down(F.silu(gate) * up)
+
+    def _normalised(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
+        return F.rms_norm(x, weight.shape, weight, self._epsilon)
+
+    def _angles_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [T, 1, D] of the rotary angles at these positions [T]."""
+        last = int(positions.max())
+        if self._angles is None or last >= len(self._angles[0]):
+            self._angles = self._tables(max(1024, 2 * last))
+        cos, sin = self._angles
+        return cos[positions, None], sin[positions, None]
+
+    def _tables(self, size: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [size, D] for positions 0 to `size` - 1."""
+        cos, sin = self._rotary.angles(0, size, self._embedding.dtype)
+        signs = torch.ones_like(sin)
+        signs[:, : self._width // 2] = -1
+        return cos, sin * signs
+
+
+def _layer(index: int, weights: LayerWeights, linear: type[LinearLayer]) -> _Layer:
+    def of(part: LinearWeights) -> Linear:
+        # `forward` itself, because `nn.Module.__call__` would add overhead four times a layer.
+        return linear(part.weight, part.bias).forward
+
+    return _Layer(
+        index=index,
+        attention_norm=weights.attention_norm,
+        qkv=of(weights.qkv),
+        query_norm=weights.query_norm,
+        key_norm=weights.key_norm,
+        output=of(weights.output),
+        mlp_norm=weights.mlp_norm,
+        gate_up=of(weights.gate_up),
+        down=of(weights.down),
+        window=weights.window,
+    )

@@ -1,0 +1,248 @@
+"""The weights of Llama and its relatives, in the form that `lean.py` and `native/` use.
+
+Query, key and value are merged into one linear layer, and so are gate and up. `families.py` says in
+what a family differs from Llama. All other architectures run through their Transformers modules
+(`module.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tokenleap.runtime.families import FAMILIES, Traits, family_of
+from tokenleap.runtime.windows import Window, layer_windows
+
+__all__ = [
+    "ARCHITECTURES",
+    "DecoderWeights",
+    "JointInput",
+    "LayerWeights",
+    "LinearWeights",
+    "LlamaWeights",
+    "MixedInput",
+    "Rotary",
+    "is_llama",
+]
+
+ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+"""The classes that `lean.py` runs; `is_llama` looks at the configuration, too."""
+
+
+def is_llama(model: PreTrainedModel) -> bool:
+    """Whether `lean.py` can run this model, as `native/` can; see `family_of`."""
+    return type(model).__name__ in ARCHITECTURES and family_of(model) is not None
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """`y = x W^T + b`.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *parts: Any) -> LinearWeights:
+        """Merge `nn.Linear` layers that have the same input; a single one is not copied."""
+        if len(parts) == 1:
+            (part,) = parts
+            return cls(part.weight.detach(), None if part.bias is None else part.bias.detach())
+        weight = torch.cat([part.weight.detach() for part in parts])
+        if all(part.bias is None for part in parts):
+            return cls(weight, None)
+        biases = [
+            torch.zeros_like(part.weight[:, 0]) if part.bias is None else part.bias
+            for part in parts
+        ]
+        return cls(weight, torch.cat(biases).detach())
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one decoder layer.
+
+    E is the hidden size, H the number of query heads, G that of key heads, D the width of a head,
+    and I the intermediate size.
+
+    Args:
+        attention_norm: [E], or None if the attention reads the residual stream as it is.
+        qkv: E -> (H + 2 G) D.
+        query_norm: [D], or None if the architecture does not normalise heads; [H D] if it does so
+            with all of them at once (`Traits.whole_norms`).
+        key_norm: as `query_norm`; [G D] for all of them.
+        output: H D -> E.
+        mlp_norm: [E], or None as for the attention.
+        gate_up: E -> 2 I.
+        down: I -> E.
+        attention_after: [E] of a norm of what the attention adds to the residual stream, or None.
+        mlp_after: the same for the MLP.
+        window: what the attention sees; None for the whole text.
+        rotates: whether queries and keys are rotated by their positions.
+    """
+
+    attention_norm: Tensor | None
+    qkv: LinearWeights
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: LinearWeights
+    mlp_norm: Tensor | None
+    gate_up: LinearWeights
+    down: LinearWeights
+    attention_after: Tensor | None = None
+    mlp_after: Tensor | None = None
+    window: Window | None = None
+    rotates: bool = True
+
+
+@dataclass(frozen=True)
+class JointInput:
+    """How a drafting head reads and hands on states (EAGLE-3).
+
+    The state takes the place of the embedding at the beginning of the residual stream. The first
+    layer's attention reads both, `[norm(embedding); norm(state)]`, so its `qkv` is 2 E -> (H + 2 G)
+    D and its `attention_norm` is not used.
+
+    Args:
+        embedding_norm: [E] weight of the embedding's RMSNorm.
+        state_norm: [E] weight of the state's RMSNorm.
+        norm_before_residual: whether the residual stream begins with the normalised state.
+        norm_output: whether the states handed on, which are the hidden states behind the last
+            layer, are those after the final norm.
+    """
+
+    embedding_norm: Tensor
+    state_norm: Tensor
+    norm_before_residual: bool
+    norm_output: bool
+
+
+@dataclass(frozen=True)
+class MixedInput:
+    """How a drafting head of EAGLE-1 reads states: the stream begins with `linear` of both.
+
+    Args:
+        linear: [embedding; state], 2 E -> E.
+    """
+
+    linear: LinearWeights
+
+
+class DecoderWeights(Protocol):
+    """What `lean.py` and `native/` read of a decoder; letters are those of `LayerWeights`.
+
+    V is the size of the vocabulary that can be read, and Vo of the one that can be predicted.
+    """
+
+    heads: int
+    key_heads: int
+    hidden_size: int
+    inner_size: int
+    width: int
+    scaling: float
+    epsilon: float
+    num_layers: int
+    embedding: Tensor
+    """[V, E], in the dtype of the KV and of the inputs of linear layers."""
+    norm: Tensor | None
+    """[E] of the final norm; None if the output layer reads the residual stream as it is."""
+    head: LinearWeights
+    """E -> Vo."""
+    rotary: Rotary
+    local_rotary: Rotary | None
+    """Of layers with a window, if these have another one."""
+    traits: Traits
+    joint: JointInput | MixedInput | None
+    """None for a language model, whose residual stream begins with the embedding."""
+
+    def layer(self, index: int) -> LayerWeights:
+        """The weights of a layer."""
+        ...
+
+
+class LlamaWeights:
+    """A model's sizes and weights. The weights of a layer are merged when `layer` is called.
+
+    Args:
+        model: a model for which `family_of` has a family.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        body: Any = model.model
+        self.heads: int = config.num_attention_heads
+        self.key_heads: int = config.num_key_value_heads
+        self.hidden_size: int = config.hidden_size
+        self.inner_size: int = config.intermediate_size
+        attention = body.layers[0].self_attn
+        self.width: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.epsilon: float = config.rms_norm_eps
+        self.embedding: Tensor = body.embed_tokens.weight.detach()  # [V, E]
+        self.family = FAMILIES[type(model).__name__]
+        self.traits = self.family.traits(model)
+        self.norm: Tensor | None = self.family.norm(body.norm.weight.detach())  # [E]
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.head = LinearWeights.of(head)
+        self.num_layers = len(body.layers)
+        self._layers = body.layers
+        self.windows = layer_windows(config)
+        self.rotates = tuple(getattr(each.self_attn, "use_rope", True) for each in body.layers)
+        kinds = sorted(getattr(body.rotary_emb, "layer_types", ())) or [None]  # Gemma 3 has two
+        rotaries = [Rotary(body.rotary_emb, self.embedding.device, kind) for kind in kinds]
+        self.rotary = rotaries[0]
+        self.local_rotary = rotaries[1] if len(rotaries) > 1 else None
+        self.joint: JointInput | MixedInput | None = None
+
+    def layer(self, index: int) -> LayerWeights:
+        """The weights of a layer; the merged ones are new copies."""
+        layer, family, norms = self._layers[index], self.family, self.family.norms
+        attention, mlp = layer.self_attn, layer.mlp
+        return LayerWeights(
+            attention_norm=self._norm(layer, norms.attention),
+            qkv=LinearWeights.of(*(getattr(attention, name) for name in family.qkv)),
+            query_norm=self._norm(attention, "q_norm"),
+            key_norm=self._norm(attention, "k_norm"),
+            output=LinearWeights.of(attention.o_proj),
+            mlp_norm=self._norm(layer, norms.mlp),
+            gate_up=LinearWeights.of(*(getattr(mlp, name) for name in family.gate_up)),
+            down=LinearWeights.of(mlp.down_proj),
+            attention_after=self._norm(layer, norms.attention_after),
+            mlp_after=self._norm(layer, norms.mlp_after),
+            window=self.windows[index],
+            rotates=self.rotates[index],
+        )
+
+    def _norm(self, module: Any, name: str | None) -> Tensor | None:
+        """What a norm multiplies by; None if the module has none of this name."""
+        norm = None if name is None else getattr(module, name, None)
+        return None if norm is None else self.family.norm(norm.weight.detach())
+
+
+class Rotary:
+    """Rotary angles, computed by the model's own rotary embedding.
+
+    Args:
+        module: the rotary embedding; it knows the frequencies and the scaling.
+        device: device of the angles.
+        kind: which kind of layers, if the embedding has angles for several.
+    """
+
+    def __init__(self, module: Any, device: torch.device, kind: str | None = None) -> None:
+        self._module, self._kind = module, () if kind is None else (kind,)
+        self._device = device
+
+    def angles(self, first: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [size, D] for `size` positions from `first` on."""
+        everywhere = torch.arange(first, first + size, device=self._device)[None]
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        cos, sin = self._module(like, everywhere, *self._kind)
+        return cos[0], sin[0]

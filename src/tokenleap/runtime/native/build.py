@@ -1,0 +1,282 @@
+"""Compiles the C++ code for this processor at its first use, and loads the library.
+
+The library is stored in the cache folder or, if that cannot be written or others may write there,
+in a temporary one. Its name is a hash of sources, flags, compiler and processor, so that a change
+of any of them makes a new library. Without a compiler, `choose.py` takes PyTorch's operations,
+which are slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from tokenleap.models.disk import CacheError, disk_errors
+from tokenleap.models.store import cache_dir
+
+__all__ = ["NativeLibraryError", "compiler_version", "library"]
+
+_log = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
+    "-ffp-contract=off",  # so that inlining does not change the rounding (invariant 7)
+    "-fno-strict-aliasing",  # several small numbers are read as one word
+    "-fopenmp",  # of g++, which PyTorch has loaded already: both share its threads
+    "-fPIC",
+    "-shared",
+)
+_INSTALL = "for example with `apt install g++` or `dnf install gcc-c++`"
+_SUFFIXES = (".cpp", ".h")
+_TIMEOUT = 900.0
+_SIZE = 5_000_000
+"""More bytes than the library and the compiler's own files take."""
+
+
+class NativeLibraryError(Exception):
+    """The library is not available on this machine; the message says why."""
+
+
+def library(*flags: str) -> ctypes.CDLL:
+    """The compiled library.
+
+    Args:
+        *flags: further flags for the compiler.
+
+    Raises:
+        NativeLibraryError: it cannot be compiled or loaded.
+    """
+    made = _library(*flags)
+    if isinstance(made, NativeLibraryError):
+        raise made
+    return made
+
+
+def compiler_version() -> str:
+    """The first line that the compiler says about itself.
+
+    Raises:
+        NativeLibraryError: there is no compiler, or it cannot be run.
+    """
+    return _run([_compiler(), "--version"]).partition("\n")[0]
+
+
+@cache
+def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
+    """The library, or why there is none. After a failure, the compiler is not called again."""
+    if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
+        return NativeLibraryError(
+            f"it does not support {platform.system()} on {platform.machine()}"
+        )
+    try:
+        return _loaded_somewhere(_compiler(), flags)
+    except NativeLibraryError as error:
+        return error
+    except (CacheError, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        return NativeLibraryError(str(error))
+
+
+def _loaded_somewhere(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library in the cache, or else in a temporary folder."""
+    name, temporary = f"{_key(compiler, flags)}.so", Path(tempfile.gettempdir())
+    # The same one for all processes of this user, so that each need not compile.
+    own = f"tokenleap-{os.geteuid()}"
+    try:
+        with disk_errors(cache_dir(), _SIZE):
+            return _loaded(_own_folder(cache_dir(), "native"), name, compiler, flags)
+    except CacheError as error:
+        where = temporary / own
+        _log.warning("%s. Until then, the native runtime is compiled in %s.", error, where)
+    try:
+        return _loaded(_own_folder(temporary, own), name, compiler, flags)
+    except CacheError:  # another user was there first
+        with tempfile.TemporaryDirectory(prefix="tokenleap-") as fresh:
+            return _loaded(Path(fresh).resolve(), name, compiler, flags)
+
+
+def _loaded(folder: Path, name: str, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of this name in a folder, compiled now if it is not there.
+
+    Raises:
+        CacheError: another user can have written it, or the system cannot load it.
+    """
+    path = folder / name
+    if not path.exists():
+        with FileLock(folder / ".lock"):
+            if not path.exists():
+                _compile(compiler, flags, path)
+    # It stays open: another library that got its number would be taken for this one.
+    opened = _opened(path, os.O_RDONLY | os.O_NONBLOCK)
+    link = Path(f"/proc/self/fd/{opened}")  # what was checked; elsewhere, by its checked path
+    try:
+        return ctypes.CDLL(str(link if link.exists() else path))
+    except OSError as error:
+        raise CacheError(
+            f"cannot load {path}: {error}; delete it, or set TOKENLEAP_CACHE to another folder"
+        ) from error
+
+
+def _own_folder(base: Path, name: str) -> Path:
+    """A folder that only this user and root can change, made now if it is not there.
+
+    Args:
+        base: where; it may be a link, and so may the folders above it.
+        name: the folder's, which may not be a link.
+
+    Raises:
+        CacheError: others can change it.
+    """
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = base.resolve() / name
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    os.close(_opened(folder))
+    return folder
+
+
+def _opened(path: Path, flags: int | None = None) -> int:
+    """Open what only this user and root can change, because its code will run.
+
+    Every part of the path is opened in the folder before it, after a check of the owner and the
+    permissions of that open folder. No link is followed.
+
+    Args:
+        path: absolute.
+        flags: of `os.open`; None for a folder.
+
+    Raises:
+        CacheError: a part of the path is a link or another user's, or others may write to it.
+    """
+    parts = [*reversed(path.parents), path]
+    folder = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY  # O_PATH: it may be unreadable
+    opened = os.open(parts[0], folder)
+    try:
+        for part in parts[1:]:
+            _check_owner(part.parent, os.fstat(opened), may_be_sticky=True)
+            kind = folder if flags is None or part != path else flags
+            try:
+                inner = os.open(part.name, kind | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=opened)
+            except OSError as error:
+                if part.is_symlink():
+                    raise _unsafe(part, "is a link") from error
+                raise
+            os.close(opened)
+            opened = inner
+        _check_owner(path, os.fstat(opened), may_be_sticky=False)
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _check_owner(path: Path, state: os.stat_result, *, may_be_sticky: bool) -> None:
+    """Refuse what others than this user and root can change.
+
+    Args:
+        path: a file or folder, for the message.
+        state: of it.
+        may_be_sticky: whether others may write to a folder in which they can replace only what is
+            theirs, such as /tmp.
+
+    Raises:
+        CacheError: they can.
+    """
+    # The owner of "/" is root: in a container, root may have another number.
+    if state.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
+        raise _unsafe(path, "belongs to another user")
+    others = stat.S_IWOTH if _is_own_group(state.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    sticky = may_be_sticky and state.st_mode & stat.S_ISVTX
+    if state.st_mode & others and not sticky:
+        raise _unsafe(path, "is writable for other users")
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether a group is root's, or has this user alone, as many systems make one for each user."""
+    import grp  # these are not on Windows, where this module says that it has no library
+    import pwd
+
+    if group == 0:
+        return True
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    own = user.pw_gid == group and user.pw_name == found.gr_name
+    return own and set(found.gr_mem) <= {user.pw_name}
+
+
+def _unsafe(path: Path, why: str) -> CacheError:
+    return CacheError(
+        f"no code is loaded from {path}, which {why}: make it yours alone (chown, chmod go-w), "
+        "or set TOKENLEAP_CACHE to a folder of your own"
+    )
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise NativeLibraryError(f"there is no C++ compiler; install g++, {_INSTALL}")
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
+    parts = [*_FLAGS, *flags, _run([compiler, "--version"]), _processor()]
+    parts += [file.read_text() for file in sorted(_SOURCES.iterdir()) if file.suffix in _SUFFIXES]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    """The properties of the processor that `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Compile to a temporary file and rename it, so that no process loads an incomplete one."""
+    _log.info("compiling the native runtime with %s; this takes half a minute", compiler)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)]
+        _run(command, TMPDIR=folder)  # what the compiler writes on the way is as safe as the rest
+        made.chmod(0o500)
+        made.replace(path)
+
+
+def _run(command: list[str], **environment: str) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+            env={**os.environ, **environment},
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeLibraryError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        _log.debug("%s", done.stderr)
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        reason = lines[0] if lines else f"status {done.returncode}"
+        raise NativeLibraryError(f"{command[0]} failed: {reason}")
+    return done.stdout

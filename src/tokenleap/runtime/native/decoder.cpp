@@ -1,0 +1,74 @@
+// What passes.py calls through ctypes: a pass of a decoder takes tokens, writes keys and values to the slab, and
+// returns logits.
+
+#include <omp.h>
+
+#include "block_chain.h"
+#include "fusing.h"
+#include "growth.h"
+#include "run.h"
+
+extern "C" {
+
+size_t tokenleap_workspace(const tokenleap::Decoder* decoder, const tokenleap::Pass* pass) {
+    return tokenleap::Run(*decoder, *pass).layout(nullptr);
+}
+
+void tokenleap_forward(const tokenleap::Decoder* decoder, const tokenleap::Pass* pass) {
+    tokenleap::Run run(*decoder, *pass);
+#pragma omp parallel num_threads(pass->threads)
+    {
+#pragma omp single
+        run.begin(omp_get_num_threads(), run.pieces());
+        run.thread(omp_get_thread_num());
+        run.meet(omp_get_thread_num());  // OpenMP would spin for milliseconds where a thread is missing
+    }
+    run.choose();
+}
+
+void tokenleap_grow(const tokenleap::Decoder* decoder, const tokenleap::Pass* first, const tokenleap::Trees* trees) {
+    tokenleap::Growth growth(*decoder, *first, *trees);
+#pragma omp parallel num_threads(first->threads)
+    {
+#pragma omp single
+        growth.begin(omp_get_num_threads());
+        growth.thread(omp_get_thread_num());
+    }
+}
+
+void tokenleap_fuse(const tokenleap::Fusion* fusion) {
+    tokenleap::Fusing fusing(*fusion);
+#pragma omp parallel num_threads(fusion->threads)
+    {
+#pragma omp single
+        fusing.begin(omp_get_num_threads());
+        fusing.thread(omp_get_thread_num());
+        fusing.meet(omp_get_thread_num());
+    }
+}
+
+void tokenleap_chain(const tokenleap::BlockChain* chain) {
+    chain->choose();
+}
+
+size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {
+    return tokenleap::row_bytes(*layer);
+}
+
+// Sizes of the structures that c_structures.py and pack.py repeat, and the largest hidden size.
+void tokenleap_sizes(int32_t* sizes) {
+    using namespace tokenleap;
+    sizes[0] = sizeof(Linear);
+    sizes[1] = sizeof(Layer);
+    sizes[2] = sizeof(Decoder);
+    sizes[3] = sizeof(Buffers);
+    sizes[4] = sizeof(Pass);
+    sizes[5] = sizeof(Tree);
+    sizes[6] = sizeof(Trees);
+    sizes[7] = sizeof(Fusion);
+    sizes[8] = sizeof(Draw);
+    sizes[9] = sizeof(Source);
+    sizes[10] = sizeof(BlockChain);
+    sizes[11] = MOST_HIDDEN_SIZE;
+}
+}

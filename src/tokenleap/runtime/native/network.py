@@ -1,0 +1,310 @@
+"""`NativeNetwork`: runs a decoder through the C++ code in this folder (see `Network`).
+
+`decoder.py` makes one of a model of the Llama family, and `seq2seq.py` of an encoder-decoder.
+
+Every kernel sums in one order, whatever else the pass computes. So invariant 7 holds for any number
+of nodes (down to one), rows and threads, and for trees, too. Logits are float32. With bfloat16,
+int8 and int4, numbers between linear layers are rounded less often than in PyTorch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from copy import copy
+from ctypes import (
+    CDLL,
+    Array,
+    addressof,
+    byref,
+    c_float,
+    c_int32,
+    c_size_t,
+    sizeof,
+)
+from dataclasses import dataclass
+from threading import Lock
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.native.angles import AngleTables
+from tokenleap.runtime.native.arguments import NodeArrays, TreeArrays
+from tokenleap.runtime.native.c_structures import (
+    CBlockChain,
+    CBuffers,
+    CDecoder,
+    CDraw,
+    CFusion,
+    CLayer,
+    CPass,
+    CSource,
+    CTree,
+    CTrees,
+)
+from tokenleap.runtime.native.kept_weights import KeptWeights
+from tokenleap.runtime.native.pack import CLinear
+from tokenleap.runtime.native.support import MOST_HIDDEN_SIZE
+from tokenleap.runtime.native.threads import num_threads
+from tokenleap.runtime.network import (
+    CHAIN_CANDIDATES,
+    MOST_ADDED,
+    ChainingNetwork,
+    GrowingNetwork,
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    Need,
+    PassOutput,
+)
+
+__all__ = ["DecoderParts", "NativeNetwork", "checked"]
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """What a decoder is for the C++ code.
+
+    Args:
+        decoder: the structure, to which the layers are not joined yet.
+        layers: its layers.
+        kept: keeps the memory that these point to.
+        angles: rotary angles.
+        learnt_scale: see `Traits`.
+        reads_states: whether it is a drafting head, which reads a state beside each token.
+    """
+
+    decoder: CDecoder
+    layers: Sequence[CLayer]
+    kept: KeptWeights
+    angles: AngleTables
+    learnt_scale: float = 1.0
+    reads_states: bool = False
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The arguments of a pass, what it writes to, and what else they point to."""
+
+    arguments: CPass
+    logits: Tensor
+    argmax: array[int]
+    hidden: Tensor
+    kept: list[object]
+
+
+class NativeNetwork(GrowingNetwork, ChainingNetwork):
+    """A decoder in C++ (see `Network`).
+
+    Args:
+        loaded: the library (see `checked`).
+        parts: the decoder.
+    """
+
+    least_nodes = 1
+    name = "native"
+    exact_trees = True
+
+    def __init__(self, loaded: CDLL, parts: DecoderParts) -> None:
+        self._library = loaded
+        self._lock = Lock()  # the workspace serves one thread at a time
+        self._decoder, self._kept, self._angles = parts.decoder, parts.kept, parts.angles
+        self._learnt_scale, self._reads_states = parts.learnt_scale, parts.reads_states
+        self._workspace = _empty(0, dtype=torch.uint8)
+        self._seen_addresses: list[tuple[int, int, int, int]] = []
+        self._buffers = (CBuffers * 0)()
+        dtype = torch.bfloat16 if self._decoder.is_bf16 else torch.float32
+        self._more = _empty(0, self._decoder.hidden_size, dtype=dtype)
+        self._like = _empty(1, self._decoder.key_heads, 1, self._decoder.width, dtype=dtype)
+        self._vocab_size = int(self._decoder.head.outputs)
+        self._use(parts.layers)
+
+    def _use(self, layers: Sequence[CLayer]) -> None:
+        self._layers = (CLayer * len(layers))(*layers)
+        self._decoder.layers = self._layers
+        self._decoder.num_layers = len(layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, including those whose sublayers are skipped."""
+        return len(self._layers)
+
+    def extend(self, rows: Tensor) -> int:
+        """See `Network.extend`."""
+        first = int(self._decoder.vocabulary) + len(self._more)
+        with self._lock:
+            rows = (rows * self._learnt_scale).to(self._more)
+            self._more = self._kept.keep(torch.cat([self._more, rows]))
+            self._decoder.more = self._more.data_ptr()
+        return first
+
+    def first_layers(self, count: int) -> Self:
+        """See `Network.first_layers`."""
+        return self._with(self._layers[:count])
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
+        """See `Network.without`."""
+        layers = []
+        for place, layer in enumerate(self._layers):
+            other = CLayer.from_buffer_copy(layer)
+            other.attends = layer.attends and place not in attention
+            other.computes = layer.computes and place not in mlp
+            layers.append(other)
+        return self._with(layers)
+
+    def _with(self, layers: Sequence[CLayer]) -> Self:
+        other = copy(self)
+        other._decoder = CDecoder.from_buffer_copy(self._decoder)
+        other._use(layers)
+        return other
+
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
+        """See `Network.forward`; padding is not computed."""
+        made = self._pass(inputs, need)
+        with self._lock:
+            self._prepare(made.arguments, inputs, slab)
+            self._library.tokenleap_forward(byref(self._decoder), byref(made.arguments))
+        states = dict(zip(need.hidden, made.hidden, strict=True))
+        if not need.logits:
+            return PassOutput(None, None, states)
+        return PassOutput(made.logits, made.argmax, states)
+
+    def grow(
+        self,
+        inputs: PassInputs,
+        slab: KVSlab,
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None = None,
+    ) -> list[GrownTree]:
+        """See `GrowingNetwork.grow`."""
+        count = sum(map(len, inputs.rows))
+        trees = TreeArrays(plan, limits, token_ids, count)
+        behind = () if inputs.states is None else (self.num_layers,)
+        widest = trees.arguments.widest
+        made = self._pass(inputs, Need(last=1, hidden=behind), widest, trees.rows)
+        with self._lock:
+            self._prepare(made.arguments, inputs, slab)
+            made.arguments.nodes = count
+            self._library.tokenleap_grow(
+                byref(self._decoder), byref(made.arguments), byref(trees.arguments)
+            )
+        return trees.grown(made.logits)
+
+    def best_chain(
+        self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
+    ) -> tuple[list[int], list[float]] | None:
+        """See `ChainingNetwork.best_chain`."""
+        added, rows = transitions or (None, None)
+        readable = logits.dtype == torch.float32 and logits.stride(1) == 1
+        if not readable or not (rows is None or _can_be_read(rows)):
+            return None
+        if added is not None and rows is not None:
+            assert (added.shape, added.dtype) == (rows.shape, rows.dtype)
+            assert added.is_contiguous()
+            assert len(rows) >= logits.shape[1]
+        levels = len(logits)
+        tokens, probabilities = (c_int32 * levels)(), (c_float * levels)()
+        self._library.tokenleap_chain(
+            byref(
+                CBlockChain(
+                    logits=logits.data_ptr(),
+                    added=None if added is None else added.data_ptr(),
+                    rows=None if rows is None else rows.data_ptr(),
+                    tokens=addressof(tokens),
+                    probabilities=addressof(probabilities),
+                    levels=levels,
+                    vocabulary=logits.shape[1],
+                    stride=logits.stride(0),
+                    size=0 if rows is None else rows.shape[1],
+                    is_bf16=rows is not None and rows.dtype == torch.bfloat16,
+                    candidates=CHAIN_CANDIDATES,
+                    most=MOST_ADDED,
+                )
+            )
+        )
+        return list(tokens), list(probabilities)
+
+    def _pass(self, inputs: PassInputs, need: Need, later: int = 0, rows: int = 0) -> _Pass:
+        """A pass, with memory for one over `later` nodes and for `rows` rows of logits, too."""
+        nodes = NodeArrays(inputs, need)
+        most, scored = max(len(nodes), later), max(nodes.scored, rows)
+        logits = _empty(scored, self._vocab_size)
+        argmax = array("q", bytes(8 * scored))
+        shape = (len(need.hidden), most, self._decoder.hidden_size)
+        hidden = _empty(*shape, dtype=self._like.dtype)
+        arguments = CPass(
+            nodes=most,
+            scored=nodes.scored,
+            threads=num_threads(),
+            most_seen=inputs.span,
+            logits=logits.data_ptr(),
+            argmax=argmax.buffer_info()[0],
+            **nodes.addresses(),
+        )
+        made = _Pass(arguments, logits, argmax, hidden, [nodes])
+        if need.hidden:
+            slots = self._hidden_slots(need.hidden)
+            arguments.hidden, arguments.hidden_slots = hidden.data_ptr(), slots.buffer_info()[0]
+            made.kept.append(slots)
+        assert (inputs.states is not None) == self._reads_states
+        if inputs.states is not None:
+            assert len(inputs.states) == len(nodes)
+            given = inputs.states.to(self._like.dtype).contiguous()
+            arguments.states = given.data_ptr()
+            made.kept.append(given)
+        return made
+
+    def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
+        """[num_layers + 1] each layer id's index in `layers`, or -1 if it is not there."""
+        slots = array("i", [-1] * (self.num_layers + 1))
+        for slot, layer in enumerate(layers):
+            slots[layer] = slot
+        return slots
+
+    def _prepare(self, arguments: CPass, inputs: PassInputs, slab: KVSlab) -> None:
+        """Fill in what all passes share: buffers, rotary angles and memory to work in."""
+        self._angles.reach(arguments.most_seen)
+        arguments.buffers = addressof(self._buffers_of(slab))
+        arguments.cos, arguments.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
+        arguments.angles = self._angles.positions
+        needed = self._library.tokenleap_workspace(byref(self._decoder), byref(arguments))
+        if len(self._workspace) < needed:
+            self._workspace = _empty(needed, dtype=torch.uint8)
+        arguments.workspace = self._workspace.data_ptr()
+
+    def _buffers_of(self, slab: KVSlab) -> Array[CBuffers]:
+        """The slab's buffers as `Pass` takes them; updated when they have moved."""
+        if self._seen_addresses is not slab.addresses:
+            slab.reserve([layer.index for layer in self._layers], self._like)
+            addresses = self._seen_addresses = slab.addresses
+            self._buffers = (CBuffers * len(addresses))(*(CBuffers(*at) for at in addresses))
+        return self._buffers
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for the C++ code, whatever PyTorch's default dtype and device are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _can_be_read(rows: Tensor) -> bool:
+    """Whether chains can be chosen with transitions of this kind."""
+    known = rows.dtype in (torch.float32, torch.bfloat16)
+    return known and rows.shape[1] % 16 == 0 and rows.is_contiguous()
+
+
+def checked(loaded: CDLL) -> CDLL:
+    """The library, after a check that its structures have the sizes of the Python ones."""
+    loaded.tokenleap_workspace.restype = loaded.tokenleap_row_bytes.restype = c_size_t
+    sizes = (c_int32 * 12)()
+    loaded.tokenleap_sizes(sizes)
+    structures = (
+        *(CLinear, CLayer, CDecoder, CBuffers, CPass, CTree, CTrees, CFusion, CDraw),
+        *(CSource, CBlockChain),
+    )
+    ours = [sizeof(each) for each in structures]
+    assert list(sizes) == [*ours, MOST_HIDDEN_SIZE]
+    return loaded

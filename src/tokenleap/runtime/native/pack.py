@@ -1,0 +1,285 @@
+"""Packs weights in the order in which the kernels read them; `formats.h` describes the formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, c_int32, c_void_p
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenleap.runtime.llama import LinearWeights
+
+__all__ = [
+    "GROUP",
+    "PANEL",
+    "CLinear",
+    "Format",
+    "PackedWeights",
+    "halves",
+    "in_turns",
+    "joined",
+    "pack",
+    "pack_steps",
+    "packed_in_turns",
+    "panel_bytes",
+    "quads",
+    "split_bits",
+]
+
+PANEL = 32
+"""Outputs of a panel; `PANEL` in formats.h."""
+
+GROUP = 32
+"""Inputs that share a scale in int8 and int4; `GROUP` in formats.h."""
+
+_BLOCK_GROUPS = 8
+"""Groups of a K-quant's block; `BLOCK_GROUPS` in k_blocks.h."""
+
+_PIECE = 64
+"""Panels that are packed at once."""
+
+_SMALLEST_SCALE = 6e-8
+"""The smallest positive number in float16, the dtype of scales."""
+
+
+class Format(IntEnum):
+    """How a linear layer's weights are stored."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+    INT5 = 4
+    Q4K = 5
+    Q5K = 6
+    Q6K = 7
+
+
+class CLinear(Structure):
+    """`Linear` in formats.h."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("format", c_int32),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("rows", c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """A packed linear layer. It keeps the memory alive that `c` points to.
+
+    Args:
+        weight: panel after panel.
+        bias: float32, padded to whole panels, or None.
+        format: format of the weight.
+        inputs: K.
+        outputs: N, without padding.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    format: Format
+    inputs: int
+    outputs: int
+
+    @property
+    def c(self) -> CLinear:
+        """The layer as the kernels take it."""
+        bias, form = None if self.bias is None else self.bias.data_ptr(), self.format
+        return CLinear(self.weight.data_ptr(), bias, form, self.inputs, self.outputs, form)
+
+
+def panel_bytes(form: Format, inputs: int) -> int | None:
+    """Bytes of a panel, as in formats.h; None if the format cannot have so many inputs."""
+    match form:
+        case Format.FLOAT32:
+            return 4 * PANEL * inputs
+        case Format.BFLOAT16:
+            return None if inputs % 2 else 2 * PANEL * inputs
+    groups, rest = divmod(inputs, GROUP)
+    bits = {Format.INT4: 4, Format.INT5: 5, Format.Q4K: 4, Format.Q5K: 5, Format.Q6K: 6}.get(
+        form, 8
+    )
+    k_block = 2 * PANEL * {Format.Q4K: 2, Format.Q5K: 2, Format.Q6K: 1}.get(form, 0)
+    if rest or (k_block and groups % _BLOCK_GROUPS):
+        return None
+    factors = 2 * PANEL if form is Format.INT8 or k_block else 4 * PANEL
+    return groups * (GROUP * PANEL * bits // 8 + factors) + groups // _BLOCK_GROUPS * k_block
+
+
+def pack(layer: LinearWeights, form: Format) -> PackedWeights:
+    """Pack a layer. Outputs are padded with zeros to a multiple of `PANEL`.
+
+    int8 is symmetric, and int4 has a minimum per group. Both round to nearest. They correspond to
+    GGUF's Q8_0 and Q4_1: weights that were loaded from such a file in float32 keep their values.
+
+    Args:
+        layer: [N, K]. K is even, and for int8 and int4 a multiple of `GROUP`.
+        form: the format to pack into; int5 and K-quants come from GGUF files only.
+    """
+    outputs, inputs = layer.weight.shape
+    missing = -outputs % PANEL
+    weight = F.pad(layer.weight, (0, 0, 0, missing)) if missing else layer.weight
+    bias = None if layer.bias is None else F.pad(layer.bias.float(), (0, missing)).contiguous()
+    # Piece by piece, because packing a whole output layer takes several times its memory.
+    panels = weight.reshape(-1, PANEL, inputs)
+    first = _pack(panels[:_PIECE], form)
+    packed = first.new_empty(len(panels), *first.shape[1:])
+    packed[:_PIECE] = first
+    for start in range(_PIECE, len(panels), _PIECE):
+        packed[start : start + _PIECE] = _pack(panels[start : start + _PIECE], form)
+    return PackedWeights(packed, bias, form, inputs, outputs)
+
+
+def joined(parts: Sequence[PackedWeights]) -> PackedWeights:
+    """One layer of several that have the same input, one below the other.
+
+    All but the last have whole panels.
+    """
+    assert all(part.outputs % PANEL == 0 for part in parts[:-1])
+    biases = [part.bias for part in parts if part.bias is not None]
+    assert len(biases) in (0, len(parts))
+    bias = torch.cat(biases) if biases else None
+    weight, outputs = torch.cat([part.weight for part in parts]), sum(x.outputs for x in parts)
+    return replace(parts[0], weight=weight, bias=bias, outputs=outputs)
+
+
+def _pack(panels: Tensor, form: Format) -> Tensor:
+    """Pack panels [P, 32, K], one after the other."""
+    inputs = panels.shape[-1]
+    match form:
+        case Format.FLOAT32:
+            packed = panels.float().transpose(1, 2)
+        case Format.BFLOAT16:
+            packed = panels.bfloat16().view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
+        case Format.INT8:
+            packed = _int8(panels.view(-1, PANEL, inputs // GROUP, GROUP))
+        case Format.INT4:
+            packed = _int4(panels.view(-1, PANEL, inputs // GROUP, GROUP))
+        case _:
+            raise AssertionError(f"weights are not rounded to {form.name}")
+    return packed.contiguous()
+
+
+def halves(packed: PackedWeights) -> tuple[PackedWeights, PackedWeights]:
+    """The first and the second half of a layer's outputs, which have whole panels; no biases."""
+    assert packed.outputs % (2 * PANEL) == 0
+    first, second = packed.weight.chunk(2)
+    half = replace(packed, outputs=packed.outputs // 2)
+    return replace(half, weight=first), replace(half, weight=second)
+
+
+def packed_in_turns(gate: PackedWeights, up: PackedWeights) -> PackedWeights:
+    """`in_turns` of layers that are packed already, without biases."""
+    assert gate.outputs % PANEL == 0
+    both = torch.stack([gate.weight, up.weight], dim=1).flatten(0, 1)
+    return replace(gate, weight=both, outputs=2 * gate.outputs)
+
+
+def in_turns(gate_up: LinearWeights) -> LinearWeights:
+    """Interleave the panels of gate and up, so that one thread computes both factors."""
+
+    def turns(both: Tensor) -> Tensor:
+        halves = both.view(2, -1, PANEL, *both.shape[1:])  # gate, up
+        return halves.transpose(0, 1).flatten(0, 2)
+
+    bias = None if gate_up.bias is None else turns(gate_up.bias)
+    return LinearWeights(turns(gate_up.weight), bias)
+
+
+def pack_steps(form: Format, steps: Tensor, scales: Tensor, least: Tensor | None) -> PackedWeights:
+    """Pack a layer that is quantized already, without a bias.
+
+    Args:
+        form: int8, int4 or int5.
+        steps: [N, K] uint8: for int8, what is multiplied with the scale, plus 128; for the others,
+            0 to 15 or 31. N is a multiple of `PANEL` except for an output layer.
+        scales: [N, G] float16, those of the groups.
+        least: [N, G] float16, what is added to the products; None for int8.
+    """
+    outputs, inputs = steps.shape
+    missing = (0, 0, 0, -outputs % PANEL)
+    groups = F.pad(steps, missing).view(-1, PANEL, inputs // GROUP, GROUP)
+    padded = F.pad(scales, missing).view(-1, PANEL, inputs // GROUP)
+    if least is None:
+        packed = _int8_bytes(groups, padded)
+    else:
+        added = F.pad(least, missing).view(-1, PANEL, inputs // GROUP)
+        packed = _bits_bytes(groups, padded, added, 5 if form is Format.INT5 else 4)
+    return PackedWeights(packed, None, form, inputs, outputs)
+
+
+def _int8(groups: Tensor) -> Tensor:
+    """[P, 32, G, 32] -> [P, G, bytes]."""
+    groups = groups.float()
+    scales = _as_float16(groups.abs().amax(dim=-1) / 127)  # [P, 32, G]
+    steps = (groups / scales.float()[..., None]).round_().clamp_(-127, 127)
+    return _int8_bytes((steps + 128).to(torch.uint8), scales)
+
+
+def _int8_bytes(steps: Tensor, scales: Tensor) -> Tensor:
+    """[P, 32, G, 32] uint8 and [P, 32, G] float16 -> [P, G, bytes]."""
+    return torch.cat([quads(steps), _bytes(scales)], dim=-1)
+
+
+def _int4(groups: Tensor) -> Tensor:
+    """[P, 32, G, 32] -> [P, G, bytes]."""
+    groups = groups.float()
+    least = groups.amin(dim=-1).half()
+    scales = _as_float16((groups.amax(dim=-1) - least.float()) / 15)
+    steps = (groups - least.float()[..., None]) / scales.float()[..., None]
+    return _bits_bytes(steps.round_().clamp_(0, 15).to(torch.uint8), scales, least, 4)
+
+
+def _bits_bytes(steps: Tensor, scales: Tensor, least: Tensor, bits: int) -> Tensor:
+    """[P, 32, G, 32] uint8 of so many bits and [P, 32, G] float16 -> [P, G, bytes]."""
+    parts = [*split_bits(quads(steps), bits), _bytes(scales), _bytes(least)]
+    return torch.cat(parts, dim=-1)
+
+
+def split_bits(words: Tensor, bits: int) -> list[Tensor]:
+    """Bits 0 to 3 of [P, G, 8 * 32 * 4] bytes, two in a byte, and the others, if there are any.
+
+    Args:
+        words: from `quads`.
+        bits: 4, 5 or 6.
+    """
+    low, high = (words & 15).chunk(2, dim=-1)
+    parts, more = [low | high << 4], (words >> 4).view(*words.shape[:2], 8, 4 * PANEL)
+    if bits == 5:
+        parts.append(_gathered(more.unbind(2), 1))
+    if bits == 6:  # two words in turn
+        parts.append(_gathered(more.view(*words.shape[:2], 4, 8 * PANEL).unbind(2), 2))
+    return parts
+
+
+def _gathered(numbers: tuple[Tensor, ...], bits: int) -> Tensor:
+    """Numbers of so many bits in one byte, the first in its lowest bits."""
+    gathered = numbers[0].clone()
+    for place, number in enumerate(numbers[1:], start=1):
+        gathered |= number << bits * place
+    return gathered
+
+
+def _as_float16(scales: Tensor) -> Tensor:
+    """Scales as stored. Weights are divided by these, so that rounding a scale adds no error."""
+    return scales.clamp(min=_SMALLEST_SCALE).half()
+
+
+def quads(steps: Tensor) -> Tensor:
+    """[P, 32, G, 32] -> [P, G, 8 * 32 * 4]: four inputs of each output in turn."""
+    quads = steps.contiguous().view(torch.int32)  # four bytes are moved at once
+    return quads.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
+
+
+def _bytes(scales: Tensor) -> Tensor:
+    """[P, 32, G] float16 -> [P, G, 64] bytes."""
+    return scales.transpose(1, 2).contiguous().view(torch.uint8)

@@ -1,0 +1,244 @@
+// Vectors of sixteen numbers, and the few operations on them that the kernels need.
+//
+// The code uses the compiler's portable vectors, so that one source serves AVX-512, AVX2 and NEON.
+// AVX-512's own instructions are used where available. Tests define TOKENLEAP_PORTABLE to test the
+// portable code instead.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && !defined(TOKENLEAP_PORTABLE)
+#define TOKENLEAP_AVX512 1
+#include <immintrin.h>
+#endif
+
+namespace tokenleap {
+
+constexpr int LANES = 16;
+
+using bf16 = uint16_t;
+using half = uint16_t;
+using f32x16 = float __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+
+template <class Vector>
+inline Vector load(const void* from) {
+    Vector v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class Vector>
+inline void store(void* to, Vector v) {
+    std::memcpy(to, &v, sizeof v);
+}
+
+inline f32x16 splat(float x) { return x - f32x16{}; }
+inline i32x16 splat(int32_t x) { return x - i32x16{}; }
+
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#ifdef TOKENLEAP_AVX512
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// Compilers convert the halves of a vector one by one.
+inline u32x16 widen_bits(u16x16 x) {
+#ifdef TOKENLEAP_AVX512
+    return (u32x16)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, u32x16);
+#endif
+}
+
+inline f32x16 widen(const bf16* from) { return (f32x16)(widen_bits(load<u16x16>(from)) << 16); }
+
+inline f32x16 widen_half(const half* from) {
+#ifdef TOKENLEAP_AVX512
+    return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(from));
+#else
+    // Read as a float, exponent and mantissa are too small by 2^112, also for subnormal numbers.
+    u32x16 bits = widen_bits(load<u16x16>(from));
+    f32x16 magnitude = (f32x16)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (f32x16)((u32x16)magnitude | (bits & 0x8000) << 16);
+#endif
+}
+
+// To the nearest, ties to even; NaN stays NaN, so that it reaches the logits.
+inline u16x16 narrow(f32x16 x) {
+    u32x16 bits = (u32x16)x;
+    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    i32x16 is_nan = x != x;
+    u32x16 words = is_nan ? (bits >> 16) | 0x40 : rounded;
+#ifdef TOKENLEAP_AVX512
+    return (u16x16)_mm512_cvtepi32_epi16((__m512i)words);
+#else
+    return __builtin_convertvector(words, u16x16);
+#endif
+}
+
+// The same of numbers that are 0 or not subnormal.
+inline u16x16 narrow_normal(f32x16 x) {
+#if defined(TOKENLEAP_AVX512) && defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return narrow(x);
+#endif
+}
+
+// To the nearest integer, ties to even, of numbers below 2^22; others give an arbitrary integer.
+inline i32x16 nearest(f32x16 x) { return (i32x16)(x + 12582912.0f) - 0x4b400000; }
+
+inline void store_bytes(int8_t* to, i32x16 x) {
+#ifdef TOKENLEAP_AVX512
+    store(to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    using i8x16 = int8_t __attribute__((vector_size(16)));
+    store(to, __builtin_convertvector(x, i8x16));
+#endif
+}
+
+// acc + a.lo * b.lo + a.hi * b.hi in every lane, for pairs of bfloat16.
+inline f32x16 dot2(f32x16 acc, u32x16 a, uint32_t b) {
+#if defined(TOKENLEAP_AVX512) && defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+#else
+    f32x16 pair = (f32x16)(u32x16{b << 16, b & 0xffff0000u});
+    acc = fma((f32x16)(a << 16), splat(pair[0]), acc);
+    return fma((f32x16)(a & 0xffff0000u), splat(pair[1]), acc);
+#endif
+}
+
+// acc + the sum of four products in every lane: unsigned bytes of a, signed bytes of b.
+inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
+#if defined(TOKENLEAP_AVX512) && defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32((int)b));
+#else
+    for (int i = 0; i < 4; i++) {
+        i32x16 bytes = (i32x16)((a >> (8 * i)) & 0xff);
+        acc += bytes * (int32_t)(int8_t)(b >> (8 * i));
+    }
+    return acc;
+#endif
+}
+
+// Adds in the same order with every compiler.
+inline float sum(f32x16 x) {
+#ifdef TOKENLEAP_AVX512
+    return _mm512_reduce_add_ps((__m512)x);  // in the order of the loops below
+#endif
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+}
+
+inline int32_t sum(i32x16 x) {
+#ifdef TOKENLEAP_AVX512
+    return _mm512_reduce_add_epi32((__m512i)x);
+#endif
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+inline float max(f32x16 x) {
+#ifdef TOKENLEAP_AVX512
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+// Whether a comparison holds in any lane.
+inline bool any(i32x16 x) {
+#ifdef TOKENLEAP_AVX512
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#else
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= x[i];
+    return found;
+#endif
+}
+
+// e^x to about two units in the last place (Cephes' polynomial), of numbers up to 0; 0 below -87.
+inline f32x16 exp_of_negative(f32x16 x) {
+    i32x16 vanishes = x < -87.0f;
+    x = vanishes ? splat(-87.0f) : x;
+    f32x16 turns = x * 1.44269504f;
+    u32x16 half = ((u32x16)turns & 0x80000000u) | (u32x16)splat(0.5f);  // 0.5 with the sign of turns
+    i32x16 whole = __builtin_convertvector(turns + (f32x16)half, i32x16);
+    f32x16 n = __builtin_convertvector(whole, f32x16);
+    f32x16 r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    f32x16 y = splat(1.9875691500e-4f);
+    y = fma(y, r, splat(1.3981999507e-3f));
+    y = fma(y, r, splat(8.3334519073e-3f));
+    y = fma(y, r, splat(4.1665795894e-2f));
+    y = fma(y, r, splat(1.6666665459e-1f));
+    y = fma(y, r, splat(5.0000001201e-1f));
+    y = fma(y * r, r, r + 1.0f);
+    y = (f32x16)((i32x16)y + (whole << 23));
+    return vanishes ? splat(0.0f) : y;
+}
+
+// The same of any number; that of 88 beyond 88.
+inline f32x16 exp(f32x16 x) { return exp_of_negative(x > 88.0f ? splat(88.0f) : x); }
+
+// The error function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+inline f32x16 erf(f32x16 x) {
+    f32x16 size = max(x, -x), t = 1.0f / (1.0f + 0.3275911f * size);
+    f32x16 y = fma(t, splat(1.061405429f), splat(-1.453152027f));
+    y = fma(y, t, splat(1.421413741f));
+    y = fma(y, t, splat(-0.284496736f));
+    y = fma(y, t, splat(0.254829592f));
+    f32x16 found = 1.0f - y * t * exp_of_negative(-x * x);
+    return x < 0.0f ? -found : found;
+}
+
+// cap tanh(x / cap)
+inline f32x16 capped(f32x16 x, float cap) { return cap - 2.0f * cap / (1.0f + exp(x * (2.0f / cap))); }
+
+// log(2^exponent * (1 + fraction)) for a fraction between -0.3 and 0.42 (Cephes' polynomial).
+inline f32x16 log_of(f32x16 exponent, f32x16 fraction) {
+    f32x16 square = fraction * fraction;
+    f32x16 y = splat(7.0376836292e-2f);
+    y = fma(y, fraction, splat(-1.1514610310e-1f));
+    y = fma(y, fraction, splat(1.1676998740e-1f));
+    y = fma(y, fraction, splat(-1.2420140846e-1f));
+    y = fma(y, fraction, splat(1.4249322787e-1f));
+    y = fma(y, fraction, splat(-1.6668057665e-1f));
+    y = fma(y, fraction, splat(2.0000714765e-1f));
+    y = fma(y, fraction, splat(-2.4999993993e-1f));
+    y = fma(y, fraction, splat(3.3333331174e-1f));
+    y = fma(y * fraction, square, exponent * -2.12194440e-4f);
+    y = fma(square, splat(-0.5f), y);
+    return fma(exponent, splat(0.693359375f), fraction + y);
+}
+
+// x = 2^exponent * (1 + fraction), for normal numbers above 0, as `log_of` wants it.
+inline void split(f32x16 x, f32x16& exponent, f32x16& fraction) {
+    i32x16 bits = (i32x16)x;
+    fraction = (f32x16)((bits & 0x7fffff) | 0x3f000000);
+    i32x16 low = fraction < 0.70710678f;
+    exponent = __builtin_convertvector((bits >> 23) - 126 + low, f32x16);
+    fraction = (low ? fraction + fraction : fraction) - 1.0f;
+}
+
+// Natural logarithm of normal numbers above 0, to about two units in the last place.
+inline f32x16 log(f32x16 x) {
+    f32x16 exponent, fraction;
+    split(x, exponent, fraction);
+    return log_of(exponent, fraction);
+}
+
+}  // namespace tokenleap

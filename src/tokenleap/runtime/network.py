@@ -1,0 +1,298 @@
+"""The interface between a target and the code that computes its passes.
+
+A network gets the nodes of a pass and the KV slab. It writes the nodes' KV to the slab and returns
+a `PassOutput`. For CPUs there are three networks: `native/` is the Llama family in C++, `lean.py`
+some of it in few PyTorch operations, and `module.py` runs any Transformers module. On a GPU,
+`cuda/` replays CUDA graphs of the latter two. Encoder-decoders, which also are a
+`source_network.SourceNetwork`, run in `native/seq2seq.py` or in the PyTorch operations of
+`seq2seq/`. `choose.py` picks one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self, runtime_checkable
+
+from torch import Tensor
+
+from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
+from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.vector_math import prepare_vector_math
+
+__all__ = [
+    "CHAIN_CANDIDATES",
+    "LOGITS",
+    "MOST_ADDED",
+    "ChainingNetwork",
+    "ContinuingNetwork",
+    "GrowingNetwork",
+    "GrownTree",
+    "GrowthDraw",
+    "GrowthLimit",
+    "GrowthPlan",
+    "Need",
+    "Network",
+    "PassOutput",
+    "WindowedNetwork",
+]
+
+prepare_vector_math()  # before any network computes
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a pass returns besides writing the KV; other outputs are not computed.
+
+    Args:
+        logits: whether logits are needed.
+        last: they are needed for the last `last` nodes of each row; None means for all.
+        hidden: layer ids whose hidden states are needed, ascending. Id k means the residual stream
+            entering layer k, and the number of layers means the one entering the final norm (the
+            convention of speculators and vLLM).
+    """
+
+    logits: bool = True
+    last: int | None = None
+    hidden: tuple[int, ...] = ()
+
+
+LOGITS = Need()
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """What a pass computed, for T nodes, L of which were to have logits (`Need.last`).
+
+    Args:
+        logits: [L, V], or None if not needed.
+        argmax: [L] the token of the largest logit, the first of equals. None if the network does
+            not compute it along with the logits.
+        hidden: layer id -> [T, E] in the model's dtype, for the layers asked for.
+    """
+
+    logits: Tensor | None
+    argmax: Sequence[int] | None = None
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def rows(self, nodes: slice, scored: slice) -> PassOutput:
+        """The output for some adjacent ones of the T nodes and of the L; its tensors are views."""
+        return PassOutput(
+            None if self.logits is None else self.logits[scored],
+            None if self.argmax is None else self.argmax[scored],
+            {layer: states[nodes] for layer, states in self.hidden.items()} if self.hidden else {},
+        )
+
+    def argmax_of(self, node: int) -> int:
+        """The token of a node's largest logit, the first of equals."""
+        return int(self.scores[node].argmax()) if self.argmax is None else self.argmax[node]
+
+    @property
+    def scores(self) -> Tensor:
+        """`logits`, of a pass that was asked for them."""
+        assert self.logits is not None, "the pass was not asked for logits"
+        return self.logits
+
+
+class Network(Protocol):
+    """A decoder-only model, or the decoder of an encoder-decoder, over a KV slab."""
+
+    @property
+    def name(self) -> str:
+        """The runtime's name as shown to users."""
+        ...
+
+    @property
+    def exact_trees(self) -> bool:
+        """Whether a node of a tree gets the bits of the same tokens in a chain (invariant 7)."""
+        ...
+
+    @property
+    def least_nodes(self) -> int:
+        """Fewest nodes of a pass over one row for which invariant 7 holds; fewer are padded."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
+        """Run one pass; `KVSlab.begin` has prepared the slab for it.
+
+        Args:
+            inputs: the T nodes, their mask in the network's dtype.
+            slab: holds the KV; the network adds that of the nodes.
+            need: what to return.
+        """
+        ...
+
+    def extend(self, rows: Tensor) -> int:
+        """Give embeddings to the next token ids behind the vocabulary, for later passes.
+
+        The target never writes such a token, so nodes that have one are never accepted. Parts of
+        this network (`first_layers`, `without`) that exist already may not know them.
+
+        Args:
+            rows: [L, E] what the embedding layer is to return.
+
+        Returns:
+            The first id; those of the other rows follow.
+        """
+        ...
+
+    def first_layers(self, count: int) -> Self:
+        """The first `count` layers with the final norm and head, on the same weights and KV."""
+        ...
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
+        """The network without the attention or MLP of these layers, on the same weights and KV."""
+        ...
+
+
+@dataclass(frozen=True)
+class GrowthLimit:
+    """Where the growth of one tree ends.
+
+    Args:
+        depth: most levels, at least 1.
+        nodes: no level is added to so many nodes. None: there is no such limit.
+        scored: most drafted nodes that are computed; each takes a KV slot.
+        min_token_prob: nothing is drafted below a token of a smaller probability.
+        min_path_prob: nothing is drafted below a path of a smaller probability.
+        draw: how it draws its tokens; None for the most probable ones.
+    """
+
+    depth: int
+    nodes: int | None
+    scored: int
+    min_token_prob: float = 0.0
+    min_path_prob: float = 0.0
+    draw: GrowthDraw | None = None
+
+
+@dataclass(frozen=True)
+class GrownTree:
+    """A tree of n drafted nodes, parents first.
+
+    Args:
+        tokens: [n].
+        parents: [n] index of a drafted node, or -1 for a child of the root.
+        probabilities: [n] of each token given its ancestors; NaN if the network returned NaN. Of
+            drawn tokens before truncation, or as `GrowthDraw.coupled` says.
+        logits: [L, V] of the nodes with children and other nodes, if siblings were drawn without
+            replacement.
+        rows: [n] the row of `logits` from which each node was drawn.
+        shown: [n] their probabilities before truncation, with rounding errors of their own.
+        undecided: whether rounding errors might have changed a draw. The tree is then empty, and
+            has to be drawn level by level.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    probabilities: Sequence[float]
+    logits: Tensor | None = None
+    rows: Sequence[int] = ()
+    shown: Sequence[float] = ()
+    undecided: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Number of levels. The last node is one of the deepest."""
+        depth, node = 0, len(self.parents) - 1
+        while node >= 0:
+            depth, node = depth + 1, self.parents[node]
+        return depth
+
+
+class GrowingNetwork(ABC):
+    """A network that drafts trees of most probable or of drawn tokens in one call.
+
+    `drafters.model_drafter` grows the same trees with a pass per level. The calls between the
+    passes of a small network take as long as the passes.
+    """
+
+    @abstractmethod
+    def grow(
+        self,
+        inputs: PassInputs,
+        slab: KVSlab,
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None = None,
+    ) -> list[GrownTree]:
+        """Draft one tree behind the last node of each row that has nodes.
+
+        Args:
+            inputs: the first pass; `KVSlab.begin` has prepared the slab for all nodes.
+            slab: see `Network.forward`.
+            plan: how all trees grow.
+            limits: [R] of the R rows that have nodes; all of them draw, or none.
+            token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
+
+        Returns:
+            [R] the trees.
+        """
+
+
+CHAIN_CANDIDATES = 16
+"""Tokens of a level that transitions are added to, the most probable ones."""
+MOST_ADDED = 60.0
+"""What transitions add to a logit, at most: its exponential is a finite number of 32 bits."""
+
+
+class ChainingNetwork(ABC):
+    """A network that chooses the tokens of a chain faster than PyTorch's operations."""
+
+    @abstractmethod
+    def best_chain(
+        self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
+    ) -> tuple[list[int], list[float]] | None:
+        """The most probable token of each level, each behind the one before.
+
+        Args:
+            logits: [K, V] of all levels.
+            transitions: A and W [V, E]: behind a token u, the logit of w gets A_u^T W_w more (up to
+                `MOST_ADDED`) if w is among the best `CHAIN_CANDIDATES` of its level; None if
+                nothing is added.
+
+        Returns:
+            [K] tokens and [K] their probabilities; None if it cannot, for these types and sizes.
+        """
+
+
+@runtime_checkable
+class ContinuingNetwork(Network, Protocol):
+    """A network whose layers can go on from hidden states of an earlier pass."""
+
+    def between(self, first: int, last: int) -> Self:
+        """Layers `first` to `last` - 1 with the final norm and head, on the same weights and KV.
+
+        Its passes read what `feed` was given in place of embeddings.
+        """
+        ...
+
+    def feed(self, states: Tensor) -> int:
+        """Set what the nodes of the next pass begin with; for networks that `between` returned.
+
+        Args:
+            states: [T, E] hidden states of the first of these layers.
+
+        Returns:
+            The token id that stands for the first state; those of the others follow.
+        """
+        ...
+
+
+@runtime_checkable
+class WindowedNetwork(Network, Protocol):
+    """A network some of whose layers may see only what is near (`windows.py`)."""
+
+    def narrowed(self, size: int) -> Self:
+        """The network with windows of `size` tokens in place of its own, on the same weights.
+
+        A check of a few tokens then reaches beyond them.
+        """
+        ...

@@ -1,0 +1,303 @@
+"""`Passes`: forward passes of one network over the rows of its KV slab.
+
+`Target` runs a language model with it, and a drafting head (`drafters/heads/`) is a small network
+of its own kind. This file does not know about models, sampling, acceptance or drafting. `rows.py`
+manages the rows, and `source_rows.py` what they read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.choose import slab_for
+from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
+from tokenleap.runtime.network import (
+    LOGITS,
+    GrowingNetwork,
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    Need,
+    Network,
+    PassOutput,
+)
+from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.source_rows import SourceRows
+
+__all__ = ["Passes"]
+
+PREFILL_CHUNK = 256
+"""Prompt tokens per pass: many enough to keep the kernels busy, few enough for a small mask."""
+
+SCORED_CHUNK = 64
+"""The same if all of them have logits, of which each takes the size of the vocabulary."""
+
+
+class Passes(SourceRows):
+    """A network with its KV slab: prefill, verify, commit, rollback.
+
+    Args:
+        network: computes the passes.
+        max_model_len: most tokens of a row.
+        dtype: of the KV.
+        device: where it runs.
+
+    Attributes:
+        num_passes: number of forward passes so far.
+    """
+
+    def __init__(
+        self, network: Network, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(network, slab_for(network, max_model_len), max_model_len)
+        self.dtype, self.device = dtype, device
+        self.num_passes = 0
+
+    def with_network(self, network: Network) -> Self:
+        """The same rows and KV under another network over the same layers.
+
+        The KV that it writes stays uncommitted. The next pass of the original overwrites it.
+        """
+        other = copy.copy(self)
+        other.network = network
+        other.num_passes = 0
+        return other
+
+    def allocate(self, states: Tensor | None = None) -> None:
+        """Make one pass, so that the KV slab knows the size of a token's KV.
+
+        Args:
+            states: [1, E] the state of a token, for a drafting head.
+        """
+        self.add(INTERNAL_KEY)
+        self.prefill(INTERNAL_KEY, [0], states=states)
+        self.remove(INTERNAL_KEY)
+        self.num_passes = 0
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        key: int,
+        tokens: Sequence[int],
+        hidden_layers: tuple[int, ...] = (),
+        states: Tensor | None = None,
+        read_logits: Callable[[Tensor], object] | None = None,
+    ) -> Mapping[int, Tensor]:
+        """Compute and commit the KV of these tokens in chunks.
+
+        Args:
+            key: the row.
+            tokens: [n] what follows the row's committed tokens.
+            hidden_layers: the layers whose hidden states are returned (see `Need`).
+            states: [n, E] their states, for a drafting head.
+            read_logits: given the logits [chunk, V] after the tokens of each chunk, which are valid
+                until it returns; with None they are not computed.
+
+        Returns:
+            Layer id -> [n, E].
+
+        Raises:
+            SlabFull: there is no room for them. Then none is committed, because the hidden states
+                of the first ones would be lost.
+        """
+        need = Need(logits=read_logits is not None, hidden=hidden_layers)
+        size = PREFILL_CHUNK if read_logits is None else SCORED_CHUNK
+        chunks: dict[int, list[Tensor]] = {layer: [] for layer in hidden_layers}
+        before = self.cached(key)
+        try:
+            for start in range(0, len(tokens), size):
+                chunk = tokens[start : start + size]
+                own = None if states is None else [states[start : start + len(chunk)]]
+                nodes = [tree_nodes(chain(chunk), 0, self.cached(key))]
+                (output,) = self._forward([key], nodes, need, own)
+                for layer, hidden in output.hidden.items():
+                    chunks[layer].append(hidden)
+                self.commit(key, range(len(chunk)))
+                if read_logits is not None:
+                    read_logits(output.scores)
+        except Exception:
+            self.rollback(key, before)
+            raise
+        return {layer: torch.cat(parts) for layer, parts in chunks.items() if parts}
+
+    @torch.inference_mode()
+    def verify(
+        self,
+        keys: Sequence[int],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        need: Need = LOGITS,
+        states: Sequence[Tensor] | None = None,
+    ) -> list[PassOutput]:
+        """One forward pass over one tree per row.
+
+        The KV of all nodes is written behind the committed tokens. `commit` then keeps a path.
+
+        Args:
+            keys: the rows, in any order.
+            trees: a tree per row; its root is the row's first token that is not committed.
+            num_computed: per row, how many of the tree's first nodes the row's last pass computed
+                (a drafter grows its tree level by level). None means those that the row keeps.
+            need: what to return.
+            states: per row, the states [n + 1 - num_computed, E] of the nodes computed, for a
+                drafting head.
+
+        Returns:
+            Per row, the output for the n + 1 - num_computed nodes computed. It is valid until the
+            next pass.
+
+        Raises:
+            SlabFull: there is no room for the nodes. Nothing was written.
+        """
+        computed = num_computed or [self.kept(key) for key in keys]
+        outputs = self._forward(keys, self._tree_nodes(keys, trees, computed), need, states)
+        if self.device.type == "cuda":  # so that callers can time the pass
+            torch.cuda.synchronize(self.device)
+        return outputs
+
+    @torch.inference_mode()
+    def fill(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        num_masks: Sequence[int],
+        mask_token: int,
+    ) -> list[Tensor]:
+        """One pass over the pending tokens of each row and a block of masks behind them.
+
+        Every mask sees the committed tokens, the pending ones, and all masks of its row. The KV of
+        pending tokens is written as by `verify`, that of the masks must not be committed.
+
+        Args:
+            keys: the rows, in any order.
+            pending: per row, the tokens behind the committed ones.
+            num_masks: per row, its masks, at least 1.
+            mask_token: their token id.
+
+        Returns:
+            Per row, the logits [num_masks, V] of its masks, valid until the next pass.
+
+        Raises:
+            SlabFull: there is no room for them. Nothing was written.
+        """
+        nodes = [
+            masked_nodes(tokens, mask_token, count, self.cached(key))
+            for key, tokens, count in zip(keys, pending, num_masks, strict=True)
+        ]
+        outputs = self._forward(keys, nodes, Need(last=max(num_masks)), None)
+        return [out.scores[-count:] for out, count in zip(outputs, num_masks, strict=True)]
+
+    @torch.inference_mode()
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+        token_ids: Tensor | None = None,
+        states: Sequence[Tensor] | None = None,
+    ) -> list[GrownTree] | None:
+        """Draft a tree per row, in one call (see `GrowingNetwork`).
+
+        The KV of pending and drafted nodes is written behind the committed tokens, as by `verify`.
+
+        Args:
+            keys: the rows, in any order.
+            pending: per row, the tokens behind the committed ones; the last one is the root.
+            plan: how all trees grow.
+            limits: per row, where its tree ends.
+            token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
+            states: per row, the states [n, E] of the pending tokens, for a drafting head.
+
+        Returns:
+            Per row, its tree; None if the network cannot do this.
+
+        Raises:
+            SlabFull: there is no room for the nodes. Nothing was written.
+        """
+        if not isinstance(self.network, GrowingNetwork):
+            return None
+        trees = [chain(tokens) for tokens in pending]
+        behind = [limit.scored for limit in limits]
+        nodes = self._tree_nodes(keys, trees, [0] * len(keys))
+        inputs = self._inputs(keys, nodes, states, behind)
+        order = self._order(keys)
+        ordered = [limits[index] for index in order]
+        grown = self.network.grow(inputs, self._slab, plan, ordered, token_ids)
+        # One that is undecided was given up in some pass, the first one at the earliest.
+        self.num_passes += max(1, max(tree.depth for tree in grown))
+        by_key = {keys[index]: tree for index, tree in zip(order, grown, strict=True)}
+        return [by_key[key] for key in keys]
+
+    def _tree_nodes(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[RowNodes]:
+        """Per row, the nodes of its tree behind its committed tokens."""
+        return [
+            tree_nodes(tree, skipped, self.cached(key))
+            for key, tree, skipped in zip(keys, trees, num_computed, strict=True)
+        ]
+
+    def _forward(
+        self,
+        keys: Sequence[int],
+        nodes: Sequence[RowNodes],
+        need: Need,
+        states: Sequence[Tensor] | None,
+    ) -> list[PassOutput]:
+        """Run one pass; return the output of each row's nodes."""
+        inputs = self._inputs(keys, nodes, states, [0] * len(keys))
+        self.num_passes += 1
+        output = self.network.forward(inputs, self._slab, need)
+        counts = [len(row) for row in inputs.rows]
+        scored = [count if need.last is None else min(count, need.last) for count in counts]
+        parts = list(zip(_slices(counts), _slices(scored), strict=True))
+        return [output.rows(*parts[self._row(key) - inputs.first]) for key in keys]
+
+    def _inputs(
+        self,
+        keys: Sequence[int],
+        nodes: Sequence[RowNodes],
+        states: Sequence[Tensor] | None,
+        behind: Sequence[int],
+    ) -> PassInputs:
+        """Prepare a pass, with room in the slab for as many more nodes per row as `behind` says.
+
+        A pass covers adjacent rows, so that the slab need not copy any. Rows in between that have
+        no nodes take part as padding, unless the network leaves padding out. KV of padding is never
+        committed.
+        """
+        lengths = self._slab.lengths
+        work = {self._row(key): row for key, row in zip(keys, nodes, strict=True)}
+        indices = range(min(work), max(work) + 1)
+        kept = self._slab.kept
+        rows = [work.get(index) or RowNodes(lengths[index] + kept[index]) for index in indices]
+        starts, counts = [row.start for row in rows], [len(row) for row in rows]
+        num_nodes = max(counts)
+        if len(rows) == 1:
+            num_nodes = max(num_nodes, self.network.least_nodes)
+        ends = [row.start + len(row) + more for row, more in zip(nodes, behind, strict=True)]
+        least = max(num_nodes, max(ends) - max(starts))
+        span = self._slab.begin(indices.start, starts, counts, least)
+        ordered = None if states is None else _joined([states[i] for i in self._order(keys)])
+        return PassInputs(rows, indices.start, num_nodes, span, self.dtype, self.device, ordered)
+
+    def _order(self, keys: Sequence[int]) -> list[int]:
+        """Indices of these keys in the order of the slab's rows."""
+        return sorted(range(len(keys)), key=lambda index: self._row(keys[index]))
+
+
+def _joined(states: Sequence[Tensor]) -> Tensor:
+    return states[0] if len(states) == 1 else torch.cat(list(states))
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """The places of several groups that lie one behind the other."""
+    return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

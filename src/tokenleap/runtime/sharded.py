@@ -1,0 +1,150 @@
+"""`ShardedNetwork`: a Transformers module whose weights are spread over several processes.
+
+Transformers has loaded each process's shards by the model's plan (`tp_plan`). Column-wise layers
+compute some of the outputs, row-wise layers a part of every output, which are then added up; the
+residual stream, and so hidden states and logits, are whole in every process. Transformers' own
+layers do this, too. Those of the kinds below are replaced, for three reasons: sums in a fixed order
+(`Group.total`), weights that are packed on a CPU (`cpu.py`), and no distributed tensors, whose
+bookkeeping takes longer than a small layer's computing. Layers of other kinds stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from tokenleap.runtime.cpu import PackedLinear, is_plain_linear, linear_layer
+from tokenleap.runtime.group import Group
+from tokenleap.runtime.inputs import PassInputs, RowNodes
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.network import Need, PassOutput
+from tokenleap.runtime.share import share
+
+__all__ = ["ShardedNetwork"]
+
+SPLIT = ("colwise",)
+JOINED = ("colwise_gather_output", "colwise_rep")
+ADDED = ("rowwise", "rowwise_split_input", "rowwise_rep")
+SLICED = ADDED[1:]
+"""Kinds of layers in plans. Each process keeps its outputs; all get all outputs; all get the sum of
+what comes of each process's inputs, which the last ones have to take from all inputs."""
+
+
+class ShardedNetwork(ModuleNetwork):
+    """A `ModuleNetwork` on the shards of this process.
+
+    Args:
+        model: this network's own copy of the module tree (see `share`). It is changed.
+        least_nodes: see `Network.least_nodes`.
+        group: the processes.
+    """
+
+    def __init__(self, model: PreTrainedModel, least_nodes: int, group: Group) -> None:
+        super().__init__(model, least_nodes)
+        self._group = group
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, group: Group) -> ShardedNetwork:
+        """The network of a module as Transformers has loaded it, which is not changed."""
+        linear = linear_layer(model.dtype, model.device, None)
+        assert linear in (PackedLinear, None), "without quantization"
+        local = share(model)
+        plan: dict[str, str] = dict(model.tp_plan)
+        _localise(local, plan, group, packed=linear is not None)
+        return cls(local, 1 if linear is None else linear.LEAST_ROWS, group)
+
+    def _like(self, model: PreTrainedModel) -> Self:
+        return type(self)(model, self.least_nodes, self._group)
+
+    def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
+        """See `Network.forward`.
+
+        Raises:
+            OutOfStepError: the processes were about to run different passes.
+        """
+        self._group.check(_digest(inputs.rows, inputs.first, need))
+        return super().forward(inputs, slab, need)
+
+
+class ShardedLinear(nn.Module):
+    """`y = x W^T + b` on the rows or columns of W that this process has.
+
+    Args:
+        linear: the layer as Transformers has loaded it.
+        kind: of the plan; one of those above.
+        group: the processes.
+        packed: whether to pack W for a CPU.
+    """
+
+    weight: None = None
+    """See `PackedLinear.weight`."""
+
+    def __init__(self, linear: nn.Linear, kind: str, group: Group, *, packed: bool) -> None:
+        super().__init__()
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self._kind, self._group = kind, group
+        weight = _local(linear.weight)
+        bias: Tensor | None = None if linear.bias is None else _local(linear.bias)
+        if kind in JOINED:  # the last process may have fewer rows, and all send as many
+            missing = -(-self.out_features // group.size) - len(weight)
+            weight = nn.functional.pad(weight, (0, 0, 0, missing))
+            bias = None if bias is None else nn.functional.pad(bias, (0, missing))
+        self._added = bias if kind in ADDED else None  # once, behind the sum
+        kept = None if kind in ADDED else bias
+        self.inner = PackedLinear(weight, kept) if packed else _dense(weight, kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]; with a kind that splits, this process's part of either."""
+        if self._kind in SLICED:
+            size = -(-self.in_features // self._group.size)
+            first = self._group.rank * size
+            x = x[..., first : first + size].contiguous()
+        y: Tensor = self.inner(x)
+        if self._kind in JOINED:
+            return self._group.joined(y)[..., : self.out_features]
+        if self._kind in ADDED:
+            y = self._group.total(y)
+        return y if self._added is None else y + self._added
+
+
+def _localise(
+    module: nn.Module, plan: dict[str, str], group: Group, *, packed: bool, path: str = ""
+) -> None:
+    """Replace linear layers by those of this process, in place."""
+    for name, child in module.named_children():
+        place = f"{path}.{name}" if path else name
+        kind = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", place))
+        if not is_plain_linear(child):
+            _localise(child, plan, group, packed=packed, path=place)
+        elif kind in (*SPLIT, *JOINED, *ADDED) and isinstance(child.weight, DTensor):
+            setattr(module, name, ShardedLinear(child, kind, group, packed=packed))
+        elif kind is None and packed and not isinstance(child.weight, DTensor):
+            setattr(module, name, PackedLinear(child.weight, child.bias))
+
+
+def _local(weight: Tensor) -> Tensor:
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+
+
+def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+    return linear
+
+
+def _digest(rows: Sequence[RowNodes], first: int, need: Need) -> int:
+    """What a pass computes, in one number below 2^32."""
+    parts: Any = [
+        (row.start, *row.tokens, -1, *row.positions, -1, *row.prefixes, -1, *map(tuple, row.tails))
+        for row in rows
+    ]
+    return zlib.crc32(repr((first, need.logits, need.last, need.hidden, parts)).encode())

@@ -1,0 +1,181 @@
+"""`Target`: one language model with its KV slab, which verifies the trees of many rows in one pass.
+
+The decoding loop calls prefill, verify, commit and rollback. A draft model is a second `Target`;
+only its caller differs. `passes.py` runs the passes; this file makes them of a model. `probing.py`
+checks the model, and `profiling.py` measures what passes cost.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from tokenleap.models.support import check_supported, context_length
+from tokenleap.runtime.choices import AUTO, NONE
+from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.group import peers_of, whole
+from tokenleap.runtime.packed import PackedModel
+from tokenleap.runtime.passes import Passes
+from tokenleap.runtime.probing import probe
+from tokenleap.runtime.seq2seq.structure import describe
+
+__all__ = ["Target", "final_norm", "vocabulary_weights"]
+
+VocabularyWeights: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Target(Passes):
+    """A model that verifies token trees.
+
+    Args:
+        model: a loaded causal LM or encoder-decoder, not changed here and used elsewhere; or a
+            model whose packed weights are mapped.
+        max_model_len: most tokens of a row, prompt included; None means the model's own limit. Of
+            an encoder-decoder, these are the decoder's.
+        quantization: see `LLM`.
+        runtime: see `network_for`.
+        reload: loads the model again; None if that is not possible.
+        beside: a target whose network stays in memory as long as this one's (see `network_for`).
+
+    Attributes:
+        config: the model's, of its text part.
+        quantization: "int8", "int4", "gguf" for a GGUF file in its own numbers, or None.
+        runtime: as it was given.
+        peers: the processes that compute the model together.
+        bit_exact: whether the checks at construction found the same bits for every number of nodes
+            (invariant 7).
+        exact_trees: whether this holds for nodes of trees, too.
+        final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
+        logits_bias: [V] that the model adds to what its output rows give; None if it adds nothing.
+        reload: as given.
+
+    Raises:
+        ConfigError: `max_model_len`, `quantization` or `runtime` is not possible.
+        CompatibilityError: the architecture is not supported; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PackedModel,
+        max_model_len: int | None = None,
+        quantization: str | None = None,
+        runtime: str = "auto",
+        reload: Callable[[], PreTrainedModel] | None = None,
+        beside: Target | None = None,
+    ) -> None:
+        packed = model if isinstance(model, PackedModel) else None
+        model = model.module if isinstance(model, PackedModel) else model
+        length = context_length(model.config, max_model_len)
+        check_supported(model, length)
+        self.config = config = model.config.get_text_config()
+        self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
+        if config.is_encoder_decoder:
+            self.vocab_size = describe(model).head.out_features
+        self.logits_bias = logits_bias(model)
+        self._vocabulary_weights = _kept_weights(model)
+        self.reload = reload
+        self.final_norm = final_norm(model)
+        other = None if beside is None else beside.network
+        quantization = None if quantization in (AUTO, NONE) else quantization
+        quantization = quantization if packed is None else packed.quantization
+        weights = None if packed is None else packed.weights
+        self.peers = peers_of(model)
+        network = network_for(model, quantization, runtime, other, weights, self.peers)
+        super().__init__(network, length, model.dtype, model.device)
+        self.quantization, self.runtime = quantization, runtime
+        exact = probe(self, model, quantized=quantization is not None, packed=packed)
+        self.bit_exact = bool(self.peers.agreed(exact))
+        self.exact_trees = self.bit_exact and self.network.exact_trees
+        self.num_passes = 0
+
+    def with_own_rows(self, num_layers: int | None = None) -> Self:
+        """The same model, or its first layers, over rows of its own; weights are in memory once.
+
+        Raises:
+            CompatibilityError: see `Network.first_layers`.
+        """
+        other = copy.copy(self)
+        network = self.network.first_layers(num_layers or self.network.num_layers)
+        Passes.__init__(other, network, self.max_model_len, self.dtype, self.device)
+        other.allocate()
+        return other
+
+    @property
+    def vocabulary_weights(self) -> VocabularyWeights | None:
+        """Weights [V, E] of the embedding and of the output layer, for drafting heads.
+
+        They are loaded again if they are not tied and the model has been freed. None if the model
+        has no such layers, or cannot be loaded again.
+        """
+        found = self._vocabulary_weights()
+        return vocabulary_weights(self.reload()) if found is None and self.reload else found
+
+
+def final_norm(model: Any) -> nn.Module | None:
+    """The norm between the last layer and the output layer, or None if it is not known.
+
+    In every supported decoder-only model it is the last of the norms beside the layers. An
+    encoder-decoder may have none there, or a norm of the embeddings.
+    """
+    if model.config.is_encoder_decoder:
+        return describe(model).final_norm
+    decoder: nn.Module = model.get_decoder()
+    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
+    return norms[-1] if norms else None
+
+
+def logits_bias(model: Any) -> Tensor | None:
+    """[V] that a model adds to what its output rows give; None if it adds nothing."""
+    layer = model.get_output_embeddings()
+    found: list[Tensor | None] = [getattr(layer, "bias", None)]
+    if model.config.is_encoder_decoder:
+        found.append(describe(model).logits_bias)
+    biases = [whole(bias.detach()) for bias in found if bias is not None]
+    total = sum(biases[1:], biases[0]) if biases else None
+    return total if total is not None and total.any() else None
+
+
+def vocabulary_weights(model: Any) -> VocabularyWeights | None:
+    """Weights [V, E] of a model's embedding and of its output layer; None if it has no such."""
+    layers = _vocabulary_layers(model)
+    if not all(layers):
+        return None
+    embedding, output = (whole(layer.weight.detach()) for layer in layers)
+    return embedding, output
+
+
+def _vocabulary_layers(model: Any) -> tuple[Any, Any]:
+    """The embedding of the tokens that the model writes, and the output layer."""
+    reader = model.get_decoder() if model.config.is_encoder_decoder else model
+    return reader.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
+    """Access to the weights of the embedding and of the output layer, as long as they are there.
+
+    Tied ones are kept, since every network keeps the embedding anyway. Others are not: a network's
+    packed copy of the output layer may be the only one that is needed.
+    """
+    layers = _vocabulary_layers(model)
+    sharded = all(layers) and isinstance(layers[0].weight, DTensor)
+    if not sharded:  # else they are put together when somebody asks
+        found = vocabulary_weights(model)
+        if found is None or found[0].data_ptr() == found[1].data_ptr():
+            return lambda: found
+    if any(layer.weight.is_meta for layer in layers):  # only a packed copy of it exists
+        return lambda: None
+    references = [weakref.ref(layer.weight) for layer in layers]
+
+    def alive() -> VocabularyWeights | None:
+        first, second = (reference() for reference in references)
+        if first is None or second is None:
+            return None
+        return whole(first.detach()), whole(second.detach())
+
+    return alive

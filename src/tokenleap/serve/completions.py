@@ -1,0 +1,252 @@
+"""`/v1/completions`: text behind text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from transformers import PreTrainedTokenizerBase
+
+from tokenleap.core.detokenizer import Detokenizer
+from tokenleap.core.logprobs import TokenLogprobs
+from tokenleap.core.params import SamplingParams
+from tokenleap.engine.job_spec import JobSpec
+from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
+from tokenleap.serve.answers import responded
+from tokenleap.serve.body import read
+from tokenleap.serve.chat_prompt import text_ids
+from tokenleap.serve.errors import invalid
+from tokenleap.serve.events import data
+from tokenleap.serve.fields import CompletionBody
+from tokenleap.serve.rendering import (
+    all_outputs,
+    completion_logprobs,
+    details_of,
+    prompt_logprobs,
+    stop_fields,
+    usage_of,
+)
+from tokenleap.serve.running import Run, started
+from tokenleap.serve.sampling import form_of, params_of
+from tokenleap.serve.schema import takes
+from tokenleap.serve.state import ServerState, state_of
+from tokenleap.serve.stream_end import chunk_usage, last_events, refuse_stream_options
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions", **takes(CompletionBody))
+async def create_completion(request: Request) -> Response:
+    """Continue one prompt or several."""
+    state = state_of(request)
+    body = await read(request, CompletionBody, state.settings)
+    prompts = _prompts(body, state)
+    _check(body)
+    run = await started(
+        request,
+        state,
+        body,
+        len(prompts) * (body.n or 1),
+        partial(_prepared, body, prompts, state),
+        "prompt",
+    )
+    answer = _Answer(body, prompts, run, state)
+    return await responded(request, state, run, answer, stream=body.stream)
+
+
+def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:
+    given: Any = body.prompt
+    listed = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    most = state.settings.max_prompts
+    if not 1 <= len(listed) <= most:
+        raise invalid("prompt", f"prompt: 1 to {most} prompts on this server, got {len(listed)}.")
+    return list(listed)
+
+
+def _check(body: CompletionBody) -> None:
+    """Refuse combinations that would ignore a field."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid("best_of", "best_of: it must be n here: choose among the outputs yourself.")
+    refuse_stream_options(body)
+    first = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+    if body.add_special_tokens is not None and not isinstance(first, str):
+        raise invalid(
+            "add_special_tokens", "add_special_tokens is for text, and these are token ids."
+        )
+
+
+def _prepared(
+    body: CompletionBody, prompts: Sequence[str | list[int]], state: ServerState
+) -> list[JobSpec]:
+    llm = state.llm.llm
+    special = body.add_special_tokens is not False
+    limit = state.limit_of(body)
+
+    def ids(prompt: str | list[int]) -> str | list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        if llm.engine.target.reads_source and special:
+            limit.check(prompt)
+            return prompt
+        return text_ids(prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
+
+    params = params_of(
+        body,
+        state.settings,
+        llm.engine.sampling_defaults,
+        max_tokens=body.max_tokens,
+        most=DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs,
+        form=form_of(body, body.response_format),
+    )
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = SamplingParams.model_validate(
+            {**params.model_dump(exclude_unset=True), "prompt_logprobs": body.logprobs}
+        )
+    config, trace = body.speculative_config, body.wants_trace
+    return [JobSpec(ids(prompt), params, config, trace=trace) for prompt in prompts]
+
+
+class _Answer:
+    """The response to a request, whole or in pieces."""
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        prompts: Sequence[str | list[int]],
+        run: Run,
+        state: ServerState,
+    ) -> None:
+        self._body, self._prompts, self._run, self._state = body, prompts, run, state
+        self._head = {
+            "id": run.named("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": state.settings.model,
+        }
+        self._lengths: dict[int, int] = {}  # of the text of each choice that was sent
+        self._echoes: dict[int, tuple[list[int], list[str]]] = {}  # of each prompt
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response, to be made off the loop."""
+        choices = [
+            self._choice(index, output.index, output.tokens, output, begins=True)
+            for index, result in enumerate(results)
+            for output in result.outputs
+        ]
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage_of(self._run, all_outputs(results)),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The chunks of the response."""
+        async for index, chunk in self._run.chunks():
+            place = index * (self._body.n or 1) + chunk.index
+            begins = place not in self._lengths
+            usage = chunk_usage(self._body, self._run)
+            make = partial(self._chunk_data, index, chunk, begins=begins, usage=usage)
+            yield await self._made(make, chunk, begins=begins)
+        for each in last_events(self._body, self._run, self._head):
+            yield each
+
+    def _chunk_data(
+        self, prompt_index: int, chunk: StreamChunk, *, begins: bool, usage: dict[str, Any]
+    ) -> bytes:
+        choice = self._choice(prompt_index, chunk.index, chunk.tokens, chunk.output, begins=begins)
+        return data({**self._head, "choices": [choice], **usage})
+
+    async def _made(self, make: Callable[[], bytes], chunk: StreamChunk, *, begins: bool) -> bytes:
+        """An event, made off the loop if it has a whole prompt or a trace."""
+        large = begins and (self._body.echo or self._body.prompt_logprobs is not None)
+        traced = chunk.finished and self._body.tokenleap is not None
+        return await self._state.llm.off_loop(make) if large or traced else make()
+
+    def _choice(
+        self,
+        prompt_index: int,
+        index: int,
+        tokens: Sequence[StreamedToken],
+        output: CompletionOutput | None,
+        *,
+        begins: bool,
+    ) -> dict[str, Any]:
+        """A choice with these tokens; if it begins with them, with what belongs to the prompt."""
+        body, request = self._body, self._run.requests[prompt_index].job.requests[0]
+        place = prompt_index * (body.n or 1) + index
+        text, logprobs = "".join(token.text for token in tokens), None
+        offset = self._lengths.get(place, 0)
+        echoed = self._echoed(prompt_index) if body.echo and begins else ([], [])
+        prompt_ids, prompt_texts = echoed
+        if body.logprobs is not None:
+            known: list[TokenLogprobs | None] = [token.logprobs for token in tokens]
+            if prompt_ids:
+                known = [None, *(request.prompt_scores or ()), *known]
+            ids = [*prompt_ids, *(token.token_id for token in tokens)]
+            texts = [*prompt_texts, *(token.text for token in tokens)]
+            logprobs = completion_logprobs(known, ids, texts, self._state.pieces, offset)
+        text = "".join(prompt_texts) + text
+        self._lengths[place] = offset + len(text)
+        choice: dict[str, Any] = {
+            "index": place,
+            "text": text,
+            "logprobs": logprobs,
+            **stop_fields(output),
+            **details_of(body.tokenleap, tokens, output, self._run.scope),
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in tokens]
+            if begins:
+                choice["prompt_token_ids"] = list(request.prompt_ids)
+        if body.prompt_logprobs is not None and begins:
+            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
+        return choice
+
+    def _echoed(self, prompt_index: int) -> tuple[list[int], list[str]]:
+        """Ids of the prompt, and texts that make its text together; made once for all outputs."""
+        if prompt_index not in self._echoes:
+            self._echoes[prompt_index] = self._echo(prompt_index)
+        return self._echoes[prompt_index]
+
+    def _echo(self, prompt_index: int) -> tuple[list[int], list[str]]:
+        request = self._run.requests[prompt_index].job.requests[0]
+        given, ids = self._prompts[prompt_index], list(request.prompt_ids)
+        tokenizer, most = self._state.llm.llm.tokenizer, self._body.truncate_prompt_tokens
+        if not isinstance(given, str):
+            return ids, _texts_of(ids, tokenizer, skip_special_tokens=False)
+        if most is not None and len(ids) >= most:  # only its end was read
+            return ids, _texts_of(ids, tokenizer, skip_special_tokens=True)
+        # The text may have special tokens itself, or the tokenizer has put them in.
+        for skip in (True, False):
+            texts = _texts_of(ids, tokenizer, skip_special_tokens=skip)
+            if "".join(texts) == given:
+                return ids, texts
+        return ids, _cut(given, texts)
+
+
+def _texts_of(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool
+) -> list[str]:
+    """What each token adds to the text; a character of several tokens is its last one's."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    texts = [detokenizer.add(token) for token in ids]
+    texts[-1] += detokenizer.finish()
+    return texts
+
+
+def _cut(whole: str, texts: Sequence[str]) -> list[str]:
+    """Cut a text into as many pieces as there are tokens, where they have it in common."""
+    cut, position = [], 0
+    for text in texts[:-1]:
+        piece = text if whole.startswith(text, position) else ""
+        cut.append(piece)
+        position += len(piece)
+    return [*cut, whole[position:]]

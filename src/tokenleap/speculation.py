@@ -1,0 +1,276 @@
+"""`Speculation`: who drafts for which request, how much, and which rule accepts.
+
+Each request has a strategy (drafter, controller, acceptance rule), and requests with different
+strategies share a pass. A drafter that fails affects only the request it failed for
+(`drafters/guard.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tokenleap.control import Controller
+from tokenleap.core import clock
+from tokenleap.core.acceptance.base import AcceptanceRule
+from tokenleap.core.tree import Draft
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.base import Drafter, layers_of
+from tokenleap.drafters.guard import Guard
+from tokenleap.drafters.online import Learner
+from tokenleap.errors import CompatibilityError
+from tokenleap.request import Request
+
+__all__ = ["Speculation", "Strategy"]
+
+
+@dataclass(frozen=True, eq=False)
+class Strategy:
+    """How a request speculates.
+
+    Args:
+        drafter: proposes tokens.
+        controller: decides how many.
+        rule: decides which are accepted.
+        learner: teaches the drafter while it serves; None if it does not learn.
+
+    Raises:
+        CompatibilityError: the rule does not fit the drafter (invariant 5).
+    """
+
+    drafter: Drafter
+    controller: Controller
+    rule: AcceptanceRule
+    learner: Learner | None = None
+
+    def __post_init__(self) -> None:
+        if not self.drafter.drafts_trees:  # chains fit every rule
+            return
+        name, drafter = self.rule.name, type(self.drafter).__name__
+        if not self.rule.takes_trees:
+            raise CompatibilityError(
+                f"acceptance rule '{name}' takes chains only, and {drafter} proposes "
+                "trees: choose another rule, or make the drafter draft chains."
+            )
+        if self.rule.needs_independent_siblings and not self.drafter.independent_siblings:
+            raise CompatibilityError(
+                f"acceptance rule '{name}' needs siblings that are drawn independently, and those "
+                f"of {drafter} are not: draft chains, or trees with expansion "
+                "'sample_with_replacement'."
+            )
+
+    def forget(self) -> None:
+        """Forget what was learnt from earlier outputs."""
+        self.drafter.forget()
+        if self.learner is not None:
+            self.learner.forget()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The requests of a batch that share a strategy."""
+
+    strategy: Strategy
+    requests: list[Request]
+
+
+class Speculation:
+    """The strategies of all requests of a target (see `decode.Speculates`).
+
+    Args:
+        default: the strategy of requests without one of their own.
+    """
+
+    def __init__(self, default: Strategy) -> None:
+        self.default = default
+        self._assigned: dict[int, Strategy] = {}
+        self._guard = Guard()
+        self._seconds: dict[int, float] = {}  # id of a strategy -> proposing, this step
+        self._rows = 0  # requests of this step
+        self._learners: dict[int, Learner] = {}  # of the last step, by their id
+
+    def assign(self, request: Request, strategy: Strategy) -> None:
+        """Use this strategy for the request until it is released."""
+        if strategy is not self.default:
+            self._assigned[request.key] = strategy
+
+    def strategy(self, request: Request) -> Strategy:
+        """The strategy assigned to the request, or the default."""
+        return self._assigned.get(request.key, self.default)
+
+    def rule(self, request: Request) -> AcceptanceRule:
+        """See `decode.Speculates`."""
+        return self.strategy(request).rule
+
+    def release(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        strategy = self.strategy(request)
+        self._guard.release(strategy.drafter, request)
+        if strategy.learner is not None:
+            strategy.learner.release(request)
+        strategy.controller.release(request)
+        self._assigned.pop(request.key, None)
+
+    # Before a step
+
+    def draft(self, batch: Sequence[Request]) -> list[Draft]:
+        """See `decode.Speculates`: each strategy drafts for its requests together."""
+        self._seconds.clear()
+        self._rows = len(batch)
+        groups = self._groups(batch)
+        if len(groups) == 1 and len(groups[0].requests) == len(batch):
+            return self._draft(groups[0])
+        drafts = {request.key: request.undrafted() for request in batch}
+        for group in groups:
+            made = self._draft(group)
+            drafts.update((r.key, draft) for r, draft in zip(group.requests, made, strict=True))
+        return [drafts[request.key] for request in batch]
+
+    def _draft(self, group: _Group) -> list[Draft]:
+        strategy, requests = group.strategy, group.requests
+        budgets = strategy.controller.budgets(requests, self._rows)
+        began = clock.now()
+        drafts = self._guard.propose(strategy.drafter, requests, budgets)
+        self._seconds[id(strategy)] = clock.now() - began
+        return strategy.controller.trim(requests, drafts, self._rows)
+
+    # After a step
+
+    def give_up(self, request: Request, error: Exception) -> None:
+        """See `decode.Speculates`: what its drafter proposed could not be judged."""
+        self._guard.give_up(self.strategy(request).drafter, request, error)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
+        """See `decode.Speculates`: the cost curve, drafters and controllers learn."""
+        groups = self._groups([outcome.request for outcome in outcomes])
+        by_key = {outcome.request.key: outcome for outcome in outcomes}
+        self._observe_costs(groups, outcomes, times.verify + times.accept)
+        learning = 0.0
+        for group in groups:
+            own = [by_key[request.key] for request in group.requests]
+            began = clock.now()
+            self._guard.observe(group.strategy.drafter, own, times)
+            seconds = clock.now() - began
+            learning += seconds
+            proposing = self._seconds.get(id(group.strategy), 0.0)
+            group.strategy.controller.observe(own, proposing + seconds)
+            self._teach(group.strategy, own)
+        return learning
+
+    def _observe_costs(
+        self, groups: Sequence[_Group], outcomes: Sequence[Outcome], seconds: float
+    ) -> None:
+        """Add the pass to every cost curve that a controller of the batch uses.
+
+        Acceptance belongs to it: it takes longer for more nodes, and for a small model this
+        decides whether drafts pay. If a request failed after the pass, its nodes are unknown. The
+        pass is then left out.
+        """
+        if len(outcomes) != self._rows:
+            return
+        controllers = [group.strategy.controller for group in groups]
+        curves = {id(c.costs): c.costs for c in controllers if c.needs_costs}
+        positions = sum(len(outcome.draft.tree) for outcome in outcomes)
+        for curve in curves.values():
+            curve.observe(positions, seconds, len(outcomes))
+
+    # Hidden states
+
+    def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
+        """See `decode.Speculates`: ascending; empty if no drafter asks."""
+        return layers_of([group.strategy.drafter for group in self._groups(batch)])
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Show a request's drafter the hidden states of prompt tokens (see `Drafter`)."""
+        if not hidden or request.key in self._guard.failed:
+            return
+        drafter, learner = self.strategy(request).drafter, self.strategy(request).learner
+        self._guard.observe_prefill(drafter, request, start, hidden)
+        if learner is not None:
+            learner.observe_prefill(request, start, hidden)
+
+    # Learning while serving
+
+    def _teach(self, strategy: Strategy, outcomes: Sequence[Outcome]) -> None:
+        """Show a step to the learner of a strategy."""
+        if strategy.learner is not None:
+            strategy.learner.observe(outcomes)
+            self._learners[id(strategy.learner)] = strategy.learner
+
+    def prefilled(self, request: Request) -> None:
+        """A step computed prompt tokens of this request: its drafter may learn behind it."""
+        learner = self.strategy(request).learner
+        if learner is not None and request.key not in self._guard.failed:
+            self._learners[id(learner)] = learner
+
+    def learn(self, seconds: float) -> None:
+        """Between two steps: let the drafters learn whose requests the last step advanced.
+
+        Args:
+            seconds: how long it took.
+        """
+        learners, self._learners = list(self._learners.values()), {}
+        for learner in learners:
+            learner.work(seconds / len(learners))
+
+    # Without drafts
+
+    def plain(self) -> Plain:
+        """The drafting side of a step in which there is no memory for drafts."""
+        return Plain(self)
+
+    def observe_plain(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
+        """Show a step without drafts to the drafters that need all hidden states."""
+        by_key = {outcome.request.key: outcome for outcome in outcomes}
+        seconds = 0.0
+        for group in self._groups([outcome.request for outcome in outcomes]):
+            own = [by_key[request.key] for request in group.requests]
+            if group.strategy.drafter.hidden_layers:
+                began = clock.now()
+                self._guard.observe(group.strategy.drafter, own, times)
+                seconds += clock.now() - began
+            self._teach(group.strategy, own)
+        return seconds
+
+    # Inside
+
+    def _groups(self, batch: Sequence[Request]) -> list[_Group]:
+        """The requests by strategy, without those whose drafter has failed."""
+        if not self._assigned and not self._guard.failed:
+            return [_Group(self.default, list(batch))] if batch else []
+        groups: dict[int, _Group] = {}
+        for request in batch:
+            if request.key in self._guard.failed:
+                continue
+            strategy = self.strategy(request)
+            groups.setdefault(id(strategy), _Group(strategy, [])).requests.append(request)
+        return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The drafting side of steps without drafts (see `decode.Speculates`)."""
+
+    speculation: Speculation
+
+    def draft(self, batch: Sequence[Request]) -> list[Draft]:
+        """Drafts without proposals."""
+        return [request.undrafted() for request in batch]
+
+    def rule(self, request: Request) -> AcceptanceRule:
+        """The rule of the request's strategy."""
+        return self.speculation.rule(request)
+
+    def give_up(self, request: Request, error: Exception) -> None:
+        """The same as with drafts."""
+        self.speculation.give_up(request, error)
+
+    def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
+        """The same as with drafts, so that drafters miss no committed token."""
+        return self.speculation.hidden_layers(batch)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
+        """See `Speculation.observe_plain`."""
+        return self.speculation.observe_plain(outcomes, times)

@@ -1,0 +1,246 @@
+"""`Checkpoints`: the states of a training on the disk, from which it continues.
+
+    state.safetensors        weights, optimizers, schedules and progress
+    random-0.safetensors     random number generators of process 0, and so on
+
+Tensors are in safetensors, and everything else is JSON in their headers. Accelerate's own
+checkpoints hold pickle files, which can run code, so they are not used.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tokenleap.errors import TrainingError, in_one_line
+from tokenleap.training.progress import Progress
+
+__all__ = ["Checkpoints", "checkpoints_in"]
+
+_PREFIX, _OLD = "checkpoint-", "-old"
+_STATE = "state.safetensors"
+
+
+class Checkpoints:
+    """Saves and loads the state of a training.
+
+    Args:
+        accelerator: of this process.
+        folder: of the checkpoints.
+        module: the weights.
+        optimizers: of them.
+        schedules: one of each optimizer.
+        progress: where training stands.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[LRScheduler],
+        progress: Progress,
+    ) -> None:
+        self._accelerator, self._folder, self._module = accelerator, folder, module
+        self._optimizers, self._schedules, self._progress = optimizers, schedules, progress
+
+    def load(self) -> None:
+        """Continue from the last checkpoint, if there is one.
+
+        Raises:
+            TrainingError: it is damaged, or of an older version, which wrote pickle files.
+        """
+        if not (found := checkpoints_in(self._folder)):
+            return
+        place = found[-1]
+        again = f"delete {self._folder} to begin the training again"
+        if not (place / _STATE).exists():
+            raise TrainingError(
+                f"{place} is of an older version: it has pickle files, which are never loaded "
+                f"because they can run code; {again}."
+            )
+        try:
+            self._use(_read(place / _STATE))
+            _restore_random(_read(place / self._random))
+        except Exception as error:  # a damaged file has states that PyTorch stumbles over somewhere
+            raise TrainingError(f"{place} cannot be read: {in_one_line(error)}; {again}.") from None
+
+    def save(self, step: int) -> None:
+        """Save the state after a step; the one before is deleted when this one is complete.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        beside = self._folder / "saving"
+        if self._accelerator.is_main_process:
+            shutil.rmtree(beside, ignore_errors=True)
+        self._accelerator.wait_for_everyone()
+        try:
+            beside.mkdir(parents=True, exist_ok=True)
+            if self._accelerator.is_main_process:
+                _write(beside / _STATE, self._state())
+            _write(beside / self._random, _random_state())
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise TrainingError(
+                f"{beside} cannot be written: {in_one_line(error)}. The checkpoint before is kept."
+            ) from None
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            _replace(beside, self._folder / f"{_PREFIX}{step}")
+
+    @property
+    def _random(self) -> str:
+        """The file of this process's random number generators."""
+        return f"random-{self._accelerator.process_index}.safetensors"
+
+    def _state(self) -> dict[str, Any]:
+        scaler = self._accelerator.scaler
+        return {
+            "weights": self._module.state_dict(),
+            "optimizers": [each.state_dict() for each in self._optimizers],
+            "schedules": [each.state_dict() for each in self._schedules],
+            "progress": asdict(self._progress),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def _use(self, state: dict[str, Any]) -> None:
+        progress = TypeAdapter(Progress).validate_python(state["progress"])
+        self._module.load_state_dict(state["weights"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            _check_moments(optimizer, saved)
+            optimizer.load_state_dict(saved)
+        for schedule, saved in zip(self._schedules, state["schedules"], strict=True):
+            if saved.keys() != schedule.state_dict().keys():
+                raise ValueError("its schedules are of another kind")
+            schedule.load_state_dict(saved)
+        if self._accelerator.scaler is not None:
+            self._accelerator.scaler.load_state_dict(state["scaler"])
+        vars(self._progress).update(vars(progress))
+
+
+def _check_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Refuse an optimizer's state that is not one of its weights, which PyTorch does not check.
+
+    Raises:
+        ValueError: it is not.
+    """
+    shapes = [each.shape for group in optimizer.param_groups for each in group["params"]]
+    for number, moments in saved["state"].items():
+        shape = shapes[number]
+        for name, tensor in moments.items():
+            if name != "step" and tensor.shape != shape:
+                raise ValueError(f"{name} of weight {number} has the shape {list(tensor.shape)}")
+
+
+def _random_state() -> dict[str, Any]:
+    """The states of all random number generators that training may use."""
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _write(path: Path, state: Any) -> None:
+    """Write nested dictionaries, lists and tuples of tensors, numbers and texts."""
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+
+    def kept(tensor: Tensor) -> int:
+        """The number of a tensor; safetensors refuses several that share memory."""
+        whole = tensor.detach().cpu().contiguous()
+        if (storage := whole.untyped_storage().data_ptr()) in storages:
+            whole = whole.clone()
+        storages.add(storage)
+        tensors[str(len(tensors))] = whole
+        return len(tensors) - 1
+
+    def plain(value: Any) -> Any:
+        """A value in JSON. Dictionaries are lists of pairs, because their keys may be numbers."""
+        match value:
+            case Tensor():
+                return {"tensor": kept(value)}
+            case dict():
+                return {"dict": [[key, plain(each)] for key, each in value.items()]}
+            case tuple():
+                return {"tuple": [plain(each) for each in value]}
+            case list():
+                return [plain(each) for each in value]
+        return value
+
+    text = json.dumps(plain(state))
+    save_file(tensors, path, {"state": text})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file of `_write`."""
+    with safe_open(path, "pt") as file:
+        text = (file.metadata() or {})["state"]
+
+        def value(found: dict[str, Any]) -> Any:
+            """The value that an object of JSON stands for."""
+            ((kind, content),) = found.items()
+            made: dict[str, Callable[[Any], Any]] = {
+                "tensor": lambda number: file.get_tensor(str(number)),
+                "dict": dict,
+                "tuple": tuple,
+            }
+            return made[kind](content)
+
+        state = json.loads(text, object_hook=value)
+    assert isinstance(state, dict)
+    return state
+
+
+def _replace(new: Path, place: Path) -> None:
+    """Rename a checkpoint to its place, and delete all others.
+
+    One of the same step is renamed first, so that there is a complete one at any time.
+    """
+    if place.exists():
+        old = place.with_name(f"{place.name}{_OLD}")
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    new.rename(place)
+    for each in checkpoints_in(place.parent):
+        if each != place:
+            shutil.rmtree(each)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Complete checkpoints, the last one at the end."""
+    found = folder.glob(f"{_PREFIX}*")
+    return sorted(found, key=_age)
+
+
+def _age(checkpoint: Path) -> tuple[int, bool]:
+    """Its step, and whether it is in its place: one that was to be replaced is older."""
+    name = checkpoint.name.removeprefix(_PREFIX)
+    return int(name.removesuffix(_OLD)), not name.endswith(_OLD)

@@ -1,0 +1,188 @@
+"""How long a training will take on this machine, and how much disk: measured beforehand.
+
+Every part is run for a few seconds: the target writes, its features are computed, and the drafter
+makes two steps of one level and two of all levels. The numbers of tokens do the rest.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tokenleap.core.params import SamplingParams
+from tokenleap.llm import LLM
+from tokenleap.training.batches import TrainingSet
+from tokenleap.training.conversations import Conversation
+from tokenleap.training.feature_passes import compute_features
+from tokenleap.training.features import FeatureCache, bytes_per_token
+from tokenleap.training.memory import TrainingBytes
+from tokenleap.training.progress import Step
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.trainee import Trainee
+from tokenleap.training.trainer import Trainer
+
+__all__ = ["Estimate", "Speeds", "estimate", "measure_speeds"]
+
+_SAMPLE_TOKENS = 48
+_PROMPT_SHARE, _WRITTEN_SHARE = 2.2, 1.3
+"""Tokens of a conversation, and those that are written, for each token of its answers; before any
+were written, and as in conversations that the target writes by itself."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens per second of the parts of a training.
+
+    Args:
+        writing: tokens that the target writes in batches.
+        features: tokens whose features are computed.
+        one_level, all_levels: tokens that training processes with one level, and with all.
+    """
+
+    writing: float
+    features: float
+    one_level: float
+    all_levels: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training takes.
+
+    Args:
+        writing_hours, feature_hours, training_hours: of its parts.
+        disk_bytes: of the features.
+        training_bytes: memory and disk of the training itself.
+    """
+
+    writing_hours: float
+    feature_hours: float
+    training_hours: float
+    disk_bytes: int
+    training_bytes: TrainingBytes
+
+    @property
+    def hours(self) -> float:
+        """Of all parts."""
+        return self.writing_hours + self.feature_hours + self.training_hours
+
+
+def estimate(
+    speeds: Speeds,
+    answer_tokens: int,
+    tokens_to_write: int,
+    num_layers: int,
+    hidden_size: int,
+    settings: TrainingSettings,
+    needed: TrainingBytes,
+    *,
+    encoder: bool = False,
+    on_policy_share: float = 0.0,
+    num_drafters: int = 1,
+) -> Estimate:
+    """What a training takes.
+
+    Args:
+        speeds: of this machine.
+        answer_tokens: tokens to learn, held-out ones included.
+        tokens_to_write: those of them that are still to be written.
+        num_layers: layers whose hidden states are kept.
+        hidden_size: of the target.
+        settings: of the training.
+        needed: see `Estimate.training_bytes`.
+        encoder: whether what the encoder makes of the sources is kept.
+        on_policy_share: share of the text that the drafter writes, anew for every epoch. It is
+            taken to be as slow as the target.
+        num_drafters: that are trained; those after the first learn less.
+    """
+    tokens = _PROMPT_SHARE * answer_tokens
+    own_tokens = on_policy_share * settings.epochs * tokens
+    learnt_tokens = settings.epochs * tokens
+    if settings.max_steps is not None:
+        learnt_tokens = settings.max_steps * settings.accumulation * settings.batch_tokens
+    first = settings.first_level_share
+    per_token = first / speeds.one_level + (1 - first) / speeds.all_levels
+    return Estimate(
+        (_WRITTEN_SHARE * tokens_to_write + own_tokens) / speeds.writing / 3600,
+        (tokens + own_tokens) / speeds.features / 3600,
+        num_drafters * learnt_tokens * per_token / 3600,
+        round(tokens * bytes_per_token(num_layers, hidden_size, encoder=encoder)),
+        replace(needed, disk=num_drafters * needed.disk),
+    )
+
+
+def measure_speeds(
+    llm: LLM,
+    new_trainee: Callable[[], Trainee],
+    layers: Sequence[int],
+    settings: TrainingSettings,
+    rows: int,
+    *,
+    encoder: bool = False,
+) -> Speeds:
+    """Run every part for a few seconds.
+
+    Args:
+        llm: the target.
+        new_trainee: makes a drafter like the one to train; there is one of them at a time.
+        layers: whose hidden states it reads.
+        settings: of the training.
+        rows: sequences that the target writes at a time.
+        encoder: whether it reads what the target's encoder makes of the sources.
+    """
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=_SAMPLE_TOKENS, ignore_eos=True)
+    prompts = [[1 + row % 7] for row in range(rows)]
+    llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # what is done only once
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    writing = time.perf_counter() - began
+    texts = [each.token_ids for each in outputs]
+    length = min(settings.max_length, 256, llm.max_model_len - 1)
+    text = [token for each in texts for token in each]
+    pieces = [tuple(text[i : i + length]) for i in range(0, len(text), length)]
+    sources = pieces if llm.engine.target.reads_source else [()] * len(pieces)
+    sample = [
+        Conversation(piece, ((0, len(piece)),), source=source)
+        for piece, source in zip(pieces, sources, strict=True)
+        if len(piece) > 4
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        kept = Path(folder) / "features"
+        for _ in compute_features(llm.engine.target, sample, layers, kept, encoder=encoder):
+            pass
+        features = time.perf_counter() - began
+        cache = FeatureCache(kept)
+        data = TrainingSet(cache, length)
+        one = every = _training_speed(new_trainee(), data, settings, 0.0)
+        if settings.first_level_share:
+            one = _training_speed(new_trainee(), data, settings, 1.0)
+    written, computed = sum(map(len, texts)), sum(len(each.tokens) for each in sample)
+    return Speeds(written / writing, computed / features, one, every)
+
+
+def _training_speed(
+    trainee: Trainee, data: TrainingSet, settings: TrainingSettings, first_level_share: float
+) -> float:
+    """Tokens per second of a step after a first one."""
+    changed = {
+        "epochs": 2,
+        "max_steps": None,
+        "average": 1,
+        "evaluate_every": 1_000_000,
+        "accumulation": 1,
+        "first_level_share": first_level_share,
+        "batch_tokens": min(settings.batch_tokens, sum(data.sizes)),
+    }
+    shorter = settings.model_copy(update=changed)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(trainee, data, data, shorter, Path(folder), lambda _, __: None)
+        steps = [step for step in trainer.run() if isinstance(step, Step)]
+    torch.manual_seed(settings.seed)
+    timed = steps[1:] or steps
+    return sum(step.tokens for step in timed) / sum(step.seconds for step in timed)

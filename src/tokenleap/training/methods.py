@@ -1,0 +1,59 @@
+"""What can be trained: `tokenleap train METHOD`. A new method is one file and one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenleap.training.boost import BoostTraining
+from tokenleap.training.choices import check_trainable
+from tokenleap.training.distill import DistillTraining
+from tokenleap.training.eagle import EagleTraining
+from tokenleap.training.eagle1 import Eagle1Training
+from tokenleap.training.early_exit import EarlyExitTraining
+from tokenleap.training.method import TrainingMethod
+from tokenleap.training.pad import PadTraining
+from tokenleap.training.parallel import ParallelTraining
+from tokenleap.training.pass_tokens import PassTraining
+from tokenleap.training.spec_drafter import SpecDrafterTraining
+from tokenleap.training.state_heads import (
+    BlockwiseTraining,
+    HydraTraining,
+    MedusaTraining,
+    MlpSpeculatorTraining,
+)
+from tokenleap.training.tuned_heads import TunedBlockwiseTraining, TunedMedusaTraining
+
+__all__ = ["TRAINING_METHODS", "training_method"]
+
+TRAINING_METHODS: dict[str, type[TrainingMethod]] = {
+    method.name: method
+    for method in (
+        EagleTraining,
+        Eagle1Training,
+        ParallelTraining,
+        MedusaTraining,
+        HydraTraining,
+        BlockwiseTraining,
+        MlpSpeculatorTraining,
+        DistillTraining,
+        BoostTraining,
+        EarlyExitTraining,
+        PadTraining,
+        PassTraining,
+        SpecDrafterTraining,
+        TunedMedusaTraining,
+        TunedBlockwiseTraining,
+    )
+}
+
+
+def training_method(name: str, options: Mapping[str, Any]) -> TrainingMethod:
+    """The method of this name with its options.
+
+    Raises:
+        ConfigError: no method has this name, or it has no such option.
+    """
+    check_trainable(name)
+    kind = TRAINING_METHODS[name]
+    return kind(kind.Options(**options))

@@ -1,0 +1,334 @@
+"""`Trainer`: the loop that trains any drafter, on Accelerate.
+
+It goes over batches, evaluates on held-out conversations, keeps the best drafter, and stops early.
+Its state is saved at every evaluation and when it is interrupted. A run that was killed continues
+from there and gets the same weights as one that was not: batches follow from the seed, and the
+state has that of the random number generators.
+
+The text may change on the way (`rounds.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tokenleap.engine.turns import Uninterrupted
+from tokenleap.errors import ConfigError, TrainingError
+from tokenleap.training.acceptance import Acceptance
+from tokenleap.training.averaging import Averages
+from tokenleap.training.batches import Batch, BatchSampler, Examples, collate
+from tokenleap.training.checkpoints import Checkpoints
+from tokenleap.training.optimizers import optimizers_of, schedules
+from tokenleap.training.progress import Evaluation, Progress, Step
+from tokenleap.training.rounds import Current, Rounds
+from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.trainee import Learnt, Trainee
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains one drafter.
+
+    Args:
+        trainee: the drafter with its loss.
+        training: what it learns from, and how long training is.
+        held_out: what it is evaluated on.
+        settings: how.
+        folder: of the checkpoints.
+        save_best: called with the trainee and its evaluation when it is the best so far.
+        rounds: what it learns from instead, in as many steps; None for nothing else.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        training: Examples,
+        held_out: Examples,
+        settings: TrainingSettings,
+        folder: Path,
+        save_best: Callable[[Trainee, Evaluation], None],
+        rounds: Rounds | None = None,
+    ) -> None:
+        self._settings, self._save_best, self._rounds = settings, save_best, rounds
+        on_cpu = next(trainee.parameters()).device.type == "cpu"
+        if on_cpu and settings.mixed_precision == "fp16":
+            raise ConfigError("mixed_precision: fp16 needs a GPU: choose 'bf16' or 'no'.")
+        # Accelerate keeps the first choice of precision of a process. A later training in the
+        # same process may choose another.
+        AcceleratorState._reset_state()
+        self._accelerator = Accelerator(
+            mixed_precision=settings.mixed_precision,
+            cpu=on_cpu,
+            dataloader_config=DataLoaderConfiguration(even_batches=False),
+            # The only buffers are the target's weights, which do not change.
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=False, find_unused_parameters=not trainee.uses_all_weights
+                )
+            ],
+        )
+        set_seed(settings.seed + self._accelerator.process_index)
+        self._sampler = BatchSampler(
+            training.sizes,
+            settings.batch_tokens,
+            settings.seed,
+            multiple_of=self._accelerator.num_processes,
+        )
+        self._training = Current(training)
+        self._batches = self._accelerator.prepare(
+            _loader(self._training, self._sampler, settings.levels, trainee.first_learnt)
+        )
+        in_order = BatchSampler(held_out.sizes, settings.batch_tokens)
+        most = trainee.evaluated_levels
+        self._levels = min(most, trainee.max_levels or most)
+        self._held_out = self._accelerator.prepare(
+            _loader(held_out, in_order, self._levels, trainee.first_learnt)
+        )
+        self.total_steps = self._steps()
+        self._trainee = self._accelerator.prepare(trainee)
+        made = optimizers_of(trainee, settings)
+        self._optimizers = [self._accelerator.prepare(each) for each in made]
+        self._schedules = schedules(made, self.total_steps, settings)
+        self._progress = Progress()
+        self._checkpoints = Checkpoints(
+            self._accelerator, folder, trainee, made, self._schedules, self._progress
+        )
+        self._averages = Averages(folder / "weights", settings.average)
+
+    @property
+    def history(self) -> Sequence[Evaluation]:
+        """All evaluations so far."""
+        return self._progress.history
+
+    def _check_batches(self) -> None:
+        """Refuse text that has no batch for each process.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        if not len(self._batches):
+            raise ConfigError(
+                f"there are fewer batches than the {self._accelerator.num_processes} processes: "
+                "lower batch_tokens, or start fewer."
+            )
+
+    def _steps(self) -> int:
+        self._check_batches()
+        return self._settings.steps(len(self._batches))
+
+    # The loop
+
+    def run(self) -> Iterator[Step | Evaluation]:
+        """Train from where an earlier run stopped; checkpoints are saved on the way.
+
+        Raises:
+            TrainingError: a loss is not finite.
+        """
+        self._checkpoints.load()
+        try:
+            yield from self._steps_and_evaluations()
+            yield from self._averaged()
+        except (KeyboardInterrupt, GeneratorExit):
+            if self._accelerator.num_processes == 1:  # several may be at different steps
+                with Uninterrupted():
+                    self._checkpoints.save(self._progress.step)
+            raise
+
+    def _steps_and_evaluations(self) -> Iterator[Step | Evaluation]:
+        progress = self._progress
+        yield from self._due_evaluation()  # a run may have been interrupted in front of it
+        while not progress.finished:
+            self._enter_round()
+            for batches in self._step_batches():
+                with Uninterrupted():
+                    step = self._step(batches)
+                yield step
+                yield from self._due_evaluation()
+                if self._progress.finished:
+                    return
+                if self._round != progress.round:
+                    break
+            with Uninterrupted():
+                progress.epoch, progress.batches = progress.epoch + 1, 0
+
+    @property
+    def _round(self) -> int:
+        """The round of the next step."""
+        return self._progress.step // self._rounds.steps if self._rounds else 0
+
+    def _enter_round(self) -> None:
+        """Learn from what the round of the next step learns from.
+
+        A new round begins with a checkpoint, so what it prepares with the weights of this step can
+        always be prepared again.
+        """
+        if self._rounds is None:
+            return
+        progress, number = self._progress, self._round
+        if progress.round != number:
+            with Uninterrupted():
+                progress.round, progress.epoch, progress.batches = number, 0, 0
+                self._checkpoints.save(progress.step)
+        begins = progress.step == number * self._rounds.steps
+        if begins and self._accelerator.is_main_process:
+            self._rounds.begin(number, self._accelerator.unwrap_model(self._trainee))
+        self._accelerator.wait_for_everyone()
+        self._use(self._rounds.examples(number))
+
+    def _use(self, examples: Examples) -> None:
+        self._training.use(examples)
+        self._sampler.sizes = examples.sizes
+        self._check_batches()
+
+    def _due_evaluation(self) -> Iterator[Evaluation]:
+        """Evaluate and save the state, if it is time."""
+        progress, settings = self._progress, self._settings
+        last = progress.step == self.total_steps
+        is_time = progress.step > 0 and progress.step % settings.evaluate_every == 0
+        if not (last or is_time) or progress.evaluated == progress.step:
+            return
+        with Uninterrupted():
+            found = self._evaluate()
+            if settings.average > 1 and self._accelerator.is_main_process:
+                self._averages.keep(progress.step, self._weights())
+            out_of_patience = 0 < settings.patience <= progress.since_best
+            progress.finished = last or out_of_patience
+            self._checkpoints.save(progress.step)
+        yield found
+
+    def _weights(self) -> dict[str, Tensor]:
+        return dict(self._accelerator.unwrap_model(self._trainee).named_parameters())
+
+    def _averaged(self) -> Iterator[Evaluation]:
+        """Evaluate the mean of the last weights, once, if the settings ask for it."""
+        progress = self._progress
+        if self._settings.average == 1 or progress.averaged:
+            return
+        with Uninterrupted():
+            self._accelerator.wait_for_everyone()
+            self._averages.load_into(self._weights())
+            found = self._evaluate()
+            progress.averaged = True
+            self._checkpoints.save(progress.step)
+        yield found
+
+    def _step_batches(self) -> Iterator[list[Batch]]:
+        """The batches of each step that is left in this epoch."""
+        for loader in (self._batches, self._sampler):
+            loader.set_epoch(self._progress.epoch)
+        left = self._accelerator.skip_first_batches(self._batches, self._progress.batches)
+        batches = iter(left)
+        while group := list(itertools.islice(batches, self._settings.accumulation)):
+            yield group
+
+    def _num_levels(self) -> int:
+        settings = self._settings
+        alone = self._progress.step < settings.first_level_share * self.total_steps
+        return 1 if alone else settings.levels
+
+    def _step(self, batches: Sequence[Batch]) -> Step:
+        began, num_levels, progress = time.perf_counter(), self._num_levels(), self._progress
+        self._trainee.train()
+        self._accelerator.unwrap_model(self._trainee).at_step(progress.step, self.total_steps)
+        found = []
+        for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+            with self._accelerator.no_sync(self._trainee) if left else nullcontext():
+                found.append(self._learn(batch, num_levels, len(batches)))
+        self._update()
+        losses = torch.stack([each.losses.detach().cpu() for each in found]).mean(0)
+        right = torch.stack([each.right.sum((0, 2)).cpu() for each in found]).sum(0)
+        counts = torch.stack([each.counts.cpu() for each in found]).sum(0)
+        progress.step += 1
+        progress.batches += len(batches)
+        progress.losses.append(float(losses[0]))
+        return Step(
+            progress.step,
+            self.total_steps,
+            sum(batch.num_tokens for batch in batches),
+            time.perf_counter() - began,
+            tuple(losses.tolist()),
+            tuple((right / counts.clamp(min=1)).tolist()),
+        )
+
+    def _learn(self, batch: Batch, num_levels: int, num_batches: int) -> Learnt:
+        """Add the gradients of one batch."""
+        with self._accelerator.autocast():
+            found: Learnt = self._trainee(batch, num_levels)
+        weights = self._settings.decay ** torch.arange(num_levels, device=found.losses.device)
+        loss = (found.losses * weights).sum()
+        if not loss.isfinite():
+            raise TrainingError(
+                f"the loss of step {self._progress.step + 1} is not a finite number: lower the "
+                f"learning rate ({self._settings.learning_rate:g}). The best drafter so far stays."
+            )
+        self._accelerator.backward(loss / num_batches)
+        return found
+
+    def _update(self) -> None:
+        settings = self._settings
+        self._accelerator.clip_grad_norm_(self._trainee.parameters(), settings.max_grad_norm)
+        for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    # Evaluation
+
+    @torch.no_grad()
+    def _evaluate(self) -> Evaluation:
+        progress, levels = self._progress, range(1, self._levels + 1)
+        counts = self._count()
+        losses, progress.losses = progress.losses, []
+        found = Evaluation(
+            progress.step,
+            # The mean of the last weights has the loss of the steps that led to them.
+            sum(losses) / len(losses) if losses else progress.history[-1].loss,
+            tuple(counts.by_position()),
+            tuple(counts.mean_length(level) for level in levels),
+            best=False,
+        )
+        found = replace(found, best=all(found.score > each.score for each in progress.history))
+        progress.history.append(found)
+        if found.best and self._accelerator.is_main_process:
+            self._save_best(self._accelerator.unwrap_model(self._trainee), found)
+        return found
+
+    def _count(self) -> Acceptance:
+        """The acceptance of drafts for held-out conversations."""
+        trainee = self._accelerator.unwrap_model(self._trainee)  # waits for no other process
+        trainee.eval()
+        counts = Acceptance(self._levels)
+        for batch in self._held_out:
+            with self._accelerator.autocast():
+                found = trainee(batch, self._levels)
+            counts.add(found.right, batch.levels.valid)
+        totals = counts.totals.to(self._accelerator.device)
+        counts.totals = self._accelerator.reduce(totals).cpu()
+        return counts
+
+
+def _loader(
+    data: Examples, sampler: BatchSampler, num_levels: int, first_learnt: int
+) -> DataLoader[Batch]:
+    return DataLoader(
+        data,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=partial(collate, num_levels=num_levels, first=first_learnt),
+        # Loaders draw a number whenever they begin: not from the generator that noise comes from,
+        # or a run that was resumed would get other noise.
+        generator=torch.Generator(),
+    )
