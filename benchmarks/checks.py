@@ -13,8 +13,7 @@ from benchmarks.compare import Comparison, Difference, Generation, ResultsFile, 
 from benchmarks.loading import Loaded, llm_for
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE, Contestant
-from tokenleap.bench.encode import encode, prompt_limit
-from tokenleap.bench.own import drafts_a_tree
+from tokenleap.bench.own import drafts_a_tree, encode, prompt_limit
 from tokenleap.bench.prompts_file import Prompt
 
 __all__ = ["CHECKS", "Bench", "Check", "Explainer", "Options", "methods_of"]

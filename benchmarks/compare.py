@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from benchmarks import BenchmarkError
 from benchmarks.report import markdown_table
-from tokenleap.bench.journal import Journal
+from tokenleap.bench.run import Journal
 
 __all__ = [
     "Comparison",

@@ -42,9 +42,9 @@ from benchmarks.report import (
 )
 from tokenleap import LLM
 from tokenleap.bench.contestants import BASELINE, methods
-from tokenleap.bench.encode import prompt_limit
-from tokenleap.bench.journal import Journal
+from tokenleap.bench.own import prompt_limit
 from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
+from tokenleap.bench.run import Journal
 
 __all__ = ["main"]
 

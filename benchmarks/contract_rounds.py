@@ -17,8 +17,8 @@ from typing import Any
 import typer
 
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.journal import Journal
-from tokenleap.bench.ratios import Interval, t_ratio
+from tokenleap.bench.rows import Interval, t_ratio
+from tokenleap.bench.run import Journal
 
 __all__ = [
     "DEFAULT",

@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.contract_rounds import Cell
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.encode import encode, random_ids
+from tokenleap.bench.own import encode, random_ids
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.rounds import order
-from tokenleap.engine.job_spec import JobSpec
+from tokenleap.bench.run import order
+from tokenleap.engine.jobs import JobSpec
 
 __all__ = ["HOT", "RANDOM", "Texts", "run_round", "warm_up"]
 

@@ -35,7 +35,7 @@ from benchmarks.loading import llm_for, load
 from benchmarks.report import command_line, markdown_table, one_line_errors
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.encode import encode, prompt_limit, random_ids
+from tokenleap.bench.own import encode, prompt_limit, random_ids
 from tokenleap.bench.prompts_file import read_prompts, stratified
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import Controller, CostCurve, controller_class
@@ -44,7 +44,7 @@ from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.tree import Draft, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.ngram import NgramDrafter
+from tokenleap.drafters.lookups import NgramDrafter
 from tokenleap.drafters.suffix import SuffixDrafter
 from tokenleap.request import Request
 from tokenleap.runtime.network import PassOutput

@@ -29,14 +29,14 @@ import typer
 from benchmarks import flags
 from benchmarks.report import command_line, markdown_table, one_line_errors
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.encode import encode
+from tokenleap.bench.own import encode
 from tokenleap.bench.prompts_file import read_prompts, stratified
 from tokenleap.control import Budget, Controller, CostCurve, Fixed, controller_class
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.tree import Draft, chain
 from tokenleap.decode import Outcome
-from tokenleap.drafters.drawing import coupled_draws, most_probable
+from tokenleap.drafters.growth import coupled_draws, most_probable
 from tokenleap.request import Request
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.network import PassOutput

@@ -36,10 +36,10 @@ from benchmarks.report import (
     progress_bar,
 )
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.encode import encode, prompt_limit
+from tokenleap.bench.own import encode, prompt_limit
 from tokenleap.bench.prompts_file import read_prompts, stratified
-from tokenleap.bench.ratios import Interval, bootstrap_ratio, geometric_mean
-from tokenleap.bench.rounds import order
+from tokenleap.bench.rows import Interval, bootstrap_ratio, geometric_mean
+from tokenleap.bench.run import order
 
 __all__ = ["BASELINE", "Cell", "Contestant", "cells", "contestants", "main", "measure"]
 

@@ -80,7 +80,7 @@ class Peak:
 def measure(case: Case) -> Peak:
     """Generate one batch, and look at the memory after every step."""
     from tokenleap import LLM, SamplingParams, models
-    from tokenleap.bench.memory import peak_bytes, weight_bytes
+    from tokenleap.bench.machine import peak_bytes, weight_bytes
 
     torch.set_num_threads(case.threads)
     llm = LLM(

@@ -31,7 +31,7 @@ import typer
 
 from benchmarks import BenchmarkError, flags
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from tokenleap.bench.rounds import order
+from tokenleap.bench.run import order
 from tokenleap.core.params import SamplingParams
 from tokenleap.llm import LLM
 

@@ -36,15 +36,15 @@ from benchmarks.report import (
 )
 from tokenleap import LLM
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.encode import encode, prompt_limit
+from tokenleap.bench.own import encode, prompt_limit
 from tokenleap.bench.prompts_file import read_prompts, stratified
 from tokenleap.core.tree import chain
-from tokenleap.models.gguf_file import GgufFile
-from tokenleap.models.gguf_weights import GgufWeights
+from tokenleap.models.convert import GgufWeights
+from tokenleap.models.gguf import GgufFile
+from tokenleap.models.loaded import empty, fill, skeleton
 from tokenleap.models.resolver import gguf_file
-from tokenleap.models.skeleton import empty, fill, skeleton
 from tokenleap.runtime.choices import AUTO, OWN, QUANTIZATIONS
-from tokenleap.runtime.packing import fill_ends
+from tokenleap.runtime.packed import fill_ends
 from tokenleap.runtime.target import Target
 
 __all__ = ["Shift", "logits_of", "main", "shift"]

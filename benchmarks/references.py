@@ -21,9 +21,9 @@ import typer
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from tokenleap.bench.rounds import order
+from tokenleap.bench.run import order
 from tokenleap.core.params import SamplingParams
-from tokenleap.engine.references import QUOTING
+from tokenleap.engine.prompts import QUOTING
 from tokenleap.llm import LLM
 
 __all__ = ["Run", "edited", "main", "measure"]

@@ -23,7 +23,7 @@ from rich.progress import (
 from benchmarks import BenchmarkError
 from tokenleap import TokenleapError
 from tokenleap.bench.machine import host
-from tokenleap.bench.tables import markdown_table
+from tokenleap.bench.report import markdown_table
 
 __all__ = [
     "command_line",

@@ -46,7 +46,7 @@ from benchmarks.seq2seq_results import Results, score
 from benchmarks.seq2seq_tables import as_markdown, save_figures, tables
 from benchmarks.seq2seq_target import TargetOptions, average, lines, train_target
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.journal import Journal
+from tokenleap.bench.run import Journal
 from tokenleap.core.config import Config
 
 __all__ = ["QUICK", "Plan", "app"]

@@ -17,8 +17,7 @@ from benchmarks import BenchmarkError
 from benchmarks.report import progress_bar
 from benchmarks.seq2seq_drafters import MAIN, SHAPES, DrafterOptions
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.journal import Journal
-from tokenleap.bench.rounds import order
+from tokenleap.bench.run import Journal, order
 
 __all__ = ["BEAM", "GREEDY", "Contestant", "Sample", "contestants", "measure", "measure_batches"]
 

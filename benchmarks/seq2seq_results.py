@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenleap.bench.ratios import Interval, scipy_stats
+from tokenleap.bench.rows import Interval, scipy_stats
 from tokenleap.errors import TokenleapError
 
 __all__ = ["BatchPoint", "Results", "Score", "ratio_of_sums", "score"]

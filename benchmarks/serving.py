@@ -52,8 +52,8 @@ from benchmarks.serving_servers import (
     tokenleap_command,
 )
 from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
-from tokenleap.bench.ratios import t_ratio
-from tokenleap.bench.rounds import order
+from tokenleap.bench.rows import t_ratio
+from tokenleap.bench.run import order
 
 __all__ = ["main"]
 

@@ -30,14 +30,14 @@ from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.ratios import Interval, bootstrap_ratio
-from tokenleap.bench.rounds import order
+from tokenleap.bench.rows import Interval, bootstrap_ratio
+from tokenleap.bench.run import order
 from tokenleap.control import Budget, Fixed
 from tokenleap.core.acceptance import rule_class
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.ngram import NgramDrafter, NgramOptions
-from tokenleap.engine.job_spec import JobSpec
+from tokenleap.drafters.lookups import NgramDrafter, NgramOptions
+from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.scheduler import Scheduler
 from tokenleap.request import Request
 from tokenleap.runtime.inputs import PassInputs

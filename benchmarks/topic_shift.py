@@ -26,10 +26,10 @@ from benchmarks import BenchmarkError, flags
 from benchmarks.loading import llm_for, load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
 from tokenleap import LLM, RequestOutput, SamplingParams
-from tokenleap.bench.rounds import order
+from tokenleap.bench.run import order
 from tokenleap.core.config import Config
 from tokenleap.drafters.online import OnlineReport
-from tokenleap.training.curves import Panel, save_panels, save_table
+from tokenleap.training.progress import Panel, save_panels, save_table
 
 __all__ = ["Part", "main", "measure", "topics"]
 

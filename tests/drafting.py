@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenleap import LLM
 from tokenleap.control import Budget, Fixed
 from tokenleap.core.acceptance import RULES
-from tokenleap.core.common_prefix import common_prefix
+from tokenleap.core.references import common_prefix
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter

@@ -15,19 +15,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.tiny import CONTEXT, VOCAB_SIZE
-from tokenleap.drafters.heads.blockwise import BlockwiseConfig, BlockwiseNet
-from tokenleap.drafters.heads.checkpoint import new_net, write_checkpoint
-from tokenleap.drafters.heads.config_file import Description, Verifier
-from tokenleap.drafters.heads.eagle_layer import EagleConfig
-from tokenleap.drafters.heads.eagle_net import EagleNet
-from tokenleap.drafters.heads.feature_net import FeatureConfig
-from tokenleap.drafters.heads.hydra import HydraConfig, HydraNet
-from tokenleap.drafters.heads.medusa import MedusaConfig, MedusaNet
-from tokenleap.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
-from tokenleap.drafters.heads.parallel_net import ParallelConfig
+from tokenleap.drafters.heads.checkpoint import Description, Verifier, new_net, write_checkpoint
+from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig, ParallelConfig
 from tokenleap.drafters.heads.state_file import write_state_file
-from tokenleap.drafters.heads.state_net import StateConfig, StateNet
-from tokenleap.drafters.pass_tokens import write_pass_tokens
+from tokenleap.drafters.heads.state_net import (
+    BlockwiseConfig,
+    BlockwiseNet,
+    HydraConfig,
+    HydraNet,
+    MedusaConfig,
+    MedusaNet,
+    MlpSpeculatorConfig,
+    MlpSpeculatorNet,
+    StateConfig,
+    StateNet,
+)
+from tokenleap.drafters.padding import write_pass_tokens
 from tokenleap.runtime.target import final_norm
 
 

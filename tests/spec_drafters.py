@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.tiny_seq2seq import VOCAB_SIZE, seq2seq_config
+from tokenleap.drafters.blocks import Transitions, save_transitions
 from tokenleap.drafters.spec_drafter import SpecDrafterNotes
-from tokenleap.drafters.transitions import Transitions, save_transitions
-from tokenleap.training.draft_lm import write_lm
-from tokenleap.training.masked_lm import new_masked_lm
+from tokenleap.training.distill import write_lm
+from tokenleap.training.spec_drafter import new_masked_lm
 
 
 def spec_drafter_of(

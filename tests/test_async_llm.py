@@ -23,7 +23,7 @@ from tokenleap import (
     StreamChunk,
     TokenleapError,
 )
-from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.llm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1)

@@ -15,7 +15,7 @@ from tests.core.test_detokenizer import TOKENIZER
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, ConfigError, ModelError, Origin, PromptError, SamplingParams
-from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.jobs import JobSpec
 from tokenleap.llm import Prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

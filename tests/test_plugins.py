@@ -19,8 +19,7 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
 from tokenleap.cli import app
 from tokenleap.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDistributions
-from tokenleap.core.acceptance.block import Block
-from tokenleap.core.acceptance.lenient import Lenient
+from tokenleap.core.acceptance.rules import Block, Lenient
 from tokenleap.core.noise import StepNoise
 from tokenleap.core.tree import Draft
 from tokenleap.drafters.registry import METHODS

@@ -15,8 +15,7 @@ from tests.heads import random_head, random_pass_tokens, random_state_head, stat
 from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
 from tests.tiny import reference_greedy
 from tokenleap import LLM, SamplingParams
-from tokenleap.drafters.heads.eagle_layer import EagleConfig
-from tokenleap.drafters.heads.parallel_net import ParallelConfig
+from tokenleap.drafters.heads.eagle_net import EagleConfig, ParallelConfig
 from tokenleap.drafters.registry import METHODS
 
 pytestmark = pytest.mark.model

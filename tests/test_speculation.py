@@ -13,14 +13,14 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.control import Budget, Controller, CostCurve, Fixed
-from tokenleap.control.batch import BatchTable
 from tokenleap.control.cost_model import CostModel
+from tokenleap.control.simple import BatchTable
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution, LazyDistribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.none import NoDrafter
+from tokenleap.drafters.lookups import NoDrafter
 from tokenleap.engine.scheduler import Scheduler
 from tokenleap.request import Request
 from tokenleap.runtime.kv_slab import OverBudget, SlabFull

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import AutoModelForSeq2SeqLM as TextModel
 from transformers import AutoModelForSpeechSeq2Seq as SpeechModel
 
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 
 VOCAB_SIZE = 96
 SOURCE_LIMIT = CONTEXT = 256

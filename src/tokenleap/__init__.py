@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tokenleap.runtime.spinning import bound_spinning
+from tokenleap.runtime.cores import bound_spinning
 
 if TYPE_CHECKING:
     from tokenleap.async_llm import AsyncLLM
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenleap.core.logprobs import Logprob, TokenLogprobs
     from tokenleap.core.params import SamplingParams
     from tokenleap.core.structured import StructuredOutputs
-    from tokenleap.drafters.overlap import VocabularyOverlap
+    from tokenleap.drafters.base import VocabularyOverlap
     from tokenleap.engine.llm_engine import LLMEngine
     from tokenleap.errors import (
         CompatibilityError,
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from tokenleap.llm import LLM
-    from tokenleap.metrics import Metrics
     from tokenleap.outputs import (
         BeamOutput,
         CompletionOutput,
+        Metrics,
         RequestOutput,
         StreamChunk,
         StreamedToken,
@@ -59,7 +59,7 @@ _MODULES = {
     "tokenleap.core.params": ["SamplingParams"],
     "tokenleap.core.structured": ["StructuredOutputs"],
     "tokenleap.drafters.online": ["OnlineReport"],
-    "tokenleap.drafters.overlap": ["VocabularyOverlap"],
+    "tokenleap.drafters.base": ["VocabularyOverlap"],
     "tokenleap.errors": [
         "CompatibilityError",
         "ConfigError",
@@ -72,10 +72,10 @@ _MODULES = {
     ],
     "tokenleap.llm": ["LLM"],
     "tokenleap.engine.llm_engine": ["LLMEngine"],
-    "tokenleap.metrics": ["Metrics"],
     "tokenleap.outputs": [
         "BeamOutput",
         "CompletionOutput",
+        "Metrics",
         "RequestOutput",
         "StreamChunk",
         "StreamedToken",

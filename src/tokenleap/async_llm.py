@@ -16,14 +16,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tokenleap.core.params import Sampling, SamplingParams
-from tokenleap.engine.arguments import REQUIRED, refuse_unknown
-from tokenleap.engine.job_spec import JobSpec, ReadSpec
-from tokenleap.engine.jobs import Job
-from tokenleap.engine.pool import Pool
-from tokenleap.engine.prompts import Prompt
-from tokenleap.engine.references import GivenPrediction, GivenReferences
+from tokenleap.engine.jobs import Job, JobSpec, ReadSpec
+from tokenleap.engine.loaded_llm import REQUIRED, refuse_unknown
+from tokenleap.engine.prompts import GivenPrediction, GivenReferences, Prompt
 from tokenleap.engine.strategies import Speculative
-from tokenleap.engine.worker import Worker
+from tokenleap.engine.worker import Pool, Worker
 from tokenleap.errors import ConfigError, RequestError, TokenleapError
 from tokenleap.llm import LLM
 from tokenleap.outputs import RequestOutput, StreamChunk

@@ -12,29 +12,30 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenleap.beam_search import BeamSearchOutput, BeamSearchParams, sequences_of
 from tokenleap.config import SpeculativeConfig
-from tokenleap.core.memory import num_bytes
+from tokenleap.core.config import num_bytes
 from tokenleap.core.params import Sampling, SamplingParams
-from tokenleap.engine.arguments import (
+from tokenleap.engine.jobs import specs_of
+from tokenleap.engine.llm_engine import EngineOptions
+from tokenleap.engine.loaded_llm import (
     REQUIRED,
+    LoadedLLM,
     check_at_least_1,
     refuse_unknown,
     refuse_unknown_engine,
 )
-from tokenleap.engine.assembly import EngineOptions
-from tokenleap.engine.job_spec import specs_of
-from tokenleap.engine.loaded_llm import LoadedLLM
 from tokenleap.engine.progress import UseTqdm, progress_of
 from tokenleap.engine.prompts import (
+    GivenPrediction,
+    GivenReferences,
     Message,
     Prompt,
     as_list,
     is_conversation,
 )
-from tokenleap.engine.references import GivenPrediction, GivenReferences
 from tokenleap.engine.strategies import Speculative
 from tokenleap.errors import PromptError
 from tokenleap.models.loaded import LoadedModel
-from tokenleap.models.packed_names import as_packed
+from tokenleap.models.resolver import as_packed
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.runtime.choose import check_sharding
 from tokenleap.runtime.packed import open_packed

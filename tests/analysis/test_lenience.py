@@ -12,7 +12,7 @@ from tokenleap.analysis import (
     lenient_acceptance_probability,
     rejection_sampling_probability,
 )
-from tokenleap.analysis.lenience import LENIENCES, alpha_by_lenience
+from tokenleap.analysis.measure import LENIENCES, alpha_by_lenience
 
 
 def test_alpha_by_lenience_is_that_of_p_and_q() -> None:

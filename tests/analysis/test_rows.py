@@ -21,7 +21,7 @@ from tokenleap.decode import Verifier, step
 from tokenleap.drafters.base import Drafter
 from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.model_drafter import ModelDrafter
-from tokenleap.drafters.tree_options import TreeOptions, shape_of
+from tokenleap.drafters.shapes import TreeOptions, shape_of
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy

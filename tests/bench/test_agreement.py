@@ -19,10 +19,10 @@ from tests.bench.records import (
 )
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.agreement import agreements, bleu_metric, unjudged
 from tokenleap.bench.contestants import BASELINE, Setting
 from tokenleap.bench.own import OwnRunner
 from tokenleap.bench.report import markdown
+from tokenleap.bench.rows import agreements, bleu_metric, unjudged
 from tokenleap.bench.scoring import mean_logprob
 from tokenleap.bench.summary import Results
 

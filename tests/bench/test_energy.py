@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenleap.bench.energy import open_meter
+from tokenleap.bench.machine import open_meter
 
 
 def zone(powercap: Path, name: str, energy: int, limit: int = 999) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokenleap.bench.journal import Journal
+from tokenleap.bench.run import Journal
 from tokenleap.errors import TokenleapError
 
 HEADER = b'{"format": "test", "seed": 0, "checksum": "980e8106"}\n'

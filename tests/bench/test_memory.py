@@ -9,7 +9,7 @@ import torch
 
 from tests.heads import published_medusa
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tokenleap.bench.memory import BYTES, weight_bytes
+from tokenleap.bench.machine import BYTES, weight_bytes
 from tokenleap.runtime.choices import QUANTIZATIONS
 from tokenleap.runtime.llama import LinearWeights
 from tokenleap.runtime.native.pack import Format, pack

@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
-from tokenleap.bench import figures
-from tokenleap.bench.page import html
-from tokenleap.bench.report import ACCEPTANCE, markdown
+from tokenleap.bench import report
+from tokenleap.bench.report import ACCEPTANCE, html, markdown
 from tokenleap.bench.rows import Footprint
 from tokenleap.bench.summary import Results
 
@@ -95,7 +94,7 @@ def test_the_rest_of_the_peak_is_explained() -> None:
 
 def test_what_is_counted_has_ticks_at_whole_numbers() -> None:
     pytest.importorskip("matplotlib")
-    plots = figures.draw_all(results())
+    plots = report.draw_all(results())
     for title, axis in (
         ("Accepted tokens per draft", "xtick"),
         ("Single-prompt speed-ups", "ytick"),
@@ -165,7 +164,7 @@ def test_verify_cost_is_drawn_where_there_are_several_sizes() -> None:
     for record in records:
         if record["type"] == "request" and record["contestant"] == "ngram":
             record["outputs"][0]["verify_seconds"] = {"1": [0.1], "4": [0.2]}
-    plots = figures.draw_all(Results(records, CONTESTANTS))
+    plots = report.draw_all(Results(records, CONTESTANTS))
     assert "Cost of verification by nodes" in plots
     assert "nodes of a target pass" in plots["Cost of verification by nodes"]
 

@@ -13,10 +13,9 @@ import pytest
 from tests.bench.records import NGRAM, OWN_FACTS, PEER_FACTS
 from tokenleap.bench import process, run
 from tokenleap.bench.contestants import BASELINE, Contestant, Setting
-from tokenleap.bench.journal import Journal
 from tokenleap.bench.process import Process
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.run import FORMAT, Plan
+from tokenleap.bench.run import FORMAT, Journal, Plan
 from tokenleap.errors import TokenleapError
 
 PEER = Contestant("transformers-plain", "transformers-plain")

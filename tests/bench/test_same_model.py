@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 
-from tokenleap.bench.same_model import check_same_model
+from tokenleap.bench.contestants import check_same_model
 from tokenleap.errors import ConfigError, ModelError
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 97}

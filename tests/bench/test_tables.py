@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tokenleap.bench.tables import markdown_table
+from tokenleap.bench.report import markdown_table
 
 
 def test_a_table_is_markdown() -> None:

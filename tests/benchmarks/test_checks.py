@@ -18,7 +18,7 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap.bench.contestants import BASELINE, Contestant
 from tokenleap.bench.prompts_file import Prompt
 from tokenleap.core.acceptance.base import Accepted, TargetDistributions
-from tokenleap.core.acceptance.coupled import Coupled
+from tokenleap.core.acceptance.rules import Coupled
 from tokenleap.core.noise import StepNoise
 from tokenleap.core.tree import Draft
 from tokenleap.drafters.registry import METHODS as REGISTERED

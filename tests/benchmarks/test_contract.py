@@ -29,9 +29,9 @@ from typer.testing import CliRunner
 from benchmarks import contract, contract_run
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap import LLM
-from tokenleap.bench.journal import Journal
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.ratios import Interval, t_ratio
+from tokenleap.bench.rows import Interval, t_ratio
+from tokenleap.bench.run import Journal
 from tokenleap.errors import TokenleapError
 
 CELLS = [Cell(1, "qa"), Cell(4, "qa"), Cell(4, "rag")]

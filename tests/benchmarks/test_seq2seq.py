@@ -40,12 +40,12 @@ from typer.testing import CliRunner
 from benchmarks import BenchmarkError, seq2seq_results
 from tests.spec_drafters import save_spec_drafter
 from tokenleap import LLM
-from tokenleap.bench.journal import Journal
+from tokenleap.bench.run import Journal
 from tokenleap.drafters.spec_drafter import SpecDrafterNotes
-from tokenleap.training.folder import TrainingFolder
-from tokenleap.training.masked_lm import new_masked_lm
+from tokenleap.training.checkpoints import TrainingFolder
 from tokenleap.training.methods import training_method
 from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.spec_drafter import new_masked_lm
 
 GENERAL = TrainingSettings.field_names()
 SMALL = "specdec-small"

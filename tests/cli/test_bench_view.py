@@ -10,8 +10,8 @@ from rich.console import Console
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
 from tokenleap.bench.report import tables
 from tokenleap.bench.summary import Results
-from tokenleap.cli import bench_view
-from tokenleap.cli.bench_view import fitted, show_results
+from tokenleap.cli import bench
+from tokenleap.cli.bench import fitted, show_results
 from tokenleap.cli.console import THEME
 
 WIDTHS = (60, 80, 120)
@@ -20,7 +20,7 @@ WIDTHS = (60, 80, 120)
 def shown(results: Results, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     text = StringIO()
     console = Console(file=text, width=width, theme=THEME)
-    monkeypatch.setattr(bench_view, "display", lambda: console)
+    monkeypatch.setattr(bench, "display", lambda: console)
     show_results(results, HEADER)
     return text.getvalue().splitlines()
 

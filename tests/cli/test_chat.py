@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tokenleap import LLM, SamplingParams
-from tokenleap.cli.conversation import Conversation
+from tokenleap.cli.chat import Conversation
 
 PROMPT = r">\x08\x1b\[2C"
 """A prompt, as prompt_toolkit draws it."""
@@ -125,7 +125,7 @@ def test_ctrl_d_ends(tiny: Path) -> None:
 
 
 def test_what_was_said_before_ctrl_c_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenleap.cli import conversation as module
+    from tokenleap.cli import chat
 
     class Interrupts:
         """As if Ctrl-C had come during the third step."""
@@ -142,7 +142,7 @@ def test_what_was_said_before_ctrl_c_is_kept(llm: LLM, monkeypatch: pytest.Monke
             self.steps += 1
             return self.steps == 3
 
-    monkeypatch.setattr(module, "_first_interrupt", Interrupts)
+    monkeypatch.setattr(chat, "_first_interrupt", Interrupts)
     conversation = Conversation(llm, GREEDY, None)
     conversation.answer("hello")
     (whole,) = llm.chat([user("hello")], GREEDY)

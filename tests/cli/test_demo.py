@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run, error_of
 from tokenleap import LLM, RequestOutput
-from tokenleap.cli.demo_prompts import PROMPTS
+from tokenleap.cli.demo import PROMPTS
 
 QUICK = ["--rounds", "1", "--max-tokens", "12"]
 

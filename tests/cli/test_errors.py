@@ -13,8 +13,8 @@ from typer.main import get_command
 
 from tests.cli.conftest import Run, error_of, save_tiny
 from tests.tiny import tiny_model
-from tokenleap.cli import app, habits
-from tokenleap.cli.advice import in_flags
+from tokenleap.cli import app, root
+from tokenleap.cli.root import in_flags
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_advice_names_what_there_is() -> None:
         commands |= set(nested := getattr(command, "commands", {}))
         groups += nested.values()
         options |= {name for each in command.params for name in each.opts}
-    for advice in chain.from_iterable(habits._OPTIONS.values()):
+    for advice in chain.from_iterable(root._OPTIONS.values()):
         assert set(re.findall(r"(?<!\S)--[a-z-]+", advice)) <= options, advice
-    for advice in habits._COMMANDS.values():
+    for advice in root._COMMANDS.values():
         for words in re.findall(r"'tokenleap ([^']+)'", advice):
             assert set(words.split()) <= commands, advice
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.cli.conftest import Run, error_of
 from tests.heads import save_state_head, state_config, state_net, tiny_config, tiny_net
 from tests.tiny import tiny_model
-from tokenleap.drafters.heads.checkpoint import write_checkpoint
-from tokenleap.drafters.heads.config_file import Description, Verifier
+from tokenleap.drafters.heads.checkpoint import Description, Verifier, write_checkpoint
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.cli.conftest import Run, ascii_tokenizer, error_of
 from tests.heads import published_medusa, tiny_head
 from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import LLM, SamplingParams, Trace
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.runtime.passes import Passes
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import Run, error_of
 from tokenleap import LLM
 from tokenleap.drafters.text.ngrams import NgramTables, count_ngrams
-from tokenleap.training import own_text
+from tokenleap.training import collect
 from tokenleap.training.self_data import SelfTalk
 
 
@@ -32,12 +32,12 @@ def test_build_and_use(run: Run, tiny: Path, tmp_path: Path) -> None:
 def test_write_counts_what_the_model_writes_by_itself(
     run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_text, "_ROWS", 2)
+    monkeypatch.setattr(collect, "_ROWS", 2)
     output = tmp_path / "own.ngrams"
     written = run("ngrams", "write", "--model", tiny, "--tokens", 60, "--output", output)
     assert written.exit_code == 0, written.stderr
     llm = LLM(tiny)
-    talks = SelfTalk(llm, own_text._LENGTH).write(range(2))
+    talks = SelfTalk(llm, collect._LENGTH).write(range(2))
     texts = [each.tokens[start:stop] for each in talks for start, stop in each.answers]
     cut = [texts[0][:60], texts[1][: max(0, 60 - len(texts[0]))]]
     expected = count_ngrams(cut, llm.engine.target.vocab_size, llm.tokenizer)

@@ -58,7 +58,7 @@ def test_without_torchrun(run: Run, tiny: Path) -> None:
 
 MUTED = """
 import os, sys
-from tokenleap.cli.processes import mute_others
+from tokenleap.cli.generate import mute_others
 muted = mute_others(2)
 print("something")
 print(muted, file=sys.stderr)

@@ -19,8 +19,7 @@ from tests.cli.conftest import Run, error_of
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.traces import PIECES, step
 from tokenleap import LLM, Origin, SamplingParams, StepTrace, Trace
-from tokenleap.cli.trace_picture import picture
-from tokenleap.cli.trace_summary import TraceSummary
+from tokenleap.cli.trace import TraceSummary, picture
 
 CORRECTED = step((1, 2, 3, 4), (0, 1), rejected=(2,), origin=Origin.CORRECTION, reason="no")
 BONUS = step((1, 2), (0, 1), token=4)

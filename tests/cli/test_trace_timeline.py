@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Run, error_of
 from tests.tiny import tiny_model
 from tokenleap import LLM, Origin, SamplingParams, StepTrace, Trace
-from tokenleap.cli.trace_timeline import Span, timeline_of
+from tokenleap.cli.trace import Span, timeline_of
 from tokenleap.errors import TokenleapError
 
 PLAIN = StepTrace((), (), (), (), (), (), "", 5, Origin.BONUS, 1, 0.0, 0.4, 0.0)
@@ -140,7 +140,7 @@ def test_wrong_use(run: Run, tmp_path: Path, arguments: list[str], message: str)
 
 
 def test_svg_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenleap.cli.trace_svg.find_spec", lambda _: None)
+    monkeypatch.setattr("tokenleap.cli.trace.find_spec", lambda _: None)
     file = saved(tmp_path, "one.json", WITH_PROMPT)
     result = run("trace", file, "--svg", tmp_path / "x.svg")
     assert result.exit_code == 2

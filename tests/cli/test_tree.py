@@ -13,9 +13,8 @@ from rich.console import Console
 
 from tests.cli.conftest import Run, error_of, save_tiny
 from tokenleap.cli.console import THEME
-from tokenleap.cli.tree_report import drawn
-from tokenleap.cli.tree_search import Costs, solved
-from tokenleap.drafters.tree_file import TreeFile
+from tokenleap.cli.tree import Costs, drawn, solved
+from tokenleap.drafters.shapes import TreeFile
 from tokenleap.runtime.costs import CostCurve
 from tokenleap.tuning.sequoia import best_size, best_tree, expected_tokens
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run, error_of
 from tests.cli.terminal import Terminal
-from tokenleap.drafters.tuned_layers import TunedLayers
+from tokenleap.drafters.options import TunedLayers
 from tokenleap.tuning.layer_laboratory import LayerLaboratory
 from tokenleap.tuning.skip_sets import Run as Speed
 from tokenleap.tuning.skip_sets import SkipSet

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenleap import Origin, StreamedToken
-from tokenleap.cli.writer import TokenWriter
+from tokenleap.cli.console import TokenWriter
 
 CODES = re.compile(r"\x1b\[[0-9;]*m")
 

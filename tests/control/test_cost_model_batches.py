@@ -18,7 +18,7 @@ from tests.control.worlds import (
 from tokenleap.analysis import expected_tokens
 from tokenleap.control import CostCurve
 from tokenleap.control.cost_model import CostModel
-from tokenleap.control.drafting_costs import levels_of_one
+from tokenleap.control.planner import levels_of_one
 
 
 def after(model: CostModel, good: int, bad: int, steps: int = 60) -> list[int]:

@@ -9,9 +9,9 @@ from tokenleap import SamplingParams
 from tokenleap.control import CostCurve
 from tokenleap.control.base import Expected
 from tokenleap.control.cost_model import CostModel
-from tokenleap.control.drafting_costs import DeeperLevels, DraftingCosts, reading
-from tokenleap.control.lengths import OutputLengths
-from tokenleap.core.source import Source
+from tokenleap.control.estimates import OutputLengths
+from tokenleap.control.planner import DeeperLevels, DraftingCosts, reading
+from tokenleap.core.references import Source
 from tokenleap.request import Request
 
 PASS = 0.01

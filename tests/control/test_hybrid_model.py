@@ -11,7 +11,8 @@ import torch
 
 from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, steep
 from tokenleap.control import CONTROLLERS, Budget, CostCurve, controller_class
-from tokenleap.control.evidence import (
+from tokenleap.control.cost_model import HybridModel, LookupModel, LookupPlan
+from tokenleap.control.estimates import (
     agreed,
     by_match,
     by_rank,
@@ -19,13 +20,11 @@ from tokenleap.control.evidence import (
     is_graft,
     prior_rate,
 )
-from tokenleap.control.hybrid_model import HybridModel
-from tokenleap.control.lookup_model import LookupModel, LookupPlan
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome
-from tokenleap.drafters.hybrid import graft
+from tokenleap.drafters.combine import graft
 from tokenleap.request import Request
 from tokenleap.runtime.network import PassOutput
 

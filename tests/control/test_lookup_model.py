@@ -9,8 +9,8 @@ import torch
 
 from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, stairs, steep
 from tokenleap.control import CONTROLLERS, CostCurve, controller_class
-from tokenleap.control.cost_model import CostModel
-from tokenleap.control.evidence import (
+from tokenleap.control.cost_model import CostModel, LookupModel
+from tokenleap.control.estimates import (
     LONGEST_MATCH,
     AcceptanceRates,
     by_match,
@@ -18,7 +18,6 @@ from tokenleap.control.evidence import (
     path_probs,
     prior_rate,
 )
-from tokenleap.control.lookup_model import LookupModel
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree, chain

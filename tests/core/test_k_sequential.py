@@ -21,7 +21,7 @@ from tests.enumeration import (
     without_replacement,
 )
 from tokenleap.core.acceptance import RULES
-from tokenleap.core.acceptance.k_sequential import KSequential, Selection
+from tokenleap.core.acceptance.rules import KSequential, Selection
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree
 

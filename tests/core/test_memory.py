@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tokenleap.core.memory import return_freed
+from tokenleap.core.config import return_freed
 
 
 def test_freed_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:

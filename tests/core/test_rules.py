@@ -15,9 +15,9 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.core.grammar import Grammars
+from tokenleap.core.references import Source
 from tokenleap.core.rules import DecodingRules
 from tokenleap.core.sampler import Sampler, TreeDistributions
-from tokenleap.core.source import Source
 from tokenleap.core.tree import TokenTree
 from tokenleap.errors import RequestError
 

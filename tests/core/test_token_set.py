@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenleap.core.token_set import TokenSet
+from tokenleap.core.rules import TokenSet
 
 
 def test_it_forbids_the_tokens_that_a_row_of_logits_has() -> None:

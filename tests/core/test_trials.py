@@ -12,9 +12,9 @@ import pytest
 
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from tokenleap import ConfigError, SamplingParams, StructuredOutputs
-from tokenleap.core import trial, trials
-from tokenleap.core.form import MAX_LENGTH
+from tokenleap.core import structured, trial
 from tokenleap.core.grammar import Grammars
+from tokenleap.core.structured import MAX_LENGTH
 
 EOS = 95
 REFUSED = "at most .*: make it smaller|at most 128 levels|too complex"
@@ -121,16 +121,16 @@ def test_large_forms_of_real_use_are_compiled(fields: dict[str, Any]) -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The ids of the processes that were asked; no answer is known before."""
     found: list[int] = []
-    ask = trials._Process.ask
+    ask = structured._Process.ask
 
     def counted(self: Any, grammar: str) -> str | None:
         found.append(self._popen.pid)
         return ask(self, grammar)
 
-    trials.what_is_wrong.cache_clear()
-    monkeypatch.setattr(trials._Process, "ask", counted)
+    structured.what_is_wrong.cache_clear()
+    monkeypatch.setattr(structured._Process, "ask", counted)
     yield found
-    trials.what_is_wrong.cache_clear()
+    structured.what_is_wrong.cache_clear()
 
 
 def test_a_trial_is_made_once(asked: list[int]) -> None:
@@ -156,7 +156,7 @@ def test_a_process_that_crashed_is_replaced(asked: list[int]) -> None:
 
 def test_a_process_that_was_ended_by_others_is_replaced(asked: list[int]) -> None:
     StructuredOutputs(regex="[ab]f")
-    (process,) = trials._trials._idle
+    (process,) = structured._trials._idle
     process._popen.kill()
     process._popen.wait()
     StructuredOutputs(regex="[ab]g")
@@ -165,7 +165,7 @@ def test_a_process_that_was_ended_by_others_is_replaced(asked: list[int]) -> Non
 
 def test_a_trial_ends(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     StructuredOutputs(regex="[ab]h")
-    monkeypatch.setattr(trials, "_PATIENCE", 0.01)
+    monkeypatch.setattr(structured, "_PATIENCE", 0.01)
     with pytest.raises(ConfigError, match=r"it took more than 0\.01 s to try it out"):
         StructuredOutputs(regex="a{90000}")
     monkeypatch.undo()
@@ -187,7 +187,7 @@ def test_an_answer_that_was_not_waited_for_is_nobody_elses(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(trials._Process, "_answer", interrupted)
+        patch.setattr(structured._Process, "_answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             StructuredOutputs(regex="[ab")
     StructuredOutputs(regex="[ab]k")

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from torch import Tensor
 
-from tokenleap.core.source import Source
-from tokenleap.runtime.seq2seq.encoder import EncoderSide
+from tokenleap.core.references import Source
+from tokenleap.runtime.seq2seq.network import EncoderSide
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from tests.spec_drafters import random_spec_drafter
 from tests.tiny_seq2seq import tiny_seq2seq, tiny_source
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.rules import DecodingRules
-from tokenleap.drafters.allowed import allowed_part
-from tokenleap.drafters.block import BlockScorer
+from tokenleap.drafters.blocks import BlockScorer
+from tokenleap.drafters.growth import allowed_part
 from tokenleap.request import Request
 from tokenleap.runtime.network import GrownTree
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenleap.control import Budget
-from tokenleap.drafters.best_first import best_first_nodes
+from tokenleap.drafters.growth import best_first_nodes
 
 Path = tuple[int, ...]
 ROOT: Path = ()

@@ -26,16 +26,14 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 from tokenleap import ConfigError, SamplingParams, SpeculativeConfig
 from tokenleap.control import Budget
-from tokenleap.control.evidence import by_match, by_rank
+from tokenleap.control.estimates import by_match, by_rank
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.combine import Ensemble, Switch, SwitchOptions, merge
-from tokenleap.drafters.hybrid import graft
+from tokenleap.drafters.combine import Ensemble, Switch, SwitchOptions, graft, merge
+from tokenleap.drafters.lookups import NgramDrafter, NgramOptions, NoDrafter
 from tokenleap.drafters.model_set import write_drafters
-from tokenleap.drafters.ngram import NgramDrafter, NgramOptions
-from tokenleap.drafters.none import NoDrafter
 
 NOTHING = ({"method": "none"}, {"method": "none"})
 """Options of two drafters that a test makes itself."""

@@ -9,10 +9,10 @@ import pytest
 
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
+from tokenleap.core.references import Source
 from tokenleap.core.rules import DecodingRules
-from tokenleap.core.source import Source
-from tokenleap.drafters.copy import CopyDrafter
-from tokenleap.drafters.options.lookups import LONGEST_ALIGNED, CopyOptions
+from tokenleap.drafters.copying import CopyDrafter
+from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
 from tokenleap.request import Request
 
 INPUT = [10, 11, 12, 13, 14, 15, 16]

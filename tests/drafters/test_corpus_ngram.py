@@ -12,12 +12,12 @@ from tests.drafters.text.test_ngrams import ngrams_of
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft
-from tokenleap.drafters.corpus_ngram import (
+from tokenleap.drafters.text.ngrams import (
     CorpusNgramDrafter,
     CorpusNgramOptions,
     SmoothedNgrams,
+    count_ngrams,
 )
-from tokenleap.drafters.text.ngrams import count_ngrams
 from tokenleap.request import Request
 
 V = 7

@@ -18,7 +18,7 @@ from tokenleap.core.sampler import Sampler
 from tokenleap.core.tree import Draft
 from tokenleap.drafters.model_drafter import ModelDrafter
 from tokenleap.request import Request
-from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.passes import Passes
 
 pytestmark = pytest.mark.usefixtures("native_library")

@@ -23,14 +23,14 @@ from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.control.evidence import agreed, by_match, by_rank, disagreed
-from tokenleap.control.fixed import Fixed
-from tokenleap.control.hybrid_model import HybridModel
+from tokenleap.control.cost_model import HybridModel
+from tokenleap.control.estimates import agreed, by_match, by_rank, disagreed
+from tokenleap.control.simple import Fixed
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.hybrid import Hybrid, MoreTokens, graft
+from tokenleap.drafters.combine import Hybrid, MoreTokens, graft
 from tokenleap.request import Request
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}

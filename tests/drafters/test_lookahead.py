@@ -12,7 +12,7 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
 from tokenleap.request import Request
 

@@ -8,8 +8,8 @@ import pytest
 
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.control.evidence import LONGEST_MATCH
-from tokenleap.drafters.ngram import NgramDrafter, NgramOptions, copy_from
+from tokenleap.control.estimates import LONGEST_MATCH
+from tokenleap.drafters.lookups import NgramDrafter, NgramOptions, copy_from
 from tokenleap.request import Request
 
 

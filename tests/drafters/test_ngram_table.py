@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tokenleap import SamplingParams
 from tokenleap.control import Budget
-from tokenleap.drafters.ngram_table import (
+from tokenleap.drafters.lookups import (
     ORDERS,
     NgramTable,
     NgramTableDrafter,

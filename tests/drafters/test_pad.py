@@ -10,7 +10,7 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.drafters.pad import PadDrafter, block_size
+from tokenleap.drafters.padding import PadDrafter, block_size
 from tokenleap.request import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

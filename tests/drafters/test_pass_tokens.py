@@ -32,7 +32,7 @@ from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.heads.folder import Verifier
 from tokenleap.drafters.heads.probe import Probe, look
-from tokenleap.drafters.pass_tokens import PassDrafter, read_pass_tokens, write_pass_tokens
+from tokenleap.drafters.padding import PassDrafter, read_pass_tokens, write_pass_tokens
 from tokenleap.request import Request
 from tokenleap.runtime.cuda.network import CudaNetwork
 from tokenleap.runtime.target import Target

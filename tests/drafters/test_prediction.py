@@ -8,19 +8,18 @@ import pytest
 
 from tokenleap import SamplingParams
 from tokenleap.control import Budget
-from tokenleap.control.evidence import EDITED, by_guess, by_match, by_prediction, prior_rate
-from tokenleap.core.references import References
+from tokenleap.control.estimates import EDITED, by_guess, by_match, by_prediction, prior_rate
+from tokenleap.core.references import References, Source
 from tokenleap.core.rules import DecodingRules
-from tokenleap.core.source import Source
-from tokenleap.drafters.follower import (
+from tokenleap.drafters.copying import (
     FIRST_LENGTH,
     GUESS_LENGTH,
     LONGEST_EDIT,
     MOST_EDITS,
     Follower,
     PredictedText,
+    PredictionDrafter,
 )
-from tokenleap.drafters.prediction import PredictionDrafter
 from tokenleap.request import Request
 
 TEXT = list(range(10, 60))

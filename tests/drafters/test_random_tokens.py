@@ -10,7 +10,7 @@ from tests.tiny import tiny_model
 from tokenleap import SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft
-from tokenleap.drafters.random_tokens import RandomDrafter
+from tokenleap.drafters.lookups import RandomDrafter
 from tokenleap.request import Request
 
 V = 50

@@ -11,11 +11,10 @@ import pytest
 
 from tokenleap import SamplingParams
 from tokenleap.control import Budget
-from tokenleap.core.references import References
-from tokenleap.core.source import Source
+from tokenleap.core.references import References, Source
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.copy import CopyDrafter, CopyOptions
-from tokenleap.drafters.ngram import NgramDrafter, NgramOptions
+from tokenleap.drafters.copying import CopyDrafter, CopyOptions
+from tokenleap.drafters.lookups import NgramDrafter, NgramOptions
 from tokenleap.drafters.suffix import SuffixDrafter, SuffixOptions
 from tokenleap.request import Request
 

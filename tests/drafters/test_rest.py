@@ -14,8 +14,7 @@ from tests.tiny import reference_greedy, tiny_model
 from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.rest import RestDrafter, RestOptions, spread
-from tokenleap.drafters.text.datastore import index_texts
+from tokenleap.drafters.text.datastore import RestDrafter, RestOptions, index_texts, spread
 from tokenleap.request import Request
 
 V = 40

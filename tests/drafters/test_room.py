@@ -12,14 +12,12 @@ from tests.matrix import SPECULATIVE, speculative_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM, ConfigError, RequestOutput, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.drafters.admission import rows_that_fit
-from tokenleap.drafters.draft_model import FIRST_PASS, OwnModel
+from tokenleap.drafters.draft_model import FIRST_PASS, OwnModel, rows_that_fit
 from tokenleap.drafters.model_drafter import ModelDrafter
-from tokenleap.drafters.shapes import Chain, Shape, Widths
-from tokenleap.drafters.tree_options import TreeOptions
-from tokenleap.engine.kv_budget import KVBudget
+from tokenleap.drafters.shapes import Chain, Shape, TreeOptions, Widths
+from tokenleap.engine.scheduler import KVBudget
 from tokenleap.request import Request
-from tokenleap.runtime import slab_buffers as slab_module
+from tokenleap.runtime import kv_slab as slab_module
 from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.target import Target

@@ -24,12 +24,15 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.core.distribution import Distribution
+from tokenleap.core.distribution import Distribution, Truncation, truncate, truncated
 from tokenleap.core.tree import Draft
-from tokenleap.core.truncation import Truncation, truncate, truncated
-from tokenleap.drafters.corpus_ngram import CorpusNgramDrafter, CorpusNgramOptions, SmoothedNgrams
-from tokenleap.drafters.ngram_table import NgramTableDrafter, NgramTableOptions
-from tokenleap.drafters.text.ngrams import count_ngrams
+from tokenleap.drafters.lookups import NgramTableDrafter, NgramTableOptions
+from tokenleap.drafters.text.ngrams import (
+    CorpusNgramDrafter,
+    CorpusNgramOptions,
+    SmoothedNgrams,
+    count_ngrams,
+)
 from tokenleap.request import Request
 
 OWN: list[dict[str, Any]] = [

@@ -26,7 +26,7 @@ from tests.spec_drafters import random_spec_drafter
 from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
 from tokenleap import LLM, CompatibilityError, RequestOutput, SamplingParams
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.registry import METHODS
 from tokenleap.request import Request

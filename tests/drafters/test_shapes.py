@@ -19,8 +19,7 @@ from tokenleap.core.noise import Noise
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.model_drafter import ModelDrafter
-from tokenleap.drafters.shapes import Dynamic, Node, Paths, Widths
-from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
 

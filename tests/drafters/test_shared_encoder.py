@@ -22,13 +22,13 @@ from tests.tiny_seq2seq import (
 )
 from tokenleap import LLM, CompatibilityError, SamplingParams, models
 from tokenleap.core.acceptance import RULES
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.drafters.spec_drafter import load_spec_drafter
-from tokenleap.engine.request_maker import RequestMaker
+from tokenleap.engine.jobs import RequestMaker
 from tokenleap.request import Request
 from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.target import Target
-from tokenleap.training.draft_lm import write_lm
+from tokenleap.training.distill import write_lm
 
 MASKS, MASK = 5, VOCAB_SIZE
 GREEDY = SamplingParams(temperature=0, max_tokens=9, logprobs=1)

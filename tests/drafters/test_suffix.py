@@ -17,9 +17,14 @@ from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.sequence import SHARED, Scope
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.suffix import EarlierOutputs, SuffixDrafter, SuffixOptions
-from tokenleap.drafters.suffix_candidates import grow_chain, grow_tree
-from tokenleap.drafters.suffix_trie import SuffixTrie
+from tokenleap.drafters.suffix import (
+    EarlierOutputs,
+    SuffixDrafter,
+    SuffixOptions,
+    SuffixTrie,
+    grow_chain,
+    grow_tree,
+)
 from tokenleap.request import Request
 
 

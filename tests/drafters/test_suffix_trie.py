@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenleap.drafters.suffix_candidates import successors
-from tokenleap.drafters.suffix_trie import Node, Place, SuffixTrie, Text
+from tokenleap.drafters.suffix import Node, Place, SuffixTrie, Text, successors
 
 texts = st.lists(st.lists(st.integers(0, 2), max_size=25), max_size=4)
 

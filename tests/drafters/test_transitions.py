@@ -17,10 +17,14 @@ from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters import product_tree as product_trees
-from tokenleap.drafters.product_tree import product_chain, product_tree
+from tokenleap.drafters import blocks as product_trees
+from tokenleap.drafters.blocks import (
+    TRANSITIONS_FILE,
+    TokenTransitions,
+    product_chain,
+    product_tree,
+)
 from tokenleap.drafters.spec_drafter import load_spec_drafter
-from tokenleap.drafters.transitions import TRANSITIONS_FILE, TokenTransitions
 from tokenleap.request import Request
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.network import GrowthLimit, GrowthPlan

@@ -32,11 +32,17 @@ from tokenleap import (
 from tokenleap.control import Budget
 from tokenleap.core.sampler import Sampler
 from tokenleap.core.tree import Draft, chain
+from tokenleap.drafters.base import VocabularyOverlap
 from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.model_drafter import ModelDrafter
-from tokenleap.drafters.overlap import VocabularyOverlap
-from tokenleap.drafters.retokenise import Splitter, TextDrafter
-from tokenleap.drafters.translation import INCOMPLETE, LONGEST_PIECE, Script, Translator
+from tokenleap.drafters.vocabulary import (
+    INCOMPLETE,
+    LONGEST_PIECE,
+    Script,
+    Splitter,
+    TextDrafter,
+    Translator,
+)
 from tokenleap.llm import Prompt
 from tokenleap.request import Request
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import gc
 
-from tokenleap.engine.kv_budget import KVBudget
+from tokenleap.engine.scheduler import KVBudget
 from tokenleap.runtime.kv_slab import KVSlab
-from tokenleap.runtime.rows import Rows
+from tokenleap.runtime.passes import Rows
 
 
 def test_models_that_are_gone_are_forgotten() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tokenleap import TokenleapError
-from tokenleap.engine.pool import Pool
+from tokenleap.engine.worker import Pool
 
 
 def test_what_is_submitted_runs_and_errors_reach_who_waits() -> None:

@@ -12,12 +12,12 @@ from tests.matrix import BRANCHING, LOSSLESS, PROMPTS, SPECULATIVE, fits, tiny_l
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams
-from tokenleap.control.evidence import AcceptanceRates, by_prediction
+from tokenleap.control.estimates import AcceptanceRates, by_prediction
 from tokenleap.core.references import References
-from tokenleap.drafters.options.lookups import LONGEST_PREDICTED
-from tokenleap.drafters.prediction import PredictionDrafter
-from tokenleap.engine.references import predictions_per_prompt
-from tokenleap.metrics import Metrics
+from tokenleap.drafters.copying import PredictionDrafter
+from tokenleap.drafters.options import LONGEST_PREDICTED
+from tokenleap.engine.prompts import predictions_per_prompt
+from tokenleap.outputs import Metrics
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=24)

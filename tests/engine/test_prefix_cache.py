@@ -13,7 +13,7 @@ from tests.counting import counted
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import LLM, PromptError, SamplingParams
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.core.tree import chain
 from tokenleap.engine.prefix_cache import BLOCK, PrefixCache
 from tokenleap.runtime.attention import KEY_BLOCK

@@ -12,8 +12,7 @@ from tests.engine.serving import assert_empty, bits
 from tests.tiny import tiny_model
 from tokenleap import LLM, RequestError, SamplingParams
 from tokenleap.engine import progress
-from tokenleap.engine.job_spec import JobSpec, specs_of
-from tokenleap.engine.jobs import Job
+from tokenleap.engine.jobs import Job, JobSpec, specs_of
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=0)

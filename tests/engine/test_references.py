@@ -12,8 +12,8 @@ from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams
 from tokenleap.core.references import References
 from tokenleap.drafters.registry import METHODS
-from tokenleap.engine.job_spec import JobSpec
-from tokenleap.engine.references import QUOTING, per_prompt
+from tokenleap.engine.jobs import JobSpec
+from tokenleap.engine.prompts import QUOTING, per_prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=24)

@@ -16,10 +16,10 @@ from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, CompletionOutput, ConfigError, PromptError, SamplingParams
 from tokenleap.control import CostCurve
-from tokenleap.core.memory import num_bytes
+from tokenleap.core.config import num_bytes
 from tokenleap.engine import strategies as strategies_module
 from tokenleap.errors import CompatibilityError, RequestError
-from tokenleap.runtime import slab_buffers as slab_module
+from tokenleap.runtime import kv_slab as slab_module
 from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.profiling import measure_costs
 from tokenleap.runtime.target import Target

@@ -15,7 +15,7 @@ from tests.drafting import drafter_of
 from tests.tiny import tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, models
 from tokenleap.drafters.vocabulary import DraftModel
-from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.jobs import JobSpec
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

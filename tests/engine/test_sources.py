@@ -24,13 +24,13 @@ from tests.tiny_seq2seq import (
     tiny_source,
 )
 from tokenleap import LLM, SamplingParams
-from tokenleap.core.source import Source
-from tokenleap.engine.job_spec import JobSpec
+from tokenleap.core.references import Source
+from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.sources import languages
 from tokenleap.errors import CompatibilityError, PromptError, RequestError, TokenleapError
 from tokenleap.models.audio import AudioReader
 from tokenleap.runtime.attention import KEY_BLOCK
-from tokenleap.runtime.source_network import SourceNetwork
+from tokenleap.runtime.network import SourceNetwork
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=1)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tokenleap.engine.text_limit import TextLimit, most_bytes_per_token
+from tokenleap.engine.prompts import TextLimit, most_bytes_per_token
 from tokenleap.errors import PromptError
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -112,7 +112,7 @@ def test_a_long_text_is_counted_no_further_than_it_takes(monkeypatch: pytest.Mon
         split.append(text)
         return len(text)
 
-    monkeypatch.setattr("tokenleap.engine.text_limit._count", count)
+    monkeypatch.setattr("tokenleap.engine.prompts._count", count)
     limit = TextLimit(10_000, 1000, wrapped(byte_level()))
     limit.check("7" * 40_000)
     assert not split

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tests.matrix import speculative_config
 from tests.tiny_seq2seq import BINS, FRAMES, reference_outputs, tiny_seq2seq, tiny_source
 from tokenleap import LLM, PromptError, SamplingParams
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.models.audio import AudioReader
 
 TOKENS = 14

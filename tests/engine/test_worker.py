@@ -9,8 +9,7 @@ import pytest
 
 from tests.tiny import tiny_model
 from tokenleap import LLM, TokenleapError
-from tokenleap.engine.job_spec import JobSpec
-from tokenleap.engine.jobs import Job
+from tokenleap.engine.jobs import Job, JobSpec
 from tokenleap.engine.worker import Worker
 
 PATIENCE = 60.0

@@ -29,31 +29,28 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.traces import PIECES, step
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.journal import Journal
-from tokenleap.cli.line_results import LineResults
+from tokenleap.bench.run import Journal
+from tokenleap.cli.batch import LineResults
 from tokenleap.cli.trace import trace as show_trace
-from tokenleap.drafters.corpus_ngram import load_corpus
 from tokenleap.drafters.heads.folder import Verifier
 from tokenleap.drafters.heads.state_file import write_state_file
 from tokenleap.drafters.model_set import drafters_in
-from tokenleap.drafters.rest import load_datastore
-from tokenleap.drafters.text.datastore import index_texts
-from tokenleap.drafters.text.ngrams import count_ngrams
-from tokenleap.drafters.tree_file import TreeFile
-from tokenleap.drafters.tuned_layers import TunedLayers
+from tokenleap.drafters.options import TunedLayers
+from tokenleap.drafters.shapes import TreeFile
+from tokenleap.drafters.text.datastore import index_texts, load_datastore
+from tokenleap.drafters.text.ngrams import count_ngrams, load_corpus
 from tokenleap.engine.lines import line_of
 from tokenleap.models.convert import convert_gguf
-from tokenleap.models.gguf_file import GgufFile
+from tokenleap.models.gguf import GgufFile
 from tokenleap.models.load import load_model, load_tokenizer
 from tokenleap.models.weights import FolderWeights
 from tokenleap.runtime.native import build
 from tokenleap.runtime.native.support import why_no_library
 from tokenleap.trace import Trace
 from tokenleap.training.checkpoints import Checkpoints
+from tokenleap.training.collect import texts_in
 from tokenleap.training.conversations import Conversation, ConversationFile
-from tokenleap.training.diversity import texts_in
-from tokenleap.training.feature_passes import compute_features
-from tokenleap.training.features import FeatureCache
+from tokenleap.training.features import FeatureCache, compute_features
 from tokenleap.training.progress import Progress
 from tokenleap.training.prompt_data import FileData
 

@@ -21,11 +21,10 @@ from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, speculative_config, ti
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap import LLM, ConfigError, PromptError, RequestError, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.core.bad_words import BadWords
-from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.core.sampler import BadWords, Sampler, TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.base import Drafter
-from tokenleap.engine.job_spec import JobSpec
+from tokenleap.engine.jobs import JobSpec
 from tokenleap.request import Request
 
 V = 12

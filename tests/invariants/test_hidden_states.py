@@ -30,7 +30,7 @@ from tokenleap.core.tree import chain
 from tokenleap.drafters.base import Drafter
 from tokenleap.engine.prefix_cache import BLOCK
 from tokenleap.request import Request
-from tokenleap.runtime import slab_buffers
+from tokenleap.runtime import kv_slab
 from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.target import Target
@@ -383,7 +383,7 @@ def _fit_once(llm: LLM, failures: list[int]) -> Callable[[int, int], None]:
     def fitted(rows: int, positions: int) -> None:
         if positions > KEY_BLOCK and not failures:
             failures.append(positions)
-            raise slab_buffers.SlabFull(NO_MEMORY)
+            raise kv_slab.SlabFull(NO_MEMORY)
         fit(rows, positions)
 
     return fitted

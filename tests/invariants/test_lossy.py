@@ -22,11 +22,7 @@ from tests.enumeration import (
 )
 from tokenleap import SamplingParams
 from tokenleap.core.acceptance import RULES, AcceptanceRule
-from tokenleap.core.acceptance.distance import Distance
-from tokenleap.core.acceptance.lenient import Lenient
-from tokenleap.core.acceptance.rejection import Rejection
-from tokenleap.core.acceptance.top_beta import TopBeta
-from tokenleap.core.acceptance.typical import Typical
+from tokenleap.core.acceptance.rules import Distance, Lenient, Rejection, TopBeta, Typical
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.sampler import Sampler, TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree, chain

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.tiny_seq2seq import NATIVE, SEQ2SEQ, tiny_seq2seq, wide_fields
 from tests.tiny_seq2seq import tiny_source as source_of
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.runtime.attention import (
     SHORT_SPAN,

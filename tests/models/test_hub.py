@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from tests.tiny import tiny_model
 from tokenleap.errors import ModelError
 from tokenleap.models import load_model, resolve
-from tokenleap.models.hub import is_hub_id
+from tokenleap.models.resolver import is_hub_id
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 NAME = "org/tiny"

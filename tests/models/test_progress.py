@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenleap.models.progress import bytes_text, progress
+from tokenleap.models.store import bytes_text, progress
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from tests.tiny_seq2seq import BINS, FRAMES, SEQ2SEQ, seq2seq_config, tiny_seq2s
 from tokenleap import LLM, SamplingParams
 from tokenleap.errors import CompatibilityError, ModelError, PromptError
 from tokenleap.models import load_model, resolve
-from tokenleap.models.audio import AudioReader
-from tokenleap.models.decoder_start import decoder_start
+from tokenleap.models.audio import AudioReader, decoder_start
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from tests.tiny import tiny_model
 from tokenleap import LLM
 from tokenleap.errors import CompatibilityError, ConfigError
-from tokenleap.models.tensor_parallel import check_processes, check_sharded, sharded
+from tokenleap.models.load import check_processes, check_sharded, sharded
 from tokenleap.runtime.choose import check_sharding
 
 

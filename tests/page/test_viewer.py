@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 from tests import traces
 from tests.page.conftest import Open, shot
 from tokenleap import Origin, StepTrace, Trace
-from tokenleap.cli.trace_page import html
+from tokenleap.cli.trace import html
 from tokenleap.trace import Candidate
 
 PIECES = {**traces.PIECES, 7: "A"}

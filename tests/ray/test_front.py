@@ -253,7 +253,7 @@ def test_no_message_of_a_replica_is_sent_without_a_look_at_its_engine(
     monkeypatch.setattr(replica, "_end_if_dead", lambda: looks.append(len(sent)))
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
     scope |= {"query_string": b"", "client": None, "asgi": {}, "http_version": "1.1"}
-    call = sys.modules["tokenleap.ray.wire"].Call(scope, b"")
+    call = sys.modules["tokenleap.ray.plan"].Call(scope, b"")
     sent: list[Any] = []
 
     async def run() -> None:

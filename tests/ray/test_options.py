@@ -13,8 +13,8 @@ import pytest
 
 import tokenleap.ray
 from tests.cli.conftest import Run, error_of, run
-from tokenleap.cli import ray_options
-from tokenleap.cli.ray_options import arguments_for_replicas, as_given
+from tokenleap.cli import options as ray_options
+from tokenleap.cli.options import arguments_for_replicas, as_given
 from tokenleap.config import SpeculativeConfig
 from tokenleap.errors import TokenleapError
 from tokenleap.ray import cluster as cluster_module

@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 
 from tokenleap.errors import ConfigError
-from tokenleap.ray.expositions import joined
-from tokenleap.ray.plan import Replicas, Share, beside, share_of
-from tokenleap.ray.prefixes import BLOCK, MOST_BLOCKS, PrefixMemory, prompt_keys
-from tokenleap.ray.wire import Call
+from tokenleap.ray.plan import (
+    BLOCK,
+    MOST_BLOCKS,
+    Call,
+    PrefixMemory,
+    Replicas,
+    Share,
+    beside,
+    joined,
+    prompt_keys,
+    share_of,
+)
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
@@ -70,7 +78,7 @@ class TestKeys:
         def deep(_: object) -> str:
             raise RecursionError
 
-        monkeypatch.setattr("tokenleap.ray.prefixes._text", deep)
+        monkeypatch.setattr("tokenleap.ray.plan._text", deep)
         assert keys(TEXT, prompt=[[1]]) == []
 
 
@@ -108,7 +116,7 @@ class TestMemory:
         assert memory.ranked([1, 2], {"a": 0, "b": 0})[0] == "b"
 
     def test_it_does_not_grow_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tokenleap.ray.prefixes.MOST_KEYS", 3)
+        monkeypatch.setattr("tokenleap.ray.plan.MOST_KEYS", 3)
         memory = PrefixMemory()
         for key in (1, 2, 3, 1, 4):
             memory.saw([key], "a")

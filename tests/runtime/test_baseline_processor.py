@@ -10,7 +10,7 @@ import torch
 from tests.runtime.test_lean import scores
 from tests.tiny import tiny_model
 from tokenleap.runtime.llama import LlamaWeights
-from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.network import NativeDecoder
 
 BASELINE = ("-march=x86-64", "-mprefer-vector-width=128", "-O1")
 """SSE2, which every x86-64 processor has; the flags follow `-march=native`."""

@@ -12,7 +12,7 @@ import torch
 
 from tokenleap.cli.options import ModelOptions
 from tokenleap.runtime.cores import available_cores
-from tokenleap.runtime.native import threads
+from tokenleap.runtime.native import network as threads
 
 
 @pytest.fixture(autouse=True)

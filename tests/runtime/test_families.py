@@ -16,12 +16,11 @@ from tests.tiny import GROUPED, VOCAB_SIZE
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.models import cached, load_model
-from tokenleap.runtime import packing
+from tokenleap.runtime import packed as packing
 from tokenleap.runtime.choose import network_for
-from tokenleap.runtime.families import FAMILIES, family_of
-from tokenleap.runtime.llama import ARCHITECTURES, LlamaWeights
+from tokenleap.runtime.llama import ARCHITECTURES, FAMILIES, LlamaWeights, family_of
 from tokenleap.runtime.module import ModuleNetwork
-from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.network import Network
 from tokenleap.runtime.target import Target
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from tokenleap.core.peers import ALONE, OutOfStepError, num_processes, own_rank
 from tokenleap.errors import TokenleapError
-from tokenleap.runtime.group import Group
 from tokenleap.runtime.inputs import RowNodes
 from tokenleap.runtime.network import Need
-from tokenleap.runtime.sharded import ADDED, JOINED, ShardedLinear, _digest
+from tokenleap.runtime.sharded import ADDED, JOINED, Group, ShardedLinear, _digest
 
 SIZE = 3
 

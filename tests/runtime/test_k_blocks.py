@@ -13,10 +13,9 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from tokenleap.runtime.native.build import library
-from tokenleap.runtime.native.c_structures import CFusion
-from tokenleap.runtime.native.k_blocks import K_FORMATS, pack_k_blocks
 from tokenleap.runtime.native.network import checked
-from tokenleap.runtime.native.pack import PackedWeights
+from tokenleap.runtime.native.pack import K_FORMATS, PackedWeights, pack_k_blocks
+from tokenleap.runtime.native.structures import CFusion
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -20,8 +20,8 @@ from tokenleap import LLM, SamplingParams
 from tokenleap.errors import CompatibilityError, ConfigError, ModelError
 from tokenleap.models import cached, load_model, remove, resolve, store
 from tokenleap.models.weights import FolderWeights
-from tokenleap.runtime import packed, packing
-from tokenleap.runtime.native.packed_files import LAYOUT_VERSION
+from tokenleap.runtime import packed
+from tokenleap.runtime.native.packed import LAYOUT_VERSION
 
 PROMPT = [1, 2, 3, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
@@ -76,9 +76,9 @@ def test_mapped_weights_are_those_packed_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = saved(tmp_path / "model", architecture, tie_word_embeddings=tied)
-    monkeypatch.setattr(packing, "HEAD_ROWS", 64)  # two pieces
+    monkeypatch.setattr(packed, "HEAD_ROWS", 64)  # two pieces
     LLM(folder, quantization=quantization, dtype=dtype)
-    monkeypatch.setattr(packing.RoundingPacker, "run", never)
+    monkeypatch.setattr(packed.RoundingPacker, "run", never)
     mapped = LLM(folder, quantization=quantization, dtype=dtype)
     expected = whole(folder, quantization, dtype)
     assert output(mapped) == output(expected)
@@ -107,7 +107,7 @@ def test_a_draft_model_is_mapped_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = {"model": str(draft), "num_speculative_tokens": 2}
     first = output(opened(target, speculative_config=config))
     assert {entry.source for entry in cached()} == {str(target), str(draft)}
-    monkeypatch.setattr(packing.RoundingPacker, "run", never)
+    monkeypatch.setattr(packed.RoundingPacker, "run", never)
     assert output(opened(target, speculative_config=config)) == first
     assert output(opened(target)) == first
 
@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_nothing_and_the_model_runs(
     def full(*_arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(packing, "write", full)  # the last file
+    monkeypatch.setattr(packed, "write", full)  # the last file
     with caplog.at_level("WARNING", logger="tokenleap"):
         assert output(opened(folder)) == output(whole(folder, "int8"))
     (message,) = [record.getMessage() for record in caplog.records]
@@ -276,13 +276,13 @@ def test_a_model_that_changes_while_it_is_packed(
 def test_packed_once_by_two_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model")
     runs: list[int] = []
-    run = packing.RoundingPacker.run
+    run = packed.RoundingPacker.run
 
     def counted(self: Any) -> None:
         runs.append(1)
         run(self)
 
-    monkeypatch.setattr(packing.RoundingPacker, "run", counted)
+    monkeypatch.setattr(packed.RoundingPacker, "run", counted)
     found: list[object] = []
 
     def work() -> None:

@@ -34,7 +34,7 @@ from tests.tiny_seq2seq import (
     wide_fields,
 )
 from tests.tiny_seq2seq import tiny_source as source_of
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.models import load_model
@@ -43,8 +43,8 @@ from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.kv_slab import OverBudget
 from tokenleap.runtime.native.seq2seq import NativeEncoder, NativeSeq2Seq
 from tokenleap.runtime.network import Need, PassOutput
-from tokenleap.runtime.rows import INTERNAL_KEY
-from tokenleap.runtime.seq2seq.encoder import TorchEncoder
+from tokenleap.runtime.passes import INTERNAL_KEY
+from tokenleap.runtime.seq2seq.network import TorchEncoder
 from tokenleap.runtime.target import Target
 
 TEXT_TOKENS = [(7 * i + 3) % 90 for i in range(40)]

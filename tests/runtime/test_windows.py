@@ -15,17 +15,22 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, needs_packed, reference_greedy
 from tests.windowed import OWN_ATTENTION, WINDOW, WINDOWED, windowed_config, windowed_model
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
-from tokenleap.runtime.cpu import PackedLinear
-from tokenleap.runtime.inputs import PassInputs, RowNodes, tree_nodes
+from tokenleap.runtime.cpu import PackedLinear, decoder_layers
+from tokenleap.runtime.inputs import (
+    PassInputs,
+    RowNodes,
+    Window,
+    layer_windows,
+    tree_nodes,
+    windows_by_kind,
+)
 from tokenleap.runtime.lean import LeanDecoder
 from tokenleap.runtime.llama import LlamaWeights
 from tokenleap.runtime.module import ModuleNetwork
-from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.network import Network, WindowedNetwork
 from tokenleap.runtime.passes import Passes
-from tokenleap.runtime.share import decoder_layers
 from tokenleap.runtime.target import Target
-from tokenleap.runtime.windows import Window, layer_windows, windows_by_kind
 
 TREE = TokenTree((5, 3, 5, 8, 9, 7, 1, 2, 4, 6, 8), (-1, 0, 0, 1, 3, 2, 2, 5, 7, 8, 9))
 """A chain of 8 below the root is longer than a window of 3, with other branches between."""

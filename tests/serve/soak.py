@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from tests.serve.support import MODEL, Served
-from tokenleap.core.form import checked_source
 from tokenleap.core.grammar import Grammar, Grammars
+from tokenleap.core.structured import checked_source
 
 __all__ = ["Soak", "faults", "live_objects"]
 

@@ -20,8 +20,8 @@ from tokenleap import LLM, AsyncLLM
 from tokenleap.serve.address import bound_socket
 from tokenleap.serve.app import create_app
 from tokenleap.serve.run import TokenleapServer
+from tokenleap.serve.running import ServerState
 from tokenleap.serve.settings import Settings
-from tokenleap.serve.state import ServerState
 
 MODEL = "tiny"
 CONTEXT = 1024

@@ -9,8 +9,8 @@ import pytest
 
 from tests.serve.support import CONTEXT, MODEL, Served
 from tokenleap import SpeculativeConfig
-from tokenleap.engine.text_limit import TextLimit
-from tokenleap.serve.sampling import MAX_NESTED, check_speculation
+from tokenleap.engine.prompts import TextLimit
+from tokenleap.serve.fields import MAX_NESTED, check_speculation
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -340,7 +340,7 @@ def test_a_template_that_cannot_write_what_is_nested(
     def refusing(*_: Any, **__: Any) -> Any:
         raise RecursionError
 
-    monkeypatch.setattr("tokenleap.serve.chat_prompt.conversation_ids", refusing)
+    monkeypatch.setattr("tokenleap.serve.chat.conversation_ids", refusing)
     assert "nested too deeply" in server.refused(CHAT, messages=HELLO)["message"]
 
 

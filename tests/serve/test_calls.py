@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenleap.serve.messages import Function, Tool
-from tokenleap.serve.tools import Call, CallFinder
+from tokenleap.serve.chat import Call, CallFinder
+from tokenleap.serve.fields import Function, Tool
 
 TOOLS = [Tool(type="function", function=Function(name=name)) for name in ("f", "g")]
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -10,9 +10,9 @@ import pytest
 
 from tests.core.test_trials import DEEP, HOSTILE, rules
 from tests.serve.support import CONTEXT, Served
-from tokenleap.core import trials
+from tokenleap.core import structured
 from tokenleap.core.grammar import Grammar
-from tokenleap.engine import text_limit
+from tokenleap.engine import prompts
 from tokenleap.errors import RequestError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -83,14 +83,14 @@ def test_a_form_that_proves_too_complex_later(
 
 def test_others_do_not_wait_for_a_form(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, waiting = threading.Event(), threading.Semaphore(0)
-    ask = trials.what_is_wrong
+    ask = structured.what_is_wrong
 
     def slow(grammar: str) -> str | None:
         waiting.release()
         assert gate.wait(60)
         return ask(grammar)
 
-    monkeypatch.setattr(trials, "what_is_wrong", slow)
+    monkeypatch.setattr(structured, "what_is_wrong", slow)
     with ThreadPoolExecutor(5) as clients:
         answers = [
             clients.submit(server.post, COMPLETIONS, prompt="a", guided_regex=f"[ab]{{{n}}}")
@@ -128,7 +128,7 @@ def test_a_form_may_be_as_deep_as_a_stack_allows(server: Served) -> None:
 def test_long_texts_are_refused_before_they_are_split(
     server: Served, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count, split = text_limit._count, list[int]()
+    count, split = prompts._count, list[int]()
 
     def counting(tokenizer: Any, text: str) -> int:
         split.append(len(text))
@@ -137,7 +137,7 @@ def test_long_texts_are_refused_before_they_are_split(
     def whole(*_: Any, **__: Any) -> Any:
         raise AssertionError("the text was split into tokens")
 
-    monkeypatch.setattr(text_limit, "_count", counting)
+    monkeypatch.setattr(prompts, "_count", counting)
     monkeypatch.setattr(type(server.llm.tokenizer), "__call__", whole)
     monkeypatch.setattr(type(server.llm.tokenizer), "encode", whole)
     assert "shorten it" in server.refused(path, **fields)["message"]

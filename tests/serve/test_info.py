@@ -9,7 +9,7 @@ from fastapi import Request
 
 from tests.serve.support import MODEL, Served, samples, served
 from tokenleap import __version__
-from tokenleap.serve.state import ServerState
+from tokenleap.serve.running import ServerState
 
 
 def test_metrics() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tokenleap.serve.origins import Origins
+from tokenleap.serve.app import Origins
 
 HERE = "https://here.example"
 

@@ -28,15 +28,12 @@ from tests.serve.support import MODEL, Served, samples, served, tiny_llm, until
 from tokenleap import LLM, AsyncLLM, Metrics, SamplingParams, TokenleapError
 from tokenleap.core.sequence import SHARED
 from tokenleap.serve.address import bound_socket
-from tokenleap.serve.app import create_app
+from tokenleap.serve.app import FILES, create_app
 from tokenleap.serve.errors import APIError
-from tokenleap.serve.events import DONE, EventStream
-from tokenleap.serve.page import FILES
-from tokenleap.serve.protocol import PARTS
-from tokenleap.serve.run import TokenleapServer, serve
-from tokenleap.serve.running import Run
+from tokenleap.serve.rendering import DONE, EventStream
+from tokenleap.serve.run import PARTS, TokenleapServer, serve
+from tokenleap.serve.running import Run, ServerState
 from tokenleap.serve.settings import Settings
-from tokenleap.serve.state import ServerState
 
 ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 KEYS = ("first-key", "second-key")
@@ -397,7 +394,7 @@ def test_a_client_that_only_sends_no_more(
     monkeypatch: pytest.MonkeyPatch, server: Served, stream: bool
 ) -> None:
     """It has closed its side of the connection, and waits for the answer."""
-    monkeypatch.setattr("tokenleap.serve.protocol.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("tokenleap.serve.run.PROBE_SECONDS", 0.01)
     gate = Gate(server.llm, monkeypatch)
     body = {**ENDLESS, "max_tokens": 5, "stream": stream}
     with raw(server, request_of(body)) as connection:

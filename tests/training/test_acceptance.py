@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenleap.training.acceptance import Acceptance
+from tokenleap.training.trainer import Acceptance
 
 LEVELS = 4
 

@@ -15,7 +15,7 @@ from tests.windowed import WINDOW, windowed_config, windowed_model
 from tokenleap import CompatibilityError
 from tokenleap.runtime.target import Target
 from tokenleap.training.batches import collate
-from tokenleap.training.draft_lm import Sizes, new_lm
+from tokenleap.training.distill import Sizes, new_lm
 from tokenleap.training.methods import training_method
 from tokenleap.training.tuned import copy_of_target
 

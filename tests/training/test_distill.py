@@ -23,10 +23,9 @@ from tokenleap.training.batches import TrainingSet, collate
 from tokenleap.training.distill import DistillTrainee
 from tokenleap.training.method import HeadParts
 from tokenleap.training.methods import training_method
-from tokenleap.training.optimizers import optimizers_of
 from tokenleap.training.progress import Step
 from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainer import Trainer
+from tokenleap.training.trainer import Trainer, optimizers_of
 
 LEVELS = 4
 SHORT = TrainingSettings(epochs=60, batch_tokens=128, learning_rate=1e-2, mixed_precision="no")

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tokenleap.errors import DataError
-from tokenleap.training.collect import Chooser, collect
+from tokenleap.training.collect import Chooser, Unseen, collect, diversity
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.diversity import Unseen, diversity
 
 NOTHING = Unseen(())
 

@@ -12,12 +12,12 @@ import torch
 from tests.tiny import tiny_model
 from tests.training.world import computed, cycles, parts_of, tiny_target
 from tokenleap import ConfigError
+from tokenleap.runtime.cpu import decoder_layers
 from tokenleap.runtime.network import Need
-from tokenleap.runtime.share import decoder_layers
 from tokenleap.training.batches import collate
-from tokenleap.training.early_exit import Schedule, _behind, _dropped
-from tokenleap.training.feature_passes import passes
+from tokenleap.training.features import passes
 from tokenleap.training.methods import training_method
+from tokenleap.training.tuned import Schedule, _behind, _dropped
 
 LAYERS, STEPS = 8, 50
 

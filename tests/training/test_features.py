@@ -14,11 +14,17 @@ from torch import Tensor
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tests.training.world import computed, cycles, tiny_target
 from tokenleap.errors import DataError
-from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
-from tokenleap.training import feature_passes, features
-from tokenleap.training.feature_passes import compute_features
-from tokenleap.training.features import TOP_K, FeatureCache, bytes_per_token, dequantize, noisy
+from tokenleap.training import features
+from tokenleap.training.features import (
+    TOP_K,
+    FeatureCache,
+    bytes_per_token,
+    compute_features,
+    dequantize,
+    noisy,
+)
 
 LAYERS = (0, 2)
 TALKS = [*cycles(3, length=21), *cycles(2, length=40, seed=3), *cycles(1, length=7)]
@@ -46,7 +52,7 @@ def passes(target: Target, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def test_the_cache_holds_what_the_target_computes(
     chunk: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feature_passes, "_CHUNK", chunk)
+    monkeypatch.setattr(features, "_CHUNK", chunk)
     cache = computed(target, TALKS, LAYERS, tmp_path / "cache")
     assert len(cache) == len(TALKS)
     for number, talk in enumerate(TALKS):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenleap.errors import ConfigError
-from tokenleap.training.folder import TrainingFolder
+from tokenleap.training.checkpoints import TrainingFolder
 
 
 @pytest.mark.parametrize("text", ["[", "[]"])

@@ -17,13 +17,12 @@ from tests.training.world import computed, cycles, new_trainee, short_talks, tin
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.errors import TrainingError
 from tokenleap.runtime.target import Target
-from tokenleap.training import on_policy, talks
+from tokenleap.training import conversations, distill
 from tokenleap.training.batches import TrainingSet
 from tokenleap.training.conversations import Conversation, ConversationFile
-from tokenleap.training.distill import DistillTrainee
-from tokenleap.training.feature_passes import compute_features
+from tokenleap.training.distill import DistillTrainee, OnPolicyRounds
+from tokenleap.training.features import compute_features
 from tokenleap.training.methods import training_method
-from tokenleap.training.on_policy import OnPolicyRounds
 from tokenleap.training.progress import Evaluation, Step
 from tokenleap.training.settings import TrainingSettings
 from tokenleap.training.trainer import Trainer
@@ -269,7 +268,7 @@ def test_a_kill_while_text_is_written(
         if killed_in == "writing":
             patched.setattr(OnPolicyRounds, "_answers", nothing)
         else:
-            patched.setattr(on_policy, "compute_features", half)
+            patched.setattr(distill, "compute_features", half)
         with pytest.raises(KeyboardInterrupt):
             killed.whole()
     assert (tmp_path / "on_policy/0/text.jsonl").exists() == (killed_in == "features")
@@ -307,7 +306,7 @@ def test_text_that_is_gone(llm: LLM, tmp_path: Path) -> None:
 def test_a_draft_model_that_writes_nothing(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(talks, "FEWEST_ANSWER_TOKENS", 99)
+    monkeypatch.setattr(conversations, "FEWEST_ANSWER_TOKENS", 99)
     with pytest.raises(TrainingError, match="writes nothing that can be learnt") as caught:
         World(llm, tmp_path / "alone", **ON_POLICY).whole()
     assert "\n" not in str(caught.value)

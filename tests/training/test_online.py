@@ -30,9 +30,7 @@ from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
 from tokenleap.drafters.online import OnlineOptions, OnlineReport
 from tokenleap.engine.scheduler import Scheduler
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.online import OnlineLearner
-from tokenleap.training.pace import Pace
-from tokenleap.training.replay import Buffer, Window
+from tokenleap.training.online import Buffer, OnlineLearner, Pace, Window
 
 ONLINE: dict[str, Any] = {
     "every": 1,

@@ -13,7 +13,7 @@ from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.training.world import computed, cycles, new_trainee, parts_of, tiny_target
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.config import SpeculativeConfig
-from tokenleap.drafters.pad import block_size
+from tokenleap.drafters.padding import block_size
 from tokenleap.training.batches import collate
 from tokenleap.training.methods import training_method
 from tokenleap.training.pad import padding_token

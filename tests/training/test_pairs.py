@@ -15,14 +15,12 @@ from tests.cli.conftest import ascii_tokenizer
 from tests.tiny_seq2seq import reference_logits, tiny_seq2seq
 from tests.training.world import computed
 from tokenleap import LLM, SamplingParams
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.errors import DataError
 from tokenleap.runtime.network import Need
-from tokenleap.training.collect import Chooser
+from tokenleap.training.collect import Chooser, PairData, PairSource, Unseen
 from tokenleap.training.conversations import Conversation, ConversationFile
-from tokenleap.training.diversity import Unseen
-from tokenleap.training.feature_passes import passes
-from tokenleap.training.pairs import PairData, PairSource
+from tokenleap.training.features import passes
 from tokenleap.training.settings import DataSettings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -14,12 +14,12 @@ from tests.training.test_trainer import Run
 from tests.training.world import World, computed, cycles, new_trainee, parts_of, tiny_target
 from tokenleap import ConfigError
 from tokenleap.core.tree import chain
-from tokenleap.drafters.pass_tokens import read_pass_tokens
+from tokenleap.drafters.padding import read_pass_tokens
 from tokenleap.runtime.target import Target
 from tokenleap.training.batches import TrainingSet, collate
 from tokenleap.training.conversations import Conversation
 from tokenleap.training.methods import training_method
-from tokenleap.training.pass_tokens import PassTrainee
+from tokenleap.training.pad import PassTrainee
 from tokenleap.training.settings import TrainingSettings
 
 LEVELS = 4

@@ -12,9 +12,8 @@ from tests.cli.conftest import END
 from tests.training.world import chat_llm
 from tokenleap import LLM
 from tokenleap.errors import DataError
-from tokenleap.training.collect import Chooser, FileSource, collect
+from tokenleap.training.collect import Chooser, FileSource, Unseen, collect
 from tokenleap.training.conversations import ConversationFile
-from tokenleap.training.diversity import Unseen
 from tokenleap.training.prompt_data import FileData
 
 LENGTH = 200

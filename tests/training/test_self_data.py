@@ -12,14 +12,29 @@ from tests.cli.conftest import CHAT_TEMPLATE, END, ascii_tokenizer
 from tests.training.world import CHAT, chat_llm, short_talks
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.errors import DataError
-from tokenleap.training import talks
-from tokenleap.training.collect import Chooser, SelfSource, collect
-from tokenleap.training.conversations import Conversation, ConversationFile, loop_start
-from tokenleap.training.diversity import Unseen
-from tokenleap.training.openings import Opening, authors_of, first_opening, next_opening, reads
-from tokenleap.training.self_data import SelfTalk, Template, topics
-from tokenleap.training.talks import Answerer, Talk
-from tokenleap.training.writer import Wanted, Writer, Writing, Written
+from tokenleap.training import conversations as talks
+from tokenleap.training.collect import Chooser, SelfSource, Unseen, collect
+from tokenleap.training.conversations import (
+    Answerer,
+    Conversation,
+    ConversationFile,
+    Talk,
+    Wanted,
+    Writer,
+    Writing,
+    Written,
+    loop_start,
+)
+from tokenleap.training.self_data import (
+    Opening,
+    SelfTalk,
+    Template,
+    authors_of,
+    first_opening,
+    next_opening,
+    reads,
+    topics,
+)
 
 LENGTH = 512
 """Of a conversation; a token is a character."""

@@ -16,33 +16,34 @@ from tests.spec_drafters import random_transitions, spec_drafter_of
 from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
 from tests.training.world import computed, parts_of
 from tokenleap import ConfigError
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
+from tokenleap.drafters.blocks import TokenTransitions
 from tokenleap.drafters.spec_drafter import load_spec_drafter
-from tokenleap.drafters.transitions import TokenTransitions
 from tokenleap.errors import CompatibilityError
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
-from tokenleap.training import masked_blocks
-from tokenleap.training.averaging import Averages
+from tokenleap.training import spec_drafter
 from tokenleap.training.batches import Batch, TrainingSet, collate
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.draft_lm import output_layer
-from tokenleap.training.feature_passes import compute_features
-from tokenleap.training.features import FeatureCache, Features
-from tokenleap.training.mask_rows import MaskRows, mask_rows, mask_states
-from tokenleap.training.masked_blocks import (
-    SpecDrafterTrainee,
-    SpecDrafterTrainingOptions,
-    some_of,
-    some_prefixes,
-)
-from tokenleap.training.masked_lm import copy_target, new_masked_lm
-from tokenleap.training.memory import training_bytes
+from tokenleap.training.distill import output_layer
+from tokenleap.training.estimate import training_bytes
+from tokenleap.training.features import FeatureCache, Features, compute_features
 from tokenleap.training.methods import training_method
 from tokenleap.training.progress import Evaluation, Step
 from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainer import Trainer
+from tokenleap.training.spec_drafter import (
+    MaskRows,
+    SpecDrafterTrainee,
+    SpecDrafterTrainingOptions,
+    copy_target,
+    mask_rows,
+    mask_states,
+    new_masked_lm,
+    some_of,
+    some_prefixes,
+)
+from tokenleap.training.trainer import Averages, Trainer
 
 MASKS = 5
 OUTPUTS = [[2, 20, 21, 22, 23, 24, 25, 26], [2, 30, 31], [2, 40, 41, 42, 43, 44]]
@@ -148,7 +149,7 @@ def test_it_learns_what_is_served_with_the_targets_encoder(name: str, tmp_path: 
 
 @torch.inference_mode()
 def test_evaluations_are_about_every_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_blocks, "_PLACES", 60)  # several passes
+    monkeypatch.setattr(spec_drafter, "_PLACES", 60)  # several passes
     trainee = trainee_of().eval()
     learnt = trainee(batch := batch_of(3), 3)
     for row, (tokens, source) in enumerate(zip(OUTPUTS, SOURCES, strict=True)):
@@ -205,7 +206,7 @@ def test_blocks_of_fewer_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append((count, prefixes.shape[1]))
         return mask_rows(tokens, prefixes, count, mask)
 
-    monkeypatch.setattr(masked_blocks, "mask_rows", counted)
+    monkeypatch.setattr(spec_drafter, "mask_rows", counted)
     torch.manual_seed(0)
     trainee.train()
     assert all(trainee(batch_of(), 1).losses.isfinite().all() for _ in range(150))
@@ -257,7 +258,7 @@ def test_labels_are_shown_and_not_learnt(monkeypatch: pytest.MonkeyPatch) -> Non
         passes.append(rows)
         return mask_states(lm, rows, *source)
 
-    monkeypatch.setattr(masked_blocks, "mask_states", watched)
+    monkeypatch.setattr(spec_drafter, "mask_states", watched)
     seen: list[Tensor] = []
     loss = F.cross_entropy
     monkeypatch.setattr(
@@ -537,8 +538,8 @@ def test_memory_grows_with_the_masks() -> None:
 def test_many_logits_are_learnt_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss and the gradients are those of one part."""
     found = []
-    for most in (masked_blocks._LOGITS, 2 * VOCAB_SIZE):
-        monkeypatch.setattr(masked_blocks, "_LOGITS", most)
+    for most in (spec_drafter._LOGITS, 2 * VOCAB_SIZE):
+        monkeypatch.setattr(spec_drafter, "_LOGITS", most)
         trainee = trainee_of(prefixes=2, dropout=0.0, glancing=(0.5, 0.5))
         torch.manual_seed(0)
         learnt = trainee.train()(batch_of(), 1)

@@ -14,8 +14,7 @@ from tests.heads import feature_config, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tests.training.world import parts_of, random_features, tiny_target
 from tokenleap import CompatibilityError, ConfigError, ModelError
-from tokenleap.drafters.heads.checkpoint import write_checkpoint
-from tokenleap.drafters.heads.config_file import Description, Verifier
+from tokenleap.drafters.heads.checkpoint import Description, Verifier, write_checkpoint
 from tokenleap.drafters.heads.eagle_net import EagleNet
 from tokenleap.runtime.target import Target
 from tokenleap.training.batches import collate

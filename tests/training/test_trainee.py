@@ -29,15 +29,12 @@ from tokenleap.drafters.heads.eagle import load_head
 from tokenleap.drafters.heads.probe import look
 from tokenleap.runtime.target import Target
 from tokenleap.training.batches import Batch, collate
-from tokenleap.training.choices import TRAINABLE
-from tokenleap.training.eagle import EagleTrainee
-from tokenleap.training.eagle1 import Eagle1Trainee
+from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee, ParallelTrainee
 from tokenleap.training.features import Features, dequantize
+from tokenleap.training.method import Trainee
 from tokenleap.training.methods import TRAINING_METHODS, training_method
-from tokenleap.training.parallel import ParallelTrainee
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.settings import TRAINABLE, TrainingSettings
 from tokenleap.training.state_heads import StateTrainee
-from tokenleap.training.trainee import Trainee
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{

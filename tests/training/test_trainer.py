@@ -21,13 +21,13 @@ from torch import Tensor
 from tests.training.world import World
 from tokenleap import ConfigError
 from tokenleap.errors import TrainingError
-from tokenleap.training import checkpoints, optimizers
+from tokenleap.training import checkpoints
+from tokenleap.training import trainer as optimizers
 from tokenleap.training.checkpoints import Checkpoints, checkpoints_in
-from tokenleap.training.curves import save_curves
+from tokenleap.training.method import Trainee
 from tokenleap.training.methods import TRAINING_METHODS
-from tokenleap.training.progress import Evaluation, Progress, Step
+from tokenleap.training.progress import Evaluation, Progress, Step, save_curves
 from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainee import Trainee
 from tokenleap.training.trainer import Trainer
 
 SHORT = TrainingSettings(epochs=3, batch_tokens=96, evaluate_every=4, mixed_precision="no")

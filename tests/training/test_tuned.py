@@ -23,23 +23,25 @@ from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
 from tokenleap.drafters.heads.probe import look
 from tokenleap.drafters.heads.state_file import load_net, read_state_file
 from tokenleap.runtime.target import Target
-from tokenleap.training import memory
-from tokenleap.training import trainee as trainee_module
+from tokenleap.training import estimate
+from tokenleap.training import method as trainee_module
 from tokenleap.training.batches import collate
 from tokenleap.training.distill import DistillTrainee
-from tokenleap.training.losses import LOSSES
-from tokenleap.training.memory import training_bytes
+from tokenleap.training.estimate import training_bytes
+from tokenleap.training.method import LOSSES, at_roots
 from tokenleap.training.methods import TRAINING_METHODS, training_method
-from tokenleap.training.new_target import Perplexity, perplexity, served_alike
-from tokenleap.training.optimizers import optimizers_of
 from tokenleap.training.progress import Evaluation, Step
-from tokenleap.training.report import advice, usage_text
-from tokenleap.training.serving import Served
+from tokenleap.training.report import (
+    Perplexity,
+    Served,
+    advice,
+    perplexity,
+    served_alike,
+    usage_text,
+)
 from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainee import at_roots
-from tokenleap.training.trainer import Trainer
-from tokenleap.training.tuned import TUNING_RATES, TargetTrainee
-from tokenleap.training.tuned_heads import TunedTrainee
+from tokenleap.training.trainer import Trainer, optimizers_of
+from tokenleap.training.tuned import TUNING_RATES, TargetTrainee, TunedTrainee
 
 FAST = {"target_learning_rate": 6e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -378,7 +380,7 @@ def test_what_is_measured_is_where_the_drafter_is(monkeypatch: pytest.MonkeyPatc
 
     made = new_trainee(training_method("medusa", {}), tiny_target())
     monkeypatch.setattr(type(made), "forward", forward)
-    monkeypatch.setattr(memory, "optimizers_of", lambda *_: [])
+    monkeypatch.setattr(estimate, "optimizers_of", lambda *_: [])
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     training_bytes(made.to("meta"), 1, 64, TrainingSettings())
     assert len(seen) == 2 * 10

@@ -18,15 +18,14 @@ from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM
 from tokenleap.runtime.target import Target
-from tokenleap.training import self_data, talks
+from tokenleap.training import conversations as talks
+from tokenleap.training import self_data
 from tokenleap.training.batches import TrainingSet
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.feature_passes import compute_features
-from tokenleap.training.features import FeatureCache, Features
-from tokenleap.training.method import HeadParts, TrainingMethod
+from tokenleap.training.features import FeatureCache, Features, compute_features
+from tokenleap.training.method import HeadParts, Trainee, TrainingMethod
 from tokenleap.training.methods import training_method
-from tokenleap.training.openings import Opening, first_opening, next_opening
-from tokenleap.training.trainee import Trainee
+from tokenleap.training.self_data import Opening, first_opening, next_opening
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}"

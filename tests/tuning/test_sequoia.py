@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 from tests.tiny import tiny_model
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.config import SpeculativeConfig
-from tokenleap.drafters.shapes import Paths, Widths
-from tokenleap.drafters.tree_file import TreeFile
-from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.drafters.shapes import Paths, TreeFile, TreeOptions, Widths
 from tokenleap.errors import TokenleapError
 from tokenleap.runtime.costs import CostCurve
 from tokenleap.tuning.measure_tree import (

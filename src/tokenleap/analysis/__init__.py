@@ -8,15 +8,10 @@ numbers from a real model and compare predicted with measured speed-ups. They lo
 are not imported here. `tokenleap plan` uses all of them; `tokenleap.tuning` uses some.
 """
 
-from tokenleap.analysis.distributions import (
-    acceptance_probability,
-    acceptance_rate,
-    lenient_acceptance_probability,
-    lk_divergence,
-    rejection_sampling_probability,
-)
 from tokenleap.analysis.formulas import (
     MAX_GAMMA,
+    acceptance_probability,
+    acceptance_rate,
     accepted_distribution,
     best_gamma,
     best_gamma_on_curve,
@@ -24,10 +19,13 @@ from tokenleap.analysis.formulas import (
     guaranteed_improvement,
     improvement,
     improvement_on_curve,
+    lenient_acceptance_probability,
+    lk_divergence,
     memory_reduction,
     operations,
     oracle_improvement,
     pays,
+    rejection_sampling_probability,
     specdec_latency,
 )
 

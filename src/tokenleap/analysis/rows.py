@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.runtime.network import LOGITS, Need, PassOutput
-from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
 __all__ = ["RowsVerifier"]

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
 import platform
+import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenleap
+from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.cores import available_cores
 
 __all__ = [
+    "BYTES",
+    "Meter",
+    "NvmlMeter",
+    "RaplMeter",
     "host",
+    "kv_bytes",
+    "open_meter",
     "package_version",
+    "peak_bytes",
     "processor_flags",
     "source_digest",
+    "weight_bytes",
 ]
 
 
@@ -67,3 +80,203 @@ def source_digest() -> str:
         digest.update(str(file.relative_to(root)).encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+# Energy by the machine's own counters: RAPL of the processor, NVML of NVIDIA GPUs.
+#
+# Where there is no counter, energy is reported as unavailable with the reason; it is never
+# estimated.
+
+
+POWERCAP = Path("/sys/class/powercap")
+
+
+class Meter(Protocol):
+    """A counter of energy."""
+
+    def read(self) -> list[int]:
+        """The counters' current values, in any unit."""
+        ...
+
+    def joules(self, before: list[int], after: list[int]) -> float:
+        """Energy between two readings."""
+        ...
+
+
+@dataclass(frozen=True)
+class RaplMeter:
+    """Processor packages through Linux's powercap. Its counters of microjoules wrap around.
+
+    Args:
+        zones: one folder per package.
+    """
+
+    zones: tuple[Path, ...]
+
+    def read(self) -> list[int]:
+        """Microjoules of every package."""
+        return [_number(zone / "energy_uj") for zone in self.zones]
+
+    def joules(self, before: list[int], after: list[int]) -> float:
+        """Energy between two readings, at most one wrap apart."""
+        ranges = [_number(zone / "max_energy_range_uj") for zone in self.zones]
+        used = zip(before, after, ranges, strict=True)
+        return sum((end - start) % (limit + 1) for start, end, limit in used) / 1e6
+
+
+class NvmlMeter:
+    """All NVIDIA GPUs, in millijoules since the driver was loaded.
+
+    Args:
+        nvml: the module `pynvml`, initialised.
+    """
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._devices = [
+            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+        ]
+
+    def read(self) -> list[int]:
+        """Millijoules of every GPU."""
+        read = self._nvml.nvmlDeviceGetTotalEnergyConsumption
+        return [int(read(device)) for device in self._devices]
+
+    def joules(self, before: list[int], after: list[int]) -> float:
+        """Energy between two readings."""
+        return (sum(after) - sum(before)) / 1e3
+
+
+def open_meter(device: str, powercap: Path = POWERCAP) -> tuple[Meter | None, str]:
+    """The energy counter of a device, or None; and its name, or the reason why there is none.
+
+    Args:
+        device: "cpu" or "cuda...".
+        powercap: where Linux shows RAPL.
+    """
+    return _nvml() if device.startswith("cuda") else _rapl(powercap)
+
+
+def _rapl(powercap: Path) -> tuple[Meter | None, str]:
+    zones = tuple(sorted(powercap.glob("intel-rapl:[0-9]*")))
+    packages = tuple(zone for zone in zones if zone.name.count(":") == 1)
+    if not packages:
+        return None, f"unavailable: this machine shows no RAPL counter in {powercap}"
+    meter = RaplMeter(packages)
+    try:
+        meter.read()
+    except OSError as error:
+        return None, f"unavailable: {error.filename}: {error.strerror}"
+    return meter, f"RAPL, {len(packages)} processor package(s)"
+
+
+def _nvml() -> tuple[Meter | None, str]:
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "unavailable: GPU counters need pynvml (pip install 'tokenleap[energy]')"
+    try:
+        nvml.nvmlInit()
+        meter = NvmlMeter(nvml)
+        meter.read()
+    except nvml.NVMLError as error:
+        return None, f"unavailable: {error}"
+    return meter, "NVML, all GPUs together"
+
+
+def _number(file: Path) -> int:
+    return int(file.read_text(encoding="ascii"))
+
+
+# Peak bytes of a process, and bytes of weights and KV computed from their shapes.
+#
+# Tables 8 and 9 of Xia et al., "Speculative Decoding" (2023), give peak memory by parts.
+
+
+BYTES = {"int8": 34 / 32, "int4": 20 / 32, DRAFTING: 20 / 32}
+"""Per quantized weight. Groups of 32 share a scale of 16 bits; int4 groups an offset, too."""
+
+
+_DTYPE_BYTES = {"U8": 1, "BF16": 2, "F32": 4}
+
+
+def peak_bytes(device: str) -> int:
+    """Peak memory of this process: of the GPU if it computes there, else resident memory."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -> int:
+    """Bytes of the weights that one forward pass reads.
+
+    An input embedding that is not tied to the output layer is left out, because a pass reads only
+    a few of its rows. Quantized matrices count with the scales of their groups.
+
+    Args:
+        folder: a Hugging Face folder with safetensors, one of packed weights, or a trained head's.
+        itemsize: bytes of a weight as it is in memory.
+        quantization: "int8", "int4" or None; packed weights tell theirs.
+    """
+    from safetensors import safe_open
+
+    from tokenleap.drafters.heads.folder import first_of, read_tensors
+
+    if (folder / "rest.safetensors").is_file():
+        return _packed_bytes(folder)
+    shapes: dict[str, list[int]] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if not shapes:  # a published head
+        path = first_of(folder, "pytorch_model.bin", "medusa_lm_head.pt")
+        shapes = {name: list(tensor.shape) for name, tensor in read_tensors(path).items()}
+    untied = any(name.endswith("lm_head.weight") for name in shapes)
+    total = 0.0
+    for name, shape in shapes.items():
+        if untied and name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
+            continue
+        quantized = len(shape) > 1 and quantization is not None
+        # With int4 the output layer stays in int8, and so does the embedding tied to it.
+        is_head = name.endswith(("lm_head.weight", "embed_tokens.weight"))
+        form = "int8" if is_head else str(quantization)
+        total += _product(shape) * (BYTES[form] if quantized else itemsize)
+    return int(total)
+
+
+def _packed_bytes(folder: Path) -> int:
+    """Bytes that a pass reads of packed weights (`runtime/native/packed.py`)."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            for name in set(tensors.keys()) - {"embedding", "logits"}:
+                part = tensors.get_slice(name)
+                total += _product(part.get_shape()) * _DTYPE_BYTES[part.get_dtype()]
+    return total
+
+
+def _product(shape: list[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def kv_bytes(folder: Path, itemsize: int) -> int | None:
+    """Bytes of one position's keys and values in all layers; None if config.json lacks sizes."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    hidden = config.get("hidden_size", config.get("n_embd"))
+    if not (layers and heads and hidden):
+        return None
+    width = config.get("head_dim") or hidden // heads
+    groups = config.get("num_key_value_heads") or heads
+    return int(2 * layers * groups * width * itemsize)

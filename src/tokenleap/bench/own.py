@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tokenleap import models
 from tokenleap.bench.contestants import Contestant, Setting
-from tokenleap.bench.encode import encode, prompt_limit, random_ids
-from tokenleap.bench.memory import BYTES, kv_bytes, weight_bytes
+from tokenleap.bench.machine import BYTES, kv_bytes, weight_bytes
+from tokenleap.bench.prompts_file import cut_middle
 from tokenleap.bench.scoring import mean_logprob
 from tokenleap.core.params import SamplingParams
+from tokenleap.errors import ConfigError
 from tokenleap.llm import LLM
 from tokenleap.outputs import RequestOutput
 from tokenleap.runtime.packed import open_packed
 from tokenleap.trace import StepTrace
 
-__all__ = ["OwnRunner", "drafts_a_tree"]
+__all__ = ["OwnRunner", "drafts_a_tree", "encode", "prompt_limit", "random_ids", "stream_seconds"]
+
 
 CONTROL_TOKENS = 128
 """Length of a random prompt, if the context has room for it."""
@@ -176,3 +180,92 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
 def drafts_a_tree(step: StepTrace) -> bool:
     """Whether a step's draft is a tree and not a chain."""
     return list(step.parents) != list(range(-1, len(step.parents) - 1))
+
+
+# Prompts as token ids of a loaded model.
+
+
+_SHORTEST_PROMPT = 2
+"""Tokens: the first and the last one."""
+
+
+def prompt_limit(max_model_len: int, wanted: int, max_tokens: int) -> int:
+    """Most tokens of a prompt: `wanted`, or fewer if the context leaves less beside the output.
+
+    Args:
+        max_model_len: most tokens of prompt and output together.
+        wanted: what the user asked for.
+        max_tokens: of the output.
+
+    Raises:
+        ConfigError: no room is left for a prompt.
+    """
+    room = max_model_len - max_tokens
+    if room < _SHORTEST_PROMPT:
+        raise ConfigError(
+            f"max_tokens {max_tokens} leaves no room for a prompt in a context of "
+            f"{max_model_len}: lower it, or raise max_model_len."
+        )
+    return min(wanted, room)
+
+
+def encode(llm: LLM, text: str, limit: int) -> list[int]:
+    """Token ids of a text, as the first message of a chat if the model has a chat template.
+
+    Args:
+        llm: its tokenizer and chat template are used.
+        text: the prompt.
+        limit: most tokens. The middle of a longer prompt is cut out, so that what the template
+            puts around the message stays.
+    """
+    templated = llm.tokenizer is not None and llm.tokenizer.chat_template
+    ids = llm.encode([{"role": "user", "content": text}] if templated else text)
+    return cut_middle(ids, limit)
+
+
+def random_ids(llm: LLM, seed: int, length: int) -> list[int]:
+    """A prompt of distinct random tokens, none of them special.
+
+    Args:
+        llm: its tokenizer says which tokens are special.
+        seed: another seed gives another prompt.
+        length: tokens; fewer if the vocabulary has fewer ordinary ones.
+    """
+    assert llm.tokenizer is not None
+    ordinary = np.setdiff1d(np.arange(len(llm.tokenizer)), llm.tokenizer.all_special_ids)
+    dice = np.random.default_rng(seed)
+    chosen: list[int] = dice.choice(ordinary, min(length, len(ordinary)), replace=False).tolist()
+    return chosen
+
+
+# The time to stream the weights once: no step of plain decoding can be shorter.
+#
+# Decoding is bound by memory bandwidth (Leviathan et al., 2023, section 4.1): a step reads every
+# weight and little else. Bytes over bandwidth is therefore the lower bound of its time.
+
+
+LARGEST = 1 << 30
+"""Bytes that are read at most: far more than any cache, and less than a second large model."""
+
+REPEATS = 5
+
+
+def stream_seconds(size: int, device: str = "cpu") -> float:
+    """Seconds to read this many bytes once with torch's threads: the best of several runs.
+
+    Args:
+        size: in bytes. Above 1 GiB only 1 GiB is read, and its time is scaled up.
+        device: whose memory.
+    """
+    read = min(size, LARGEST)
+    values = torch.ones(max(1, read // 4), dtype=torch.float32, device=device)
+    best = min(_sum(values, device) for _ in range(REPEATS))
+    return best * size / (values.numel() * 4)
+
+
+def _sum(values: torch.Tensor, device: str) -> float:
+    began = time.perf_counter()
+    values.sum()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

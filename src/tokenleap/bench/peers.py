@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenleap.bench.contestants import Contestant, Setting, gguf_path
+from tokenleap.bench.contestants import Contestant, Runner, Setting, gguf_path
 from tokenleap.bench.machine import package_version
-from tokenleap.bench.runner import Runner
 
 __all__ = ["LlamaCppRunner", "OpenVinoRunner", "TransformersRunner", "runner"]
 
@@ -54,7 +53,7 @@ class TransformersRunner:
         import torch
 
         from tokenleap import models
-        from tokenleap.bench.memory import kv_bytes, weight_bytes
+        from tokenleap.bench.machine import kv_bytes, weight_bytes
         from tokenleap.models.support import default_device, default_dtype
 
         torch.set_num_threads(setting.threads)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tokenleap.bench.contestants import Contestant, Setting
 from tokenleap.errors import TokenleapError
-from tokenleap.runtime.spinning import unbound_spinning
+from tokenleap.runtime.cores import unbound_spinning
 
 __all__ = ["Process"]
 

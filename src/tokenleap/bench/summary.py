@@ -8,29 +8,30 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from tokenleap.bench.agreement import Agreement, agreements
-from tokenleap.bench.calls import (
-    added,
-    drafting_share,
-    energy_use,
-    first_difference,
-    joules,
-    mean_acceptance_length,
-    steps,
-    tokens,
-)
 from tokenleap.bench.contestants import BASELINE, OWN, Contestant
-from tokenleap.bench.ratios import Interval, bootstrap_ratio, geometric_mean
 from tokenleap.bench.rows import (
     ALL,
     CONTROL,
+    Agreement,
     BatchPoint,
     EnergyUse,
     Footprint,
+    Interval,
     Memory,
     Row,
     Start,
     Steps,
+    added,
+    agreements,
+    bootstrap_ratio,
+    drafting_share,
+    energy_use,
+    first_difference,
+    geometric_mean,
+    joules,
+    mean_acceptance_length,
+    steps,
+    tokens,
 )
 from tokenleap.bench.run import facts_of
 

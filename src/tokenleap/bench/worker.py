@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tokenleap.bench.contestants import OWN, Contestant, Setting
 from tokenleap.errors import TokenleapError
-from tokenleap.runtime.spinning import unbound_spinning
+from tokenleap.runtime.cores import unbound_spinning
 
 if TYPE_CHECKING:
     from tokenleap.bench.own import OwnRunner
@@ -87,13 +87,13 @@ class Worker:
 
     def stream(self, size: int) -> float:
         """Seconds to stream this many bytes."""
-        from tokenleap.bench.roofline import stream_seconds
+        from tokenleap.bench.own import stream_seconds
 
         return stream_seconds(size, self._runner.device)
 
     def memory(self) -> dict[str, int]:
         """Peak bytes so far."""
-        from tokenleap.bench.memory import peak_bytes
+        from tokenleap.bench.machine import peak_bytes
 
         return {"peak_bytes": peak_bytes(self._runner.device)}
 

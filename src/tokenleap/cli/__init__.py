@@ -34,7 +34,7 @@ from tokenleap.cli import (
     tree,
     tune_layers,
 )
-from tokenleap.cli.processes import check_alone
+from tokenleap.cli.generate import check_alone
 from tokenleap.cli.root import RootGroup, examples
 
 __all__ = ["app", "main"]

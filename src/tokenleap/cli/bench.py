@@ -3,29 +3,173 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
 
-from tokenleap.cli.bench_options import Amount, BenchEngine, Contenders, Emissions
-from tokenleap.cli.bench_view import show_results
-from tokenleap.cli.console import counting, display, errors, plain
-from tokenleap.cli.files import write_whole
-from tokenleap.cli.flat import flat, in_panel
-from tokenleap.cli.options import DEFAULT_METHOD, ModelOptions
-from tokenleap.cli.report import as_json
-from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.session import find_draft, resolve
+from tokenleap.cli.console import as_json, counting, display, errors, plain
+from tokenleap.cli.options import (
+    DEFAULT_METHOD,
+    EngineOptions,
+    MaxNumSeqs,
+    ModelOptions,
+    find_draft,
+    flat,
+    in_panel,
+    resolve,
+)
+from tokenleap.cli.root import UsageError, examples, write_whole
 
 if TYPE_CHECKING:
     from tokenleap.bench.contestants import Contestant, Setting
-    from tokenleap.bench.journal import Journal
-    from tokenleap.bench.run import Plan
+    from tokenleap.bench.prompts_file import Prompt
+    from tokenleap.bench.run import Journal, Plan
     from tokenleap.bench.summary import Results
 
-__all__ = ["EXAMPLES", "bench"]
+__all__ = [
+    "EXAMPLES",
+    "Amount",
+    "BenchEngine",
+    "Contenders",
+    "Emissions",
+    "bench",
+    "fitted",
+    "show_results",
+]
+
+
+# What `tokenleap bench` compares, and how much it measures: its options in groups.
+
+
+_DEFAULT_PEERS = "transformers-plain"
+_DEFAULT_PER_KIND = 5
+
+
+@dataclass(frozen=True)
+class Contenders:
+    """The methods and peers that are compared with plain decoding."""
+
+    method: Annotated[
+        list[str] | None,
+        in_panel(
+            "Contestants",
+            "A method, or a JSON speculative_config (quantization allowed). Repeatable.",
+            show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
+        ),
+    ] = None
+    peers: Annotated[
+        str,
+        in_panel(
+            "Contestants",
+            "transformers, llama.cpp, openvino, or none. For one mode, add -plain, -lookup or "
+            "-assistant.",
+            metavar="PEER,...",
+        ),
+    ] = _DEFAULT_PEERS
+    gguf: Annotated[
+        Path | None,
+        in_panel(
+            "Contestants",
+            "GGUF file of the model, for llama.cpp and openvino.",
+            metavar="FILE",
+            show_default="--model, if it is one",
+        ),
+    ] = None
+    draft_model: Annotated[
+        str | None,
+        in_panel(
+            "Contestants", "Draft model, for methods that take one and transformers-assistant."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class BenchEngine(EngineOptions):
+    """Engine options of this library's contestants.
+
+    There is no option for prefix caching: it is off, because the rounds repeat every prompt.
+    """
+
+    max_num_seqs: MaxNumSeqs = None
+
+
+@dataclass(frozen=True)
+class Emissions:
+    """How measured energy is turned into emissions; see `bench.rows.Footprint`."""
+
+    pue: Annotated[
+        float,
+        in_panel("Output", "Power usage effectiveness, where energy can be measured.", min=1),
+    ] = 1.1
+    co2: Annotated[float, in_panel("Output", "Grams of CO2 per Wh.", min=0)] = 0.385
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much to measure."""
+
+    per_kind: Annotated[
+        int | None,
+        in_panel("Amount", "Prompts of each kind.", min=1, show_default=str(_DEFAULT_PER_KIND)),
+    ] = None
+    everything: Annotated[bool, in_panel("Amount", "Use all prompts of the file.", "--all")] = False
+    rounds: Annotated[int, in_panel("Amount", "Runs of every prompt.", min=1)] = 3
+    max_tokens: Annotated[int, in_panel("Amount", "Tokens to generate per prompt.", min=2)] = 128
+    temperature: Annotated[
+        float,
+        in_panel(
+            "Amount",
+            "Sampling; a prompt has the same seed for all contestants. 0 is greedy.",
+            min=0,
+        ),
+    ] = 0.0
+    max_prompt_tokens: Annotated[
+        int, in_panel("Amount", "Limit of prompt tokens; longer prompts lose their middle.", min=2)
+    ] = 2048
+    batch_sizes: Annotated[
+        str | None,
+        in_panel(
+            "Amount",
+            "Also run batches of these sizes, where supported.",
+            metavar="N,N,...",
+            show_default="1",
+        ),
+    ] = None
+    control: Annotated[
+        int,
+        in_panel("Amount", "Also run prompts of random tokens, which drafts cannot copy.", min=0),
+    ] = 0
+    seed: Annotated[int, in_panel("Amount", "Seed of the sample of prompts.", min=0)] = 0
+
+    def sample(self, file: Path) -> tuple[Prompt, ...]:
+        """The prompts to run: a sample of each kind, or all of them."""
+        from tokenleap.bench.prompts_file import read_prompts, stratified
+
+        prompts = read_prompts(file)
+        if self.everything:
+            if self.per_kind is not None:
+                raise UsageError(f"--all takes every prompt: leave out --per-kind {self.per_kind}")
+            return tuple(prompts)
+        return tuple(stratified(prompts, self.per_kind or _DEFAULT_PER_KIND, self.seed))
+
+    def batches(self) -> tuple[int, ...]:
+        """Batch sizes other than 1, in ascending order."""
+        try:
+            sizes = {int(part) for part in (self.batch_sizes or "1").split(",")}
+        except ValueError:
+            sizes = {0}
+        if min(sizes) < 1:
+            raise UsageError(f"--batch-sizes takes numbers, as in 1,4,16, got {self.batch_sizes}")
+        return tuple(sorted(sizes - {1}))
+
 
 EXAMPLES = examples(
     "tokenleap bench questions.jsonl  # none, ngram and Transformers",
@@ -118,7 +262,7 @@ def _plan(
     sample = amount.sample(file)
     folder = _found(setting.model, quantization)
     if gguf is not None and gguf.resolve() != itself:
-        from tokenleap.bench.same_model import check_same_model
+        from tokenleap.bench.contestants import check_same_model
 
         check_same_model(gguf, folder or resolve(setting.model))
     _find_drafts(own, others, setting)
@@ -143,7 +287,7 @@ def _found(model: str, quantization: str | None) -> Path | None:
     Raises:
         ModelError: there is no such model, or the file is damaged.
     """
-    from tokenleap.models.gguf_file import GgufFile
+    from tokenleap.models.gguf import GgufFile
     from tokenleap.models.resolver import gguf_file
 
     if quantization is not None and (file := gguf_file(model)) is not None:
@@ -210,8 +354,7 @@ def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
     Raises:
         UsageError: there are records but no --resume, or --resume but no records.
     """
-    from tokenleap.bench.journal import Journal
-    from tokenleap.bench.run import FORMAT
+    from tokenleap.bench.run import FORMAT, Journal
 
     file = folder / RECORDS
     if file.exists() and not resume:
@@ -227,9 +370,7 @@ def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> No
 
     On a terminal they are tables of its width, on a pipe Markdown, or one JSON object.
     """
-    from tokenleap.bench.page import html
-    from tokenleap.bench.ran import settings_that_ran
-    from tokenleap.bench.report import markdown
+    from tokenleap.bench.report import html, markdown, settings_that_ran
 
     header = plan.header()
     table = markdown(results, header)
@@ -246,3 +387,115 @@ def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> No
     console = errors()
     if console.is_terminal:
         console.print(plain(f"{RECORDS}, {TABLE} and {PAGE} are in {folder}.", "note"))
+
+
+# The results of `tokenleap bench` on a terminal: tables that fit its width.
+
+
+_WRAPPED = ((60, 60), (40, 20), (30, 14), (24, 10), (24, 0))
+"""How wide the labels of contestants and the names of columns may be, from wide to narrow."""
+
+_GAP = 2
+
+
+def show_results(results: Results, settings: Mapping[str, Any]) -> None:
+    """Print what ran, all tables and all remarks.
+
+    Args:
+        results: what was measured.
+        settings: the journal's header.
+    """
+    from tokenleap.bench.report import facts_line, notes, tables
+
+    console = display()
+    console.print(plain(facts_line(settings, results), "note"))
+    for title, header, rows in tables(results):
+        for number, part in enumerate(fitted(header, rows, console.width)):
+            console.print()
+            more = " (continued)" if number else ""
+            console.print(plain(f"{title}{more}", "head"))
+            console.print(part)
+    console.print()
+    _show_notes(console, notes(results))
+
+
+def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Table]:
+    """A table as one that fits, or as several with the same first column.
+
+    Where it would be too wide, labels and names of columns wrap, then intervals go to a second line
+    of their cells. If that is not enough, the table is cut between columns.
+
+    Args:
+        header: names of the columns.
+        rows: the cells.
+        width: cells of the terminal.
+    """
+    whole = [list(column) for column in zip(header, *rows, strict=True)]
+    stacked = [whole[0], *([name, *map(_below, cells)] for name, *cells in whole[1:])]
+    for given in (whole, stacked):
+        for label_cells, name_cells in _WRAPPED:
+            columns = _wrapped_columns(given, label_cells, name_cells)
+            widths = [max(map(_widest_line, column)) for column in columns]
+            if sum(widths) + _GAP * (len(columns) - 1) <= width:
+                return [_table(columns, widths)]
+    return [
+        _table([columns[0], *columns[start:end]], [widths[0], *widths[start:end]])
+        for start, end in pairwise(_cuts(widths, width))
+    ]
+
+
+def _wrapped_columns(
+    columns: Sequence[Sequence[str]], label_cells: int, name_cells: int
+) -> list[list[str]]:
+    """The columns with lines of at most so many cells, unless a word or another cell is longer."""
+    labels = [_wrapped(cell, label_cells) for cell in columns[0]]
+    wrapped = [labels]
+    for name, *cells in columns[1:]:
+        longest = max(map(_widest_line, cells), default=0)
+        wrapped.append([_wrapped(name, max(longest, name_cells)), *cells])
+    return wrapped
+
+
+def _cuts(widths: Sequence[int], width: int) -> list[int]:
+    """Where a table is cut: the first column of each part, and the number of columns."""
+    cuts, used = [1], widths[0]
+    for at, size in enumerate(widths[1:], 1):
+        if used + _GAP + size > width and at > cuts[-1]:
+            cuts.append(at)
+            used = widths[0]
+        used += _GAP + size
+    return [*cuts, len(widths)]
+
+
+def _table(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, _GAP, 0, 0))
+    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        name = plain(column[0])
+        table.add_column(name, justify="right" if index else "left", width=width, vertical="top")
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(plain, row))
+    return table
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Text in lines of at most so many cells, if its words allow that; they break at hyphens."""
+    longest = max((len(part) for part in text.replace("-", "- ").split()), default=1)
+    return "\n".join(textwrap.wrap(text, max(width, longest), break_long_words=False))
+
+
+def _below(cell: str) -> str:
+    """A cell with its interval, or what stands in brackets, on a second line."""
+    return cell.replace(" [", "\n[").replace(" (", "\n(")
+
+
+def _widest_line(cell: str) -> int:
+    return max(map(cell_len, cell.split("\n")))
+
+
+def _show_notes(console: Console, notes: Sequence[str]) -> None:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column()
+    grid.add_column()
+    for note in notes:
+        grid.add_row("-", plain(note))
+    console.print(grid)

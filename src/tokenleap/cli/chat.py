@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from tokenleap.cli.console import errors, working
-from tokenleap.cli.conversation import Conversation, note
-from tokenleap.cli.flat import flat, in_panel
-from tokenleap.cli.options import CachingOptions, ModelOptions, SpeculationOptions
+from tokenleap.cli.console import TokenWriter, errors, plain, say, show_summary, working
+from tokenleap.cli.options import (
+    CachingOptions,
+    ModelOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    flat,
+    in_panel,
+    open_llm,
+)
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.sampling_options import SamplingOptions
-from tokenleap.cli.session import open_llm
+from tokenleap.core.files import read_json, write_whole
+from tokenleap.errors import ConfigError, PromptError, RequestError, TokenleapError
 
-__all__ = ["EXAMPLES", "chat"]
+if TYPE_CHECKING:
+    from tokenleap.core.params import SamplingParams
+    from tokenleap.llm import LLM
+
+__all__ = ["EXAMPLES", "Conversation", "chat", "note"]
+
 
 EXAMPLES = examples(
     "tokenleap chat",
@@ -108,3 +124,230 @@ def _reader() -> Callable[[], str | None]:
 def _piped_line() -> str | None:
     line = sys.stdin.readline()
     return line.removesuffix("\n") if line else None
+
+
+# A conversation in the terminal: its messages, and the slash commands that act on them.
+
+
+HELP = """\
+/help, /?          this list
+/set               the sampling parameters that differ from their defaults
+/set NAME VALUE    change one, for example /set temperature 0.7
+/undo              forget the last question and its answer
+/reset, /clear     forget the conversation
+/save FILE         write the conversation as JSON
+/load FILE         continue one that was saved
+/exit, /quit, /bye end the chat (so does Ctrl-D)
+Ctrl-C stops an answer; the conversation keeps its text so far.
+Alt-Enter begins a new line. A text that you paste may have several lines."""
+
+_SAME = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
+"""Commands that others call otherwise."""
+
+_LEAST_ROOM = 4
+"""An answer gets a fourth of the context at least, or `max_tokens` if that is less."""
+
+
+class Conversation:
+    """The messages of a chat and the commands that act on them.
+
+    Args:
+        llm: the model.
+        params: sampling parameters of every answer.
+        system: the system message, or None for the chat template's default.
+        quiet: print no statistics after an answer.
+
+    Attributes:
+        messages: all of them, the system message included.
+        failed: whether an answer or a command failed.
+    """
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool = False
+    ) -> None:
+        self._llm = llm
+        self._params = params
+        self._start = [] if system is None else [{"role": "system", "content": system}]
+        self._quiet = quiet
+        self.messages: list[dict[str, str]] = list(self._start)
+        self.failed = False
+
+    # Commands
+
+    def obey(self, command: str) -> bool:
+        """Run a slash command; return False if it ends the conversation."""
+        typed, _, rest = command.partition(" ")
+        name = _SAME.get(typed, typed)
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: note(HELP),
+            "/set": self._set,
+            "/undo": self._undo,
+            "/reset": self._reset,
+            "/save": self._save,
+            "/load": self._load,
+        }
+        if name == "/exit":
+            return False
+        if name not in commands:
+            self._fail(f"unknown command {name}; /help lists them")
+            return True
+        try:
+            commands[name](rest.strip())
+        except TokenleapError as error:
+            self._fail(str(error))
+        except OSError as error:
+            self._fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return True
+
+    def _fail(self, why: str) -> None:
+        self.failed = True
+        say(f"error: {why}")
+
+    def _set(self, words: str) -> None:
+        name, _, text = words.partition(" ")
+        if not name:
+            changed = self._params.model_dump(exclude_defaults=True)
+            note("\n".join(f"{name} {value}" for name, value in changed.items()))
+            return
+        try:
+            value: Any = json.loads(text)
+        except ValueError:
+            value = text
+        if name == "n":
+            raise ConfigError("n: a chat has one answer")
+        given = self._params.model_dump(exclude_unset=True, by_alias=True)
+        self._params = type(self._params)(**{**given, name: value})
+        note(f"{name} {value}")
+
+    def _undo(self, _: str) -> None:
+        if self.messages == self._start:
+            raise PromptError("there is nothing to undo")
+        del self.messages[-2:]
+        note("the last question and its answer are forgotten")
+
+    def _reset(self, _: str) -> None:
+        self.messages = list(self._start)
+        note("the conversation starts anew")
+
+    def _save(self, name: str) -> None:
+        content = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
+        write_whole(_file(name), lambda to: to.write_text(content, encoding="utf-8"))
+        note(f"saved in {name}")
+
+    def _load(self, name: str) -> None:
+        try:
+            found = read_json(_file(name))
+        except ValueError as error:
+            raise PromptError(f"{name} is not a saved conversation: {error}") from None
+        if not _are_messages(found):
+            raise PromptError(f"{name} is not a saved conversation: no questions and answers")
+        self.messages = found
+        self._start = [message for message in found[:1] if message["role"] == "system"]
+        count = sum(message["role"] == "user" for message in found)
+        note("1 question and its answer" if count == 1 else f"{count} questions and their answers")
+
+    # Answers
+
+    def answer(self, line: str) -> None:
+        """Stream the answer to this line, and add both to the conversation.
+
+        If the context is full, the oldest turns are dropped. A line that has no room even alone is
+        reported and dropped.
+        """
+        question = {"role": "user", "content": line}
+        try:
+            kept, params = self._with_room(question)
+            chunks = self._llm.stream([*kept, question], params)
+        except TokenleapError as error:
+            self._fail(f"{error} /reset forgets the conversation.")
+            return
+        self._forget(len(self.messages) - len(kept))
+        text, output, writer = "", None, TokenWriter()
+        try:
+            with closing(chunks), closing(writer), _first_interrupt() as interrupted:
+                for chunk in chunks:
+                    writer.write(chunk.tokens)
+                    text, output = text + chunk.text, chunk.output
+                    if interrupted():
+                        break
+        except RequestError as error:
+            self._fail(str(error))
+            return
+        if text:
+            self.messages += [question, {"role": "assistant", "content": text}]
+        if output is None:
+            note("(stopped)")
+        elif not self._quiet:
+            show_summary(output, writer)
+
+    def _with_room(self, question: dict[str, str]) -> tuple[list[dict[str, str]], SamplingParams]:
+        """The messages without the oldest turns, so that the context has room for an answer.
+
+        The parameters are those of an answer that fits.
+        """
+        most, begin, kept = self._llm.max_model_len, len(self._start), list(self.messages)
+        wanted = self._params.max_tokens or most
+        room = min(wanted, most // _LEAST_ROOM)
+        while (length := len(self._llm.encode([*kept, question]))) + room > most:
+            if len(kept) <= begin:
+                break
+            del kept[begin : begin + 2]
+        most_tokens = max(1, min(wanted, most - length))
+        return kept, self._params.model_copy(update={"max_tokens": most_tokens})
+
+    def _forget(self, count: int) -> None:
+        """Drop so many of the oldest messages, and say so."""
+        if not count:
+            return
+        begin = len(self._start)
+        del self.messages[begin : begin + count]
+        turns = "turn is" if count == 2 else f"{count // 2} turns are"
+        most = self._llm.max_model_len
+        note(f"(the context of {most} tokens is full: the oldest {turns} forgotten)")
+
+
+def note(text: str) -> None:
+    """Print a remark on stderr."""
+    errors().print(plain(text, "note"))
+
+
+def _file(name: str) -> Path:
+    if not name:
+        raise ConfigError("name a file: /save FILE or /load FILE")
+    return Path(name).expanduser()
+
+
+def _are_messages(value: Any) -> bool:
+    """Whether this is a system message, if any, and then questions with their answers."""
+    if not isinstance(value, list) or not all(
+        isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value
+    ):
+        return False
+    roles = [each["role"] for each in value if isinstance(each["content"], str)]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    pairs = ["user", "assistant"] * (len(turns) // 2)
+    return len(roles) == len(value) and turns == pairs
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Count the first Ctrl-C instead of raising it, so that the step ends normally.
+
+    The second one raises KeyboardInterrupt.
+
+    Yields:
+        A function that tells whether Ctrl-C was pressed.
+    """
+    interrupts = 0
+
+    def count(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, count)
+    try:
+        yield lambda: interrupts > 0
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from tokenleap.cli.console import display, plain
-from tokenleap.cli.flat import flat
-from tokenleap.cli.options import ModelOptions
+from tokenleap.cli.options import ModelOptions, flat, open_llm
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.session import open_llm
 
 __all__ = ["EXAMPLES", "check"]
 
@@ -39,7 +37,7 @@ def check(
     if not head.is_dir():
         raise UsageError(f"there is no folder {head}")
     from tokenleap.config import SpeculativeConfig
-    from tokenleap.drafters.heads.record import check_folder, record_probe
+    from tokenleap.drafters.heads.export import check_folder, record_probe
 
     llm = open_llm(target, SpeculativeConfig())
     probe = check_folder(head, llm.engine.target, llm.tokenizer)

@@ -6,17 +6,44 @@ can be read on black and on white. On a pipe there are none.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
 from tokenleap.core.shown import COLOURS
+from tokenleap.runtime.choices import TORCH_RUNTIMES
 
-__all__ = ["counting", "display", "errors", "plain", "safe", "say", "working"]
+if TYPE_CHECKING:
+    from tokenleap.llm import LLM
+    from tokenleap.outputs import CompletionOutput, Metrics, StreamedToken
+
+__all__ = [
+    "TokenWriter",
+    "as_json",
+    "as_json_line",
+    "counting",
+    "display",
+    "errors",
+    "legend",
+    "plain",
+    "safe",
+    "say",
+    "show_summary",
+    "show_what_ran",
+    "summary",
+    "what_ran",
+    "working",
+]
+
 
 THEME = Theme(
     {
@@ -119,3 +146,168 @@ def say(line: str) -> None:
     errors().print(
         plain(word, "error" if colon else ""), plain(colon + rest), sep="", soft_wrap=True
     )
+
+
+# Generated tokens on standard output: coloured and wrapped on a terminal, unchanged on a pipe.
+#
+# `generate`, `chat` and `demo` write their answers with it as the tokens arrive.
+
+
+_LONGEST_HELD = 24
+"""Cells of an unfinished word that are held back to wrap it whole; longer words are split."""
+
+
+class TokenWriter:
+    """Writes one text.
+
+    On a terminal every token has the colour of its origin, and lines break between words. An
+    unfinished word is therefore held back until it ends. On a pipe the text is unchanged.
+    """
+
+    def __init__(self) -> None:
+        self.origins: Counter[str] = Counter()
+        self._console: Console = display()
+        self._word: list[tuple[str, str]] = []  # pieces of the unfinished word and their styles
+        self._space = ""  # the space before it
+        self._column = 0
+        self._ends_line = True
+
+    def write(self, tokens: Iterable[StreamedToken]) -> None:
+        """Write the text of these tokens and flush it."""
+        for token in tokens:
+            self.origins[token.origin.value] += 1
+            if token.text:
+                self._ends_line = token.text.endswith("\n")
+                self._write(token.text, token.origin.value)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Write the held-back word and end the line."""
+        self._put_word()
+        if not self._ends_line:
+            sys.stdout.write("\n")
+            self._ends_line = True
+        sys.stdout.flush()
+
+    def _write(self, text: str, style: str) -> None:
+        if not self._console.is_terminal:
+            sys.stdout.write(text)
+            return
+        for run in re.findall(r"\s+|\S+", safe(text).expandtabs(4)):
+            if not run.isspace():
+                self._word.append((run, style))
+                if self._width() > _LONGEST_HELD:
+                    self._put_word()
+            else:
+                self._put_word()
+                self._put_space(run)
+
+    def _width(self) -> int:
+        return sum(cell_len(piece) for piece, _ in self._word)
+
+    def _put_space(self, run: str) -> None:
+        lines, newline, space = run.rpartition("\n")
+        if newline:
+            sys.stdout.write(lines + newline)
+            self._space, self._column = "", 0
+        self._space += space
+
+    def _put_word(self) -> None:
+        if not self._word:
+            return
+        width = self._width()
+        if self._column > 0 and self._column + len(self._space) + width > self._console.width:
+            self._space, self._column = "\n", 0
+        sys.stdout.write(self._space)
+        self._column += len(self._space.lstrip("\n")) + width
+        for piece, style in self._word:
+            self._console.out(piece, style=style, end="", highlight=False)
+        self._word, self._space = [], ""
+
+
+# Results as text: a line of statistics for people, a JSON object for programs.
+#
+# Commands that generate use the former, every command with --json the latter.
+
+
+def legend(origins: Counter[str]) -> Text:
+    """The colours of the origins, and how many tokens have each."""
+    line = Text()
+    labels = {
+        "draft": "drafted and accepted",
+        "correction": "correction",
+        "bonus": "bonus",
+        "plain": "without draft",
+    }
+    for name, label in labels.items():
+        line.append(f"\u25a0 {label} {origins[name]}", name).append("   ")
+    line.rstrip()
+    return line
+
+
+def summary(metrics: Metrics, finish_reason: str | None) -> str:
+    """Speed and acceptance of one output."""
+    cut = " (cut short)" if finish_reason == "length" else ""
+    parts = [
+        f"{metrics.generated_tokens} tokens{cut}, {metrics.tokens_per_second:.1f}/s",
+        f"{metrics.target_passes} passes",
+    ]
+    if metrics.num_drafts:
+        parts.append(f"{metrics.mean_acceptance_length:.2f} tokens per drafting pass")
+    return " \u00b7 ".join(parts)
+
+
+def show_summary(output: CompletionOutput, writer: TokenWriter) -> None:
+    """Print the legend and the statistics on stderr, if that is a terminal."""
+    console = errors()
+    if not console.is_terminal:
+        return
+    console.print()
+    if display().is_terminal:
+        console.print(legend(writer.origins))
+    console.print(plain(summary(output.metrics, output.finish_reason), "note"))
+
+
+def what_ran(llm: LLM) -> dict[str, Any]:
+    """What a result depends on besides its prompt, for JSON; nothing is "auto"."""
+    config = llm.speculative_config.as_dict()
+    if config["controller"]["rule"] != llm.controller:
+        config["controller"] = {"rule": llm.controller}
+    return {
+        "dtype": _dtype(llm),
+        "device": str(llm.device),
+        "runtime": llm.runtime,
+        "bit_exact": llm.bit_exact,
+        "speculative_config": config,
+    }
+
+
+def show_what_ran(llm: LLM) -> None:
+    """Print method, controller and runtime on stderr, if that is a terminal."""
+    console = errors()
+    if console.is_terminal:
+        meaning = TORCH_RUNTIMES.get(llm.runtime)
+        parts = [
+            f"method {llm.speculative_config.method_name}",
+            f"controller {llm.controller}",
+            f"runtime {llm.runtime}{f' ({meaning})' if meaning else ''}",
+            _dtype(llm),
+            "bit-exact" if llm.bit_exact else "not bit-exact",
+        ]
+        console.print(plain(" \u00b7 ".join(parts), "note"))
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.dtype).removeprefix("torch.")
+
+
+def as_json(value: dict[str, Any]) -> str:
+    """One JSON object with a line per field, for programs and people."""
+    lines = [f"  {json.dumps(name)}: {as_json_line(field)}" for name, field in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def as_json_line(value: Any) -> str:
+    """JSON on one line."""
+    # Where the encoding lacks a character, JSON has an escape for it.
+    return json.dumps(value, ensure_ascii="utf" not in (sys.stdout.encoding or "").lower())

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tokenleap.cli.console import display, plain
-from tokenleap.cli.files import check_writable
-from tokenleap.cli.options import DEFAULT_MODEL
-from tokenleap.cli.root import examples
-from tokenleap.cli.session import open_tokenizer
+from tokenleap.cli.options import DEFAULT_MODEL, open_tokenizer
+from tokenleap.cli.root import check_writable, examples
 
 if TYPE_CHECKING:
     from tokenleap.drafters.text.datastore import Datastore
@@ -46,7 +44,7 @@ def build(
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
     from tokenleap.drafters.text.datastore import build_datastore
-    from tokenleap.models.progress import progress
+    from tokenleap.models.store import progress
 
     with progress("Building the datastore", "7 seconds per 10 megabytes", total) as shown:
         made = build_datastore(files, tokenizer, shown)
@@ -67,7 +65,7 @@ def info(
 
 
 def _show(file: Path, made: Datastore) -> None:
-    from tokenleap.models.progress import bytes_text
+    from tokenleap.models.store import bytes_text
 
     size = bytes_text(file.stat().st_size)
     texts = f"{made.num_documents:,} text" + "s" * (made.num_documents != 1)

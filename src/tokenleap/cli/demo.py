@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from tokenleap.cli.console import display, plain, working
-from tokenleap.cli.demo_prompts import PROMPTS, SENTENCES, DemoPrompt
-from tokenleap.cli.demo_runs import Comparison, Runs
-from tokenleap.cli.flat import flat
-from tokenleap.cli.options import ModelOptions, SpeculationOptions
-from tokenleap.cli.report import legend, summary
+from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, working
+from tokenleap.cli.options import ModelOptions, SpeculationOptions, find_draft, flat, resolve
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.session import find_draft, resolve
-from tokenleap.cli.writer import TokenWriter
 from tokenleap.engine.lines import shaped
 
 if TYPE_CHECKING:
@@ -27,7 +24,8 @@ if TYPE_CHECKING:
     from tokenleap.llm import LLM
     from tokenleap.outputs import CompletionOutput
 
-__all__ = ["EXAMPLES", "demo"]
+__all__ = ["EXAMPLES", "PROMPTS", "SENTENCES", "Comparison", "DemoPrompt", "Runs", "demo"]
+
 
 EXAMPLES = examples(
     "tokenleap demo",
@@ -225,3 +223,117 @@ def _show_table(comparisons: list[Comparison], rounds: int) -> None:
 
 def _speed(runs: Runs) -> str:
     return f"{runs.tokens_per_second:.1f} \u00b1{runs.spread:.1f}"
+
+
+# The demo's prompts: one with nothing to copy, two whose answers repeat the prompt.
+#
+# `tokenleap demo` runs them. Commands that measure use them where no file of prompts is given.
+
+
+@dataclass(frozen=True)
+class DemoPrompt:
+    """A prompt and the kind of task it stands for."""
+
+    title: str
+    text: str
+
+
+_CLASS = """\
+class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance = self.balance + amount
+        return self.balance
+
+    def withdraw(self, amount):
+        self.balance = self.balance - amount
+        return self.balance
+"""
+
+_PASSAGE = (
+    "Bread was one of the first foods that people made together. In many villages there was only "
+    "one oven, and each family brought its dough there on a fixed day. The baker kept the fire, "
+    "told the families when to come, and took a small loaf from each of them as payment. To tell "
+    "the loaves apart, every family pressed its own sign into the dough before it was baked. Some "
+    "of these signs are still known today, because they were carved into wooden stamps that were "
+    "handed down from mother to daughter. When iron stoves became cheap, people began to bake at "
+    "home, and most of the village ovens fell out of use."
+)
+
+SENTENCES = (
+    DemoPrompt("Sentence", "The weather is nice today, so we will walk to the lake."),
+    DemoPrompt(
+        "Two sentences",
+        "The train to the city leaves at nine in the morning. It arrives two hours later.",
+    ),
+    DemoPrompt("Paragraph", _PASSAGE),
+)
+"""What an encoder-decoder reads: a translator takes an instruction for a part of the text."""
+
+PROMPTS = (
+    DemoPrompt("Question", "What is photosynthesis?"),
+    DemoPrompt(
+        "Code edit",
+        f"Let `withdraw` check the amount. Write out the whole class.\n\n```python\n{_CLASS}```",
+    ),
+    DemoPrompt("Summary", f"Write a short summary of this passage.\n\n{_PASSAGE}"),
+)
+
+
+# The results of `tokenleap demo`: runs without and with speculation, and their statistics.
+
+
+@dataclass
+class Runs:
+    """Outputs of one `LLM` for one prompt. The first is streamed, as a warm-up."""
+
+    outputs: list[CompletionOutput] = field(default_factory=list)
+
+    @property
+    def measured(self) -> Sequence[CompletionOutput]:
+        """The runs whose time counts."""
+        return self.outputs[1:]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the measured runs, prefill included."""
+        return median(output.metrics.tokens_per_second for output in self.measured)
+
+    @property
+    def spread(self) -> float:
+        """Half the range of the measured tokens per second."""
+        speeds = [output.metrics.tokens_per_second for output in self.measured]
+        return (max(speeds) - min(speeds)) / 2
+
+    @property
+    def target_passes(self) -> int:
+        """Target passes of the first run."""
+        return self.outputs[0].metrics.target_passes
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean acceptance length of the first run."""
+        return self.outputs[0].metrics.mean_acceptance_length
+
+
+@dataclass
+class Comparison:
+    """One prompt without and with speculation."""
+
+    title: str
+    without: Runs = field(default_factory=Runs)
+    speculative: Runs = field(default_factory=Runs)
+
+    @property
+    def ratio(self) -> float:
+        """The speed-up of speculation."""
+        return self.speculative.tokens_per_second / self.without.tokens_per_second
+
+    @property
+    def identical(self) -> bool:
+        """Whether all runs gave the same token ids."""
+        outputs = [*self.without.outputs, *self.speculative.outputs]
+        return all(output.token_ids == outputs[0].token_ids for output in outputs)

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tokenleap.cli.console import display, plain, working
-from tokenleap.cli.report import as_json
+from tokenleap.cli.console import as_json, display, plain, working
 from tokenleap.cli.root import examples
 
 __all__ = ["EXAMPLES", "doctor"]
@@ -169,7 +168,7 @@ def _cache() -> _Finding:
     import shutil
 
     from tokenleap.models import cache_dir, cached
-    from tokenleap.models.progress import bytes_text
+    from tokenleap.models.store import bytes_text
 
     folder = cache_dir()
     place = next(each for each in (folder, *folder.parents) if each.exists())

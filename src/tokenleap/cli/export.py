@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from tokenleap.cli.console import display, plain, working
-from tokenleap.cli.options import DEFAULT_MODEL
+from tokenleap.cli.options import DEFAULT_MODEL, resolve
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.session import resolve
 
 __all__ = ["EXAMPLES", "export"]
 

@@ -3,43 +3,63 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.advice import flag
-from tokenleap.cli.answers import Question, print_json, show_several, stream
-from tokenleap.cli.batch_options import BatchOptions
-from tokenleap.cli.console import working
-from tokenleap.cli.files import check_writable, write_whole
-from tokenleap.cli.flat import flat, in_panel
-from tokenleap.cli.line_results import LineResults
-from tokenleap.cli.lines import generate_lines
+from tokenleap.cli.batch import BatchOptions, LineResults, generate_lines
+from tokenleap.cli.console import (
+    TokenWriter,
+    as_json,
+    display,
+    plain,
+    show_summary,
+    show_what_ran,
+    what_ran,
+    working,
+)
 from tokenleap.cli.options import (
     CachingOptions,
     MaxNumSeqs,
     ModelOptions,
+    RayOptions,
+    SamplingOptions,
     SpeculationOptions,
+    arguments_for_replicas,
+    as_given,
+    flat,
+    in_panel,
+    open_llm,
 )
-from tokenleap.cli.processes import check_together, mute_others
-from tokenleap.cli.prompt import read_prompt
-from tokenleap.cli.ray_options import RayOptions, arguments_for_replicas, as_given
-from tokenleap.cli.references import ReferenceOptions
-from tokenleap.cli.report import show_what_ran
-from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.sampling_options import SamplingOptions
-from tokenleap.cli.session import open_llm
+from tokenleap.cli.prompt import STDIN, ReferenceOptions, read_prompt
+from tokenleap.cli.root import UsageError, check_writable, examples, flag, write_whole
+from tokenleap.core.peers import num_processes, own_rank
 from tokenleap.engine.lines import Line, Shape, jobs_of, records, settings_of
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
+    from tokenleap.core.params import SamplingParams
+    from tokenleap.llm import LLM, Prompt
+    from tokenleap.outputs import CompletionOutput, RequestOutput
     from tokenleap.ray.plan import Replicas
 
-__all__ = ["EXAMPLES", "generate"]
+__all__ = [
+    "EXAMPLES",
+    "Question",
+    "check_alone",
+    "check_together",
+    "generate",
+    "mute_others",
+    "print_json",
+    "show_several",
+    "stream",
+]
+
 
 EXAMPLES = examples(
     'tokenleap generate "Why is the sky blue?"',
@@ -269,3 +289,161 @@ def _on_replicas(
         with working(f"Checking {len(lines)} lines", quiet=quiet):
             settings = as_given(offline.checked(lines), config)
         generate_lines(lines, settings, offline.records, results, quiet=quiet)
+
+
+# What `tokenleap generate` does for one prompt: streams its answer, or shows several, or JSON.
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt and what belongs to it.
+
+    Args:
+        text: the prompt as it was typed.
+        prompt: as `LLM.generate` takes it.
+        params: how it is answered.
+        references: texts that drafts may quote.
+        prediction: what the answer is expected to repeat.
+    """
+
+    text: str
+    prompt: Prompt
+    params: SamplingParams
+    references: Sequence[str] | None
+    prediction: str | None
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """The texts beside the prompt, as arguments of `LLM.generate`."""
+        return {"references": self.references, "prediction": self.prediction}
+
+
+def stream(llm: LLM, question: Question, *, trace: bool, quiet: bool) -> CompletionOutput:
+    """Show the answer while it is written."""
+    writer = TokenWriter()
+    output = None
+    with closing(writer):
+        for chunk in llm.stream(question.prompt, question.params, **question.beside, trace=trace):
+            writer.write(chunk.tokens)
+            output = chunk.output
+    assert output is not None, "the last chunk has the output"
+    if not quiet:
+        show_summary(output, writer)
+    return output
+
+
+def show_several(llm: LLM, question: Question, *, quiet: bool) -> None:
+    """Generate all answers in one batch and show them one after the other."""
+    with working(f"Generating {question.params.n} answers", quiet=quiet):
+        outputs = _result(llm, question).outputs
+    console = display()
+    for output in outputs:
+        if output.index > 0:
+            console.print()
+        if console.is_terminal:
+            console.print(plain(f"Answer {output.index + 1} of {len(outputs)}", "head"))
+        writer = TokenWriter()
+        with closing(writer):
+            writer.write(output.tokens)
+        if not quiet:
+            show_summary(output, writer)
+
+
+def print_json(
+    llm: LLM, model: str, question: Question, *, trace: bool, quiet: bool
+) -> CompletionOutput:
+    """Print one object: the first answer's fields, and all answers if there are several.
+
+    Returns:
+        The first answer.
+    """
+    with working("Generating", quiet=quiet):
+        result = _result(llm, question, trace=trace)
+    outputs = [
+        output.as_dict() | ({"trace": output.trace.as_dict()} if trace else {})
+        for output in result.outputs
+    ]
+    first = {name: field for name, field in outputs[0].items() if name != "index"}
+    found = {
+        "model": model,
+        **what_ran(llm),
+        "prompt": question.text,
+        **result.prompt_as_dict(),
+        **first,
+        **({"outputs": outputs} if len(outputs) > 1 else {}),
+    }
+    print(as_json(found))
+    return result.outputs[0]
+
+
+def _result(llm: LLM, question: Question, *, trace: bool = False) -> RequestOutput:
+    (result,) = llm.generate(
+        [question.prompt], question.params, **question.beside, trace=trace, use_tqdm=False
+    )
+    return result
+
+
+# What commands do where `torchrun` has started them several times: one speaks for all.
+
+
+TOGETHER = ("generate", "train")
+"""Commands that several processes can run together."""
+
+
+def check_alone(command: str | None) -> None:
+    """Refuse several processes of a command that runs in one.
+
+    Raises:
+        UsageError: there are several.
+    """
+    processes = _num_started()
+    if processes > 1 and command is not None and command not in TOGETHER:
+        raise UsageError(
+            f"torchrun has started {processes} processes, and tokenleap {command} runs in one: "
+            "start it without torchrun"
+        )
+
+
+def check_together(size: int | None, prompt: str | None, *, has_file: bool) -> None:
+    """Refuse what several processes of `generate` cannot do together.
+
+    Args:
+        size: --tensor-parallel-size; None if it was not given.
+        prompt: PROMPT, or "-" for standard input, or None.
+        has_file: whether a file has the prompt, or all prompts.
+
+    Raises:
+        UsageError: the model is to run in one process, or only one could read the prompt.
+    """
+    processes = _num_started()
+    if processes > 1 and (size or 1) == 1:
+        raise UsageError(
+            f"torchrun has started {processes} processes, which would all do the same: add "
+            f"--tensor-parallel-size {processes}, or start it without torchrun"
+        )
+    if (size or 1) > 1 and not has_file and prompt in (None, STDIN):
+        raise UsageError(
+            "several processes cannot share standard input: give PROMPT or a file with it"
+        )
+
+
+def mute_others(size: int | None) -> bool:
+    """Discard what this process writes on standard output, unless it is the first one.
+
+    Args:
+        size: --tensor-parallel-size; None if it was not given.
+
+    Returns:
+        Whether it is discarded.
+    """
+    if (size or 1) == 1 or own_rank() == 0:
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    return True
+
+
+def _num_started() -> int:
+    """How many processes torchrun has started; other tools set the same variables, too."""
+    return num_processes() if "TORCHELASTIC_RUN_ID" in os.environ else 1

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from tokenleap.cli.console import display, plain, working
-from tokenleap.cli.report import as_json
+from tokenleap.cli.console import as_json, display, plain, working
 from tokenleap.cli.root import examples
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import display, errors, plain
-from tokenleap.cli.report import as_json
+from tokenleap.cli.console import as_json, display, errors, plain
+from tokenleap.cli.options import resolve
 from tokenleap.cli.root import DefaultGroup, UsageError, examples
-from tokenleap.cli.session import resolve
 
 if TYPE_CHECKING:
     from tokenleap.models import Alias, CachedModel
@@ -93,7 +92,7 @@ def remove(
 ) -> None:
     """Delete a model from the cache."""
     from tokenleap import models as store
-    from tokenleap.models.progress import bytes_text
+    from tokenleap.models.store import bytes_text
 
     found = {model.name: model for model in store.cached()}
     if name not in found:
@@ -182,7 +181,7 @@ def _show(row: dict[str, Any]) -> None:
 
     Names and paths are long, so a table of them does not fit a terminal.
     """
-    from tokenleap.models.progress import bytes_text
+    from tokenleap.models.store import bytes_text
 
     size = bytes_text(row["size_bytes"] if row["cached"] else row["download_bytes"])
     state = size if row["cached"] else f"{size} to fetch"

@@ -10,11 +10,8 @@ import typer
 from rich.progress import Progress
 
 from tokenleap.cli.console import display, errors, plain
-from tokenleap.cli.files import check_writable
-from tokenleap.cli.flat import flat
-from tokenleap.cli.options import DEFAULT_MODEL, ModelOptions
-from tokenleap.cli.root import examples
-from tokenleap.cli.session import open_llm, open_tokenizer
+from tokenleap.cli.options import DEFAULT_MODEL, ModelOptions, flat, open_llm, open_tokenizer
+from tokenleap.cli.root import check_writable, examples
 
 if TYPE_CHECKING:
     from tokenleap.drafters.text.ngrams import NgramTables
@@ -51,7 +48,7 @@ def build(
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
     from tokenleap.drafters.text.ngrams import build_ngrams
-    from tokenleap.models.progress import progress
+    from tokenleap.models.store import progress
 
     with progress("Counting n-grams", "a second per megabyte", total) as shown:
         tables = build_ngrams(files, tokenizer, shown)
@@ -80,7 +77,7 @@ def write(
     """
     check_writable(output)
     llm = open_llm(target, None, max_num_seqs=16)
-    from tokenleap.training.own_text import ngrams_of_target
+    from tokenleap.training.collect import ngrams_of_target
 
     console = errors()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -92,7 +89,7 @@ def write(
 
 def _save(tables: NgramTables, output: Path) -> None:
     """Write the file, and say what is in it."""
-    from tokenleap.models.progress import bytes_text
+    from tokenleap.models.store import bytes_text
 
     tables.save(output)
     size = bytes_text(output.stat().st_size)

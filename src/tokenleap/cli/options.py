@@ -6,28 +6,226 @@ They are dataclasses, which commands take as parameters (see `flat`). Those of s
 
 from __future__ import annotations
 
+import inspect
 import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from tokenleap.cli.advice import flag
-from tokenleap.cli.flat import in_panel
-from tokenleap.cli.root import UsageError
-from tokenleap.core.memory import num_bytes
+from tokenleap.cli.console import errors, plain, working
+from tokenleap.cli.root import UsageError, flag
+from tokenleap.core.config import num_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from tokenleap.config import SpeculativeConfig
+    from tokenleap.core.params import SamplingParams
+    from tokenleap.llm import LLM
+    from tokenleap.ray.plan import Replicas
 
 __all__ = [
     "CachingOptions",
     "EngineOptions",
     "MaxNumSeqs",
     "ModelOptions",
+    "RayOptions",
+    "SamplingOptions",
     "SpeculationOptions",
     "amount",
+    "arguments_for_replicas",
+    "as_given",
+    "find_draft",
+    "flat",
+    "in_panel",
+    "llm_arguments",
+    "open_llm",
+    "open_tokenizer",
+    "refuse_given",
+    "resolve",
 ]
+
+
+# From options to a loaded model, with progress on stderr; for every command that needs one.
+
+
+def open_llm(
+    options: ModelOptions, config: SpeculativeConfig | None, *, quiet: bool = False, **engine: Any
+) -> LLM:
+    """Load the target, and the draft model if the configuration names one; see `llm_arguments`."""
+    arguments = llm_arguments(options, config, **engine)
+    with working(f"Loading {options.model}", quiet=quiet):
+        from tokenleap.llm import LLM
+
+        options.set_threads()
+        llm = LLM(**arguments)
+    overlap = llm.vocabulary_overlap
+    if overlap is not None and overlap.way != "same" and not quiet:
+        errors().print(plain(str(overlap), "note"), soft_wrap=True)
+    return llm
+
+
+def llm_arguments(
+    options: ModelOptions, config: SpeculativeConfig | None, **engine: Any
+) -> dict[str, Any]:
+    """Arguments of `LLM`, for models that are there.
+
+    Models that have to be fetched or converted are, with a progress bar.
+
+    Args:
+        options: the target.
+        config: how to draft; None takes `LLM`'s default.
+        engine: further arguments of `LLM`.
+
+    Raises:
+        UsageError: no model has this name.
+        ModelError: it cannot be fetched, read or converted.
+    """
+    from tokenleap.models.resolver import gguf_file
+
+    if gguf_file(options.model) is None:  # `LLM` converts those in its own way
+        resolve(options.model)
+    if config is not None:
+        find_draft(config)
+    return {
+        "model": options.model,
+        "speculative_config": config,
+        "dtype": options.dtype,
+        "device": options.device,
+        "max_model_len": options.max_model_len,
+        "quantization": options.quantization,
+        "runtime": options.runtime,
+        **engine,
+    }
+
+
+def find_draft(config: SpeculativeConfig) -> None:
+    """Fetch or convert the draft model if needed; a trained head has to be there.
+
+    Raises:
+        UsageError: there is no such model or folder.
+        ModelError: the model cannot be fetched, read or converted.
+    """
+    from tokenleap.drafters.heads.folder import existing_folder
+    from tokenleap.errors import ModelError
+    from tokenleap.models.resolver import gguf_file
+
+    if config.takes_head:
+        try:
+            existing_folder(config.model)
+        except ModelError as error:
+            raise UsageError(str(error)) from error
+    elif config.model is not None and gguf_file(config.model) is None:
+        resolve(config.model)
+
+
+def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer without the model.
+
+    Raises:
+        UsageError: no model has this name, or it has no tokenizer.
+        ModelError: it cannot be fetched, read or converted.
+    """
+    folder = resolve(model)
+    with working(f"Loading the tokenizer of {model}"):
+        from tokenleap.models import load_tokenizer
+
+        tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise UsageError(f"{model} has no tokenizer")
+    return tokenizer
+
+
+def resolve(name: str) -> Path:
+    """A model's folder; fetches or converts the model first if needed, with a progress bar.
+
+    Raises:
+        UsageError: no model has this name.
+        ModelError: it cannot be fetched, read or converted.
+    """
+    from tokenleap import models
+    from tokenleap.errors import ModelError
+    from tokenleap.models.resolver import is_hub_id
+
+    try:
+        return models.resolve(name)
+    except ModelError as error:
+        if name in models.aliases() or _exists(name) or is_hub_id(name):
+            raise
+        raise UsageError(str(error)) from error
+
+
+def _exists(name: str) -> bool:
+    try:
+        return bool(name) and Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # no valid file name, or no such user in `~user`
+        return False
+
+
+# Dataclasses of options as parameters of a command.
+#
+#     @flat
+#     def generate(prompt: ..., model: ModelOptions, sampling: SamplingOptions) -> None: ...
+#
+# Typer accepts single parameters only. `flat` shows it the fields of the dataclasses instead, and
+# builds the dataclasses when the command is called. Commands that share options use it.
+
+
+def in_panel(panel: str, text: str, *names: str, **settings: Any) -> Any:
+    """A Typer option in a panel of the help page."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with every dataclass parameter replaced by the dataclass's fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Callable[..., Any]] = {
+        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
+    }
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        parameters += _fields(groups[name]) if name in groups else [parameter]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, kind in groups.items():
+            fields = [parameter.name for parameter in _fields(kind)]
+            values[name] = kind(**{field: values.pop(field) for field in fields})
+        command(**values)
+
+    only = inspect.Parameter.KEYWORD_ONLY
+    shown = [p.replace(kind=only, annotation=hints.get(p.name, p.annotation)) for p in parameters]
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
+
+
+def refuse_given(reason: str, *options: Any) -> None:
+    """Refuse options that would have no effect.
+
+    Args:
+        reason: why they would have none.
+        options: dataclasses of options, whose fields must all have their defaults.
+
+    Raises:
+        UsageError: a field differs from its default.
+    """
+    for group in options:
+        for item in fields(group):
+            if getattr(group, item.name) != item.default:
+                raise UsageError(f"{flag(item.name)}: {reason}")
+
+
+def _fields(kind: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a dataclass's constructor, with evaluated annotations."""
+    hints = get_type_hints(kind, include_extras=True)
+    parameters = inspect.signature(kind).parameters.values()
+    return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_METHOD = "ngram"
@@ -115,7 +313,7 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         """Take the model, quantization and dtype that a name of packed weights stands for."""
-        from tokenleap.models.packed_names import as_packed
+        from tokenleap.models.resolver import as_packed
 
         known = as_packed(self.model, self.quantization, self.dtype)
         for name, value in zip(("model", "quantization", "dtype"), known, strict=True):
@@ -124,7 +322,7 @@ class ModelOptions:
     def set_threads(self) -> None:
         """Let this process compute with `threads`, if they were given."""
         if self.threads is not None:
-            from tokenleap.runtime.native.threads import set_num_threads
+            from tokenleap.runtime.native.network import set_num_threads
 
             set_num_threads(self.threads)
 
@@ -300,3 +498,250 @@ def _speculative_config(fields: dict[str, Any]) -> SpeculativeConfig:
     if "model" not in fields:
         fields.setdefault("method", DEFAULT_METHOD)
     return SpeculativeConfig.parse(fields)
+
+
+# Options of sampling that several commands share: `SamplingParams` as flags (see `flat`).
+
+
+def _sampling(text: str, *names: str, **settings: Any) -> Any:
+    return in_panel("Sampling", text, *names, **settings)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is sampled: `SamplingParams`, and what the model says of them."""
+
+    temperature: Annotated[
+        float | None,
+        _sampling(
+            "0 is greedy; 1 is the model's own distribution.", show_default="the model's, else 0"
+        ),
+    ] = None
+    top_k: Annotated[int | None, _sampling("Keep the k most probable tokens.")] = None
+    top_p: Annotated[float | None, _sampling("Keep the most probable tokens with this mass.")] = (
+        None
+    )
+    min_p: Annotated[float | None, _sampling("Drop tokens below this fraction of the top one.")] = (
+        None
+    )
+    repetition_penalty: Annotated[
+        float | None, _sampling("Penalty factor for tokens in prompt or output.")
+    ] = None
+    presence_penalty: Annotated[
+        float | None, _sampling("Penalty for every token in the output.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, _sampling("Penalty per occurrence in the output.")
+    ] = None
+    logit_bias: Annotated[
+        str | None, _sampling('Add to logits: {"token id": bias, ...}.', metavar="JSON")
+    ] = None
+    allowed_token_ids: Annotated[
+        str | None, _sampling("Sample only these tokens.", metavar="ID,ID,...")
+    ] = None
+    min_tokens: Annotated[int | None, _sampling("Minimum tokens to generate.")] = None
+    max_tokens: Annotated[
+        int | None,
+        _sampling("Maximum tokens to generate.", show_default="the model's, else 128"),
+    ] = None
+    seed: Annotated[int | None, _sampling("Makes sampling reproducible, whatever the drafter.")] = (
+        None
+    )
+    stop: Annotated[
+        list[str] | None, _sampling("Stop at this text. May be repeated.", metavar="TEXT")
+    ] = None
+    stop_token_ids: Annotated[
+        str | None, _sampling("Stop after these tokens.", metavar="ID,ID,...")
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        _sampling("Keep this text out of the output. May be repeated.", metavar="TEXT"),
+    ] = None
+    structured_outputs: Annotated[
+        str | None,
+        _sampling(
+            'Constrain the output: {"json": schema}, {"regex": ...}, {"choice": [...]}, ...',
+            metavar="JSON",
+        ),
+    ] = None
+    ignore_eos: Annotated[
+        bool, _sampling("Continue past the end-of-sequence token.", "--ignore-eos")
+    ] = False
+    generation_config: Annotated[
+        str,
+        _sampling(
+            "auto (the model's defaults and rules), none, or a folder with another "
+            "generation_config.json."
+        ),
+    ] = "auto"
+
+    OTHERWISE: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "max_tokens": 128}
+    """For what neither a flag nor the model says."""
+
+    def params_for(self, model: str, **more: Any) -> SamplingParams:
+        """The sampling parameters for a model, which is fetched or converted if needed.
+
+        Args:
+            model: its name.
+            **more: further fields of theirs.
+
+        Raises:
+            UsageError: a flag cannot be read or would have no effect, or there is no such model.
+            ConfigError: a value is out of range or contradicts another.
+            ModelError: the model cannot be fetched or read.
+        """
+        from tokenleap.core.params import SamplingParams
+        from tokenleap.models.generation import defaults_of
+        from tokenleap.models.resolver import gguf_file
+
+        fields = self._fields(more)
+        hot = {"temperature": 1.0} if fields.get("n", 1) > 1 else {}
+        SamplingParams(**{**self.OTHERWISE, **hot, **fields})  # what is wrong with any model
+        if gguf_file(model) is None:
+            resolve(model)
+        defaults = {**self.OTHERWISE, **defaults_of(model, self.generation_config)}
+        if fields.get("beam_width", 1) > 1:
+            defaults["temperature"] = 0.0
+        params = SamplingParams.parse(fields, defaults)
+        for name in ("top_k", "top_p", "min_p"):
+            if name in fields and params.greedy and self.temperature is None:
+                raise UsageError(
+                    f"{flag(name)} changes nothing in greedy decoding: add --temperature 1"
+                )
+        return params
+
+    def _fields(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that were given."""
+        given = {**asdict(self), **more}
+        del given["generation_config"]
+        fields = {name: value for name, value in given.items() if value is not None}
+        least = 1 if more.get("prompt_logprobs") is None else 0  # nothing else would be shown
+        if self.max_tokens is not None and self.max_tokens < least:
+            raise UsageError(f"--max-tokens: must be at least {least}, got {self.max_tokens}")
+        if self.logit_bias is not None:
+            fields["logit_bias"] = parse_object("--logit-bias", self.logit_bias)
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = parse_object(
+                "--structured-outputs", self.structured_outputs
+            )
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            if name in fields:
+                fields[name] = _parse_ids(flag(name), fields[name])
+        return fields
+
+
+def _parse_ids(flag_name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{flag_name} takes token ids, as in 1,2,3, got {text}") from None
+
+
+# Options of commands that can run on a Ray cluster.
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """How many replicas, and where."""
+
+    replicas: Annotated[
+        str | None,
+        in_panel(
+            "Ray",
+            "Copies of the model, each in a process of its own on a Ray cluster; MIN:MAX lets load "
+            "decide.",
+            metavar="N",
+            show_default="no cluster",
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        in_panel(
+            "Ray",
+            "Cluster to join, or auto for the one on this machine.",
+            metavar="HOST:PORT",
+            show_default="one on this machine, for this command only",
+        ),
+    ] = None
+
+    def wanted(self) -> Replicas | None:
+        """How many replicas; None without Ray.
+
+        Raises:
+            UsageError: --ray-address has no effect.
+            ConfigError: the number is wrong.
+        """
+        if self.replicas is None:
+            if self.ray_address is not None:
+                raise UsageError("--ray-address is for replicas: add --replicas N")
+            return None
+        from tokenleap.ray.plan import Replicas
+
+        return Replicas.parse(self.replicas)
+
+
+def arguments_for_replicas(
+    options: ModelOptions, config: SpeculativeConfig | None, **engine: Any
+) -> dict[str, Any]:
+    """Arguments of `LLM` in another process; see `llm_arguments`.
+
+    Paths of what exists are absolute: that process may be in another folder.
+    """
+    found = llm_arguments(options, config, **engine)
+    if config is not None:
+        found["speculative_config"] = type(config)(**_changed(_given_fields(config), _absolute))
+    if "generation_config" in found:
+        found["generation_config"] = _absolute(found["generation_config"])
+    return {**found, "model": _absolute(options.model)}
+
+
+def as_given(settings: Mapping[str, Any], config: SpeculativeConfig | None) -> dict[str, Any]:
+    """Settings of another process (`settings_of`) with paths as the user wrote them.
+
+    So results are those of one process, which another run can go on with.
+    """
+    if config is None:
+        return dict(settings)
+    given: dict[str, str] = {}
+
+    def note(path: str) -> str:
+        given[_absolute(path)] = path
+        return path
+
+    _changed(_given_fields(config), note)
+
+    def back(path: str) -> str:
+        for absolute, relative in given.items():
+            if path == absolute:
+                return relative
+            if path.startswith(f"{absolute}/"):  # of a set of drafters
+                return str(Path(relative) / path[len(absolute) + 1 :])
+        return path
+
+    return {**settings, "speculative_config": _changed(settings["speculative_config"], back)}
+
+
+def _given_fields(config: SpeculativeConfig) -> dict[str, Any]:
+    """What the user wrote of it."""
+    own = type(config).model_fields.keys() & config.model_fields_set
+    return {name: getattr(config, name) for name in own} | (config.model_extra or {})
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A configuration with other paths, also in drafters that it combines."""
+    from tokenleap.drafters.registry import file_fields
+
+    if isinstance(value, Mapping):
+        paths = {"model", "drafters", *file_fields()}
+        return {
+            name: change(str(each))
+            if name in paths and isinstance(each, str | Path) and str(each)
+            else _changed(each, change)
+            for name, each in value.items()
+        }
+    return [_changed(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _absolute(path: str) -> str:
+    there = Path(path).expanduser()
+    return str(there.absolute()) if there.exists() else path

@@ -11,21 +11,35 @@ A traceback means a bug in this program. `tokenleap.cli` builds its app on `Root
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
-from tokenleap.cli.advice import in_flags
 from tokenleap.cli.console import say
-from tokenleap.cli.habits import instead_of_command, instead_of_option
+from tokenleap.core import files
+from tokenleap.core.config import nearest
 from tokenleap.core.peers import own_rank
 from tokenleap.errors import ModelError, TokenleapError
 
-__all__ = ["DefaultGroup", "RootGroup", "UsageError", "examples"]
+__all__ = [
+    "DefaultGroup",
+    "RootGroup",
+    "UsageError",
+    "check_writable",
+    "examples",
+    "flag",
+    "in_flags",
+    "instead_of_command",
+    "instead_of_option",
+    "write_whole",
+]
+
 
 INTERRUPTED = 130
 
@@ -146,3 +160,195 @@ def _flush_or_discard(stream: TextIO) -> None:
         stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+# Options and commands of other programs, and typing errors: what to write here instead.
+#
+# `root` asks when a command line has a name that does not exist.
+
+
+_ANSWERS_STREAM = "answers to one prompt are streamed anyway"
+_WITHOUT_OPTION = "write the prompt without an option"
+
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    # Transformers
+    "--max-new-tokens": ("use --max-tokens",),
+    "--min-new-tokens": ("use --min-tokens",),
+    "--do-sample": ("use --temperature, where 0 is greedy",),
+    "--num-beams": ("use --beam-width",),
+    "--num-return-sequences": ("use --n",),
+    "--assistant-model": ("use --draft-model",),
+    "--prompt-lookup-num-tokens": ("use --method ngram with --num-speculative-tokens",),
+    "--load-in-8bit": ("use --quantization int8",),
+    "--load-in-4bit": ("use --quantization int4",),
+    "--torch-dtype": ("use --dtype",),
+    "--device-map": ("use --device",),
+    # vLLM
+    "--speculative-model": ("use --draft-model",),
+    "--gpu-memory-utilization": ("use --kv-cache-memory, such as 2GiB",),
+    "--kv-cache-memory-bytes": ("use --kv-cache-memory",),
+    "--enable-prefix-caching": ("the prefix cache is on; --no-enable-prefix-caching turns it off",),
+    "--served-model-name": ("the model's name is that of --model",),
+    "--enforce-eager": ("use --runtime torch",),
+    "--guided-json": ("use --structured-outputs",),
+    # llama.cpp and ollama
+    "--n-predict": ("use --max-tokens",),
+    "--num-predict": ("use --max-tokens",),
+    "--predict": ("use --max-tokens",),
+    "--ctx-size": ("use --max-model-len",),
+    "--num-ctx": ("use --max-model-len",),
+    "-c": ("use --max-model-len",),
+    "-n": (  # "-ngl" is read as "-n", too
+        "use --max-tokens for a number of tokens, --n for a number of answers, and --device cuda "
+        "for -ngl",
+        "use --device cuda for -ngl",
+    ),
+    "-t": ("use --threads",),
+    "--n-gpu-layers": ("use --device cuda",),
+    "--repeat-penalty": ("use --repetition-penalty",),
+    "--model-draft": ("use --draft-model",),
+    "--draft-max": ("use --num-speculative-tokens",),
+    "--grammar": ("use --structured-outputs",),
+    "--json-schema": ("use --structured-outputs",),
+    "--prompt": (_WITHOUT_OPTION,),
+    "-p": ("use --port", _WITHOUT_OPTION),
+    "-f": ("use --file",),
+    "-s": ("use --seed",),
+    "--system-prompt": ("use --system",),
+    "--stream": (_ANSWERS_STREAM,),
+    "--verbose": ("set the environment variable TOKENLEAP_LOG=info",),
+    "-v": ("use --version", "set the environment variable TOKENLEAP_LOG=info"),
+    "-V": ("use --version",),
+}
+"""Advice by option. The first one counts whose options the command has, and what it `_NEEDS`."""
+
+_NEEDS = {_ANSWERS_STREAM: "prompt", _WITHOUT_OPTION: "prompt"}
+"""By advice: the argument that the command must have."""
+
+_COMMANDS = {
+    "run": "'tokenleap chat', or 'tokenleap generate' with a prompt",
+    "pull": "'tokenleap models fetch'",
+    "download": "'tokenleap models fetch'",
+    "list": "'tokenleap models'",
+    "ls": "'tokenleap models'",
+    "ps": "'tokenleap models'",
+    "show": "'tokenleap models'",
+    "rm": "'tokenleap models remove'",
+    "delete": "'tokenleap models remove'",
+    "complete": "'tokenleap generate'",
+    "benchmark": "'tokenleap bench'",
+    "info": "'tokenleap doctor'",
+    "collect-env": "'tokenleap doctor'",
+    "help": "'tokenleap --help'",
+    "version": "'tokenleap --version'",
+}
+"""What to run in place of a command of another program."""
+
+
+def instead_of_option(name: str, known: Sequence[str]) -> str:
+    """What to write in place of an option that a command does not have; "" if nobody knows.
+
+    Args:
+        name: with its dashes.
+        known: all options of the command, and the names of its arguments.
+    """
+    for advice in _OPTIONS.get(name, ()):
+        needed = {*re.findall(r"(?<!\S)--[a-z-]+", advice)}
+        if needed | ({_NEEDS[advice]} if advice in _NEEDS else set()) <= set(known):
+            return advice
+    hint = nearest(name, [each for each in known if each.startswith("--")])
+    return hint if hint.startswith("did you mean") else ""
+
+
+def instead_of_command(name: str, known: Sequence[str]) -> str:
+    """What to run in place of a command that does not exist: one like it, or all that there are."""
+    return f"use {_COMMANDS[name]}." if name in _COMMANDS else nearest(name, list(known))
+
+
+# Messages of the library in terms of the command line: flags instead of field names.
+#
+# `root` translates every error of the library with `in_flags` before it prints it.
+
+
+_FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
+    *("min_tokens", "max_tokens", "stop", "stop_token_ids", "structured_outputs"),
+    *("bad_words", "prompt_logprobs"),
+    *("beam_width", "length_penalty"),
+    *(
+        "num_speculative_tokens",
+        "acceptance",
+        "controller",
+        "dtype",
+        "device",
+        "max_model_len",
+        "quantization",
+        "runtime",
+        "kv_cache_memory",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_prefix_caching",
+        "prefix_cache_memory",
+        "tensor_parallel_size",
+        "max_body_size",
+        "replicas",
+        "ray_address",
+    ),
+)
+
+_PHRASES = {
+    "needs a draft model: set 'model'": "needs a draft model: add --draft-model",
+    "needs a trained head: set 'model' to its folder": (
+        "needs a trained head: add --draft-model with its folder"
+    ),
+    "takes no draft model: remove 'model'": "takes no draft model: remove --draft-model",
+    "or with {'method': 'none'}": "or with --method none",
+    "pass text instead of messages": "use --no-chat",
+    "pass token ids, or LLM(tokenizer=...)": "the command line needs one",
+}
+
+# Where a message names a field: at its start with a colon, before a value, and anywhere if the
+# name has an underscore, since no English word has one.
+_NAME = "|".join(sorted(_FIELDS, key=len, reverse=True))
+_SUBJECT = re.compile(rf"^({_NAME})(?=:)")
+_WITH_VALUE = re.compile(rf"\b({_NAME})='?(\w+)'?")
+_WORD = re.compile(rf"\b({'|'.join(name for name in _FIELDS if '_' in name)})\b")
+
+
+def flag(field: str) -> str:
+    """The flag that sets a field."""
+    return "--" + field.replace("_", "-")
+
+
+def in_flags(message: str) -> str:
+    """A message of the library with every field name replaced by its flag."""
+    for phrase, advice in _PHRASES.items():
+        message = message.replace(phrase, advice)
+    message = _SUBJECT.sub(lambda match: flag(match[1]), message)
+    message = _WITH_VALUE.sub(lambda match: f"{flag(match[1])} {match[2]}", message)
+    return _WORD.sub(lambda match: flag(match[1]), message)
+
+
+# Writing a result file completely or not at all; for every command with an --output file.
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that cannot be written to, before the work begins.
+
+    Raises:
+        UsageError: the path's folder does not exist, or the path is a folder itself.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a file")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} to write {path.name} to")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write text in UTF-8 (see `core.files.write_whole`).
+
+    Raises:
+        OSError: the file cannot be written. Its old content is untouched.
+    """
+    files.write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenleap.cli.console import errors, plain, working
-from tokenleap.cli.flat import flat, in_panel
 from tokenleap.cli.options import (
     DEFAULT_MODEL,
     CachingOptions,
     MaxNumSeqs,
     ModelOptions,
+    RayOptions,
     SpeculationOptions,
     amount,
+    arguments_for_replicas,
+    flat,
+    in_panel,
+    open_llm,
 )
-from tokenleap.cli.ray_options import RayOptions, arguments_for_replicas
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.session import open_llm
-from tokenleap.core.memory import num_bytes
+from tokenleap.core.config import num_bytes
 
 if TYPE_CHECKING:
     from tokenleap.serve.settings import Settings

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import json
+import math
+import re
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from jinja2 import Environment
+from markupsafe import Markup
 from rich.table import Table
+from rich.text import Text
 
-from tokenleap.cli.console import display, plain, say
-from tokenleap.cli.files import check_writable, write_whole
-from tokenleap.cli.report import as_json
-from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.trace_picture import legend, picture
-from tokenleap.cli.trace_summary import TraceSummary
+from tokenleap.cli.console import as_json, display, plain, safe, say
+from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
+from tokenleap.errors import TokenleapError
 
 if TYPE_CHECKING:
-    from tokenleap.trace import Trace
+    from tokenleap.trace import StepTrace, Trace
 
-__all__ = ["EXAMPLES", "trace"]
+__all__ = [
+    "EXAMPLES",
+    "KINDS",
+    "Span",
+    "Timeline",
+    "TraceSummary",
+    "check_drawing",
+    "html",
+    "legend",
+    "picture",
+    "show_timelines",
+    "timeline_of",
+    "trace",
+    "visible",
+    "write_svg",
+]
+
 
 EXAMPLES = examples(
     'tokenleap generate "Count to ten." --trace steps.json',
@@ -71,8 +98,6 @@ def trace(
         raise UsageError("only --timeline and --svg take several traces: give one file")
     recorded = Trace.load(files[0])
     if page is not None:
-        from tokenleap.cli.trace_page import html
-
         check_writable(page)
         write_whole(page, html(recorded, files[0].stem))
         if not json_output:
@@ -95,8 +120,6 @@ def trace(
 
 def _timelines(files: Sequence[Path], svg: Path | None, *, shown: bool) -> None:
     """Show the timelines of traces, write them as SVG, or both."""
-    from tokenleap.cli.trace_svg import check_drawing, write_svg
-    from tokenleap.cli.trace_timeline import show_timelines, timeline_of
     from tokenleap.trace import Trace
 
     if svg is not None:
@@ -141,3 +164,452 @@ def _positions(summary: TraceSummary) -> Table:
         bar = "\u2501" * round(_BAR_CELLS * accepted / drafted)
         table.add_row(str(position), f"{accepted}/{drafted}", plain(bar, "draft"))
     return table
+
+
+# A trace as one self-contained HTML file: the trace viewer of the server's page with one trace.
+#
+# The viewer is a few ES modules in `serve/static`, which browsers load as they are from the server.
+# A file on a disk cannot load modules, so they are joined into one script here. The page's policy
+# allows this script and this style by their hashes, and nothing else: no network, no other script.
+
+
+_STATIC = resources.files("tokenleap") / "serve" / "static"
+_ENTRY = "trace_page.js"
+_IMPORT = re.compile(r'^import [^;]*? from "\./(?P<file>[a-z_]+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=function|class|const)", re.MULTILINE)
+
+
+def html(trace: Trace, title: str) -> str:
+    """The page.
+
+    Args:
+        trace: what it shows.
+        title: its heading.
+    """
+    style, script = _read("page.css"), "".join(_modules(_ENTRY, set()))
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash(script)}",
+            f"style-src {_hash(style)}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+    # A text is data in a script element, where only "<" could end the element.
+    data = json.dumps(trace.as_dict()).replace("<", "\\u003c")
+    template = Environment(autoescape=True, keep_trailing_newline=True).from_string(
+        _read("trace.html")
+    )
+    return template.render(
+        title=title,
+        policy=Markup(policy),
+        style=Markup(style),
+        script=Markup(script),
+        trace=Markup(data),
+    )
+
+
+def _read(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+def _modules(name: str, seen: set[str]) -> Iterator[str]:
+    """The modules that this one imports, then itself, without imports and exports; each once."""
+    if name in seen:
+        return
+    seen.add(name)
+    source = _read(name)
+    for found in _IMPORT.finditer(source):
+        yield from _modules(found["file"], seen)
+    yield _EXPORT.sub("", _IMPORT.sub("", source))
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+# One step of a trace as one line, like figure 1 of Leviathan et al. (2023).
+#
+#     accepted accepted x rejected unreached > correction
+#     accepted accepted accepted + bonus
+#
+# The marks repeat what the colours say, for output without colours. A token tree has a line per
+# branch. `tokenleap trace` prints these lines.
+
+
+REJECTED, CORRECTION, BONUS = "\u2717", "\u2192", "+"
+_VISIBLE = str.maketrans({" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"})
+
+
+def legend() -> Text:
+    """The meaning of marks and colours."""
+    return Text("   ").join(
+        [
+            Text("accepted", "draft"),
+            Text(f"{REJECTED}rejected", "rejected"),
+            Text("not reached", "unreached"),
+            Text(f"{CORRECTION}correction", "correction"),
+            Text(f"{BONUS}bonus", "bold"),
+        ]
+    )
+
+
+def visible(piece: str) -> str:
+    """A token's text with its white space shown."""
+    return safe(piece.translate(_VISIBLE)) or "''"
+
+
+def picture(step: StepTrace, pieces: Mapping[int, str]) -> Text:
+    """The step's tokens, in one line if its draft is a chain."""
+    return _Picture(step, pieces).text()
+
+
+class _Picture:
+    def __init__(self, step: StepTrace, pieces: Mapping[int, str]) -> None:
+        self._step = step
+        self._pieces = pieces
+        self._kept, self._refused = set(step.kept), set(step.refused)
+        # The node that the correction or the bonus token follows; -1 is the root.
+        self._end = step.accepted[-1] if step.accepted else -1
+
+    def text(self) -> Text:
+        if all(parent == index - 1 for index, parent in enumerate(self._step.parents)):
+            tokens = [self._token(index) for index in range(len(self._step.drafted))]
+            return Text(" ").join([*tokens, *self._added()])
+        return Text("\n").join(self._branches(-1))
+
+    def _token(self, index: int) -> Text:
+        text = self._piece(self._step.drafted[index])
+        if index in self._kept:
+            return Text(text, "draft")
+        if index in self._refused:
+            return Text(REJECTED + text, "rejected")
+        return Text(text, "unreached")
+
+    def _added(self) -> list[Text]:
+        """The token after the accepted path, unless a stop cut it off."""
+        if self._step.committed <= len(self._step.accepted):
+            return []
+        text = self._piece(self._step.token)
+        if self._step.origin.value == "correction":
+            return [Text(CORRECTION + text, "correction")]
+        return [Text((BONUS if self._step.drafted else "") + text, "bold")]
+
+    def _piece(self, token: int) -> str:
+        return visible(self._pieces.get(token, f"#{token}"))
+
+    def _branches(self, node: int) -> list[Text]:
+        """Lines for everything below a node, -1 being the root; the first goes on its own line."""
+        children = [self._subtree(i) for i, p in enumerate(self._step.parents) if p == node]
+        if node == self._end:
+            children += [[added] for added in self._added()]
+        if len(children) < 2:
+            return children[0] if children else []
+        lines = [Text()] if node >= 0 else []
+        for child in children:
+            last = child is children[-1]
+            first, *others = child
+            lines.append(Text("\u2514\u2500 " if last else "\u251c\u2500 ", "note") + first)
+            lines += [Text("   " if last else "\u2502  ", "note") + line for line in others]
+        return lines
+
+    def _subtree(self, index: int) -> list[Text]:
+        first, *others = self._branches(index) or [Text()]
+        return [Text(" ").join([self._token(index), *([first] if first else [])]), *others]
+
+
+# Counts over all steps of a trace: the summary that `tokenleap trace` shows.
+
+
+class TraceSummary:
+    """Counts and times over all steps of a trace.
+
+    Args:
+        trace: the trace.
+
+    Attributes:
+        metrics: the counts and times as in the output's own metrics.
+        drafted_per_position: drafts that reach each depth.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        from tokenleap.outputs import Metrics
+
+        self.metrics = Metrics()
+        self.drafted_per_position: Counter[int] = Counter()
+        for step in trace:
+            self._add(step)
+
+    def _add(self, step: StepTrace) -> None:
+        metrics = self.metrics
+        metrics.count(step)
+        metrics.draft_seconds += step.draft_seconds
+        metrics.verify_seconds += step.verify_seconds
+        metrics.accept_seconds += step.accept_seconds
+        self.drafted_per_position.update(range(1, max(step.depths, default=0) + 1))
+
+    @property
+    def positions(self) -> list[tuple[int, int]]:
+        """Per depth from 1 on: drafts that reach it, and how many of them were kept there."""
+        kept = enumerate(self.metrics.accepted_per_position, start=1)
+        return [(self.drafted_per_position[depth], count) for depth, count in kept]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The summary for JSON."""
+        metrics = self.metrics
+        return {
+            "steps": metrics.target_passes,
+            "tokens": metrics.generated_tokens,
+            "num_drafts": metrics.num_drafts,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_tokens": metrics.num_accepted_tokens,
+            "num_rejected_tokens": metrics.num_rejected_tokens,
+            "mean_acceptance_length": metrics.mean_acceptance_length,
+            "acceptance_rate": metrics.acceptance_rate,
+            "drafted_per_position": [drafted for drafted, _ in self.positions],
+            "accepted_per_position": metrics.accepted_per_position,
+            "draft_seconds": metrics.draft_seconds,
+            "verify_seconds": metrics.verify_seconds,
+            "accept_seconds": metrics.accept_seconds,
+        }
+
+
+# The timelines of traces as an SVG file, like figure 5 of Leviathan et al. (2023).
+#
+# It needs Matplotlib, the extra `plots`. A draft is divided evenly into its levels, since a trace
+# has the time of the whole draft only.
+
+
+COLOURS = {
+    "encoder": "#e0b000",
+    "prompt": "#bbbbbb",
+    "draft": "#3a8f3a",
+    "target": "#6a3d9a",
+    "accept": "#dddddd",
+}
+
+
+def check_drawing(path: Path) -> None:
+    """Check that the file can be drawn and written.
+
+    Raises:
+        UsageError: Matplotlib is not installed, or the path cannot be written to.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError("--svg needs Matplotlib: pip install 'tokenleap[plots]'")
+    check_writable(path)
+
+
+def write_svg(path: Path, timelines: Sequence[Timeline]) -> None:
+    """Draw a row per timeline, the first on top, and write the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    text = io.StringIO()
+    # Without a date and with a fixed salt, equal traces give equal files.
+    with rc_context({"svg.hashsalt": "tokenleap", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(12, 1.2 + 0.6 * len(timelines)), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        for row, timeline in enumerate(timelines):
+            for kind, colour in COLOURS.items():
+                ranges = [
+                    part for span in timeline.spans if span.kind == kind for part in _bars(span)
+                ]
+                axes.broken_barh(ranges, (row - 0.35, 0.7), color=colour, ec="white", lw=0.3)
+        axes.set_yticks(range(len(timelines)), [timeline.name for timeline in timelines])
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(timeline.seconds for timeline in timelines))
+        axes.set_xlabel("seconds")
+        shown = [k for k in KINDS if any(timeline.count(k) for timeline in timelines)]
+        patches = [Patch(color=COLOURS[kind], label=KINDS[kind]) for kind in shown]
+        figure.legend(handles=patches, loc="outside upper center", ncols=len(patches))
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    write_whole(path, text.getvalue())
+
+
+def _bars(span: Span) -> list[tuple[float, float]]:
+    """Begin and length of every level of a span."""
+    length = (span.end - span.start) / span.levels
+    return [(span.start + level * length, length) for level in range(span.levels)]
+
+
+# When the target and the drafter computed: figure 5 of Leviathan et al. (2023), from traces.
+#
+# Traces that are shown together have one time scale, as the rows of the figure have: for example
+# two draft lengths and plain decoding. `trace.py` draws the same spans.
+
+
+KINDS = {
+    "encoder": "the encoder",
+    "prompt": "the prompt",
+    "draft": "a draft",
+    "target": "a target pass",
+    "accept": "accept, commit",
+}
+"""What is computed, in the order of a request's life."""
+
+_MARKS = {"encoder": "E", "prompt": "P", "draft": "\u2592", "target": "\u2588", "accept": "\u00b7"}
+_STYLES = {"draft": "draft", "target": "correction", "accept": "unreached"}
+_FIRST = "\u2590"
+"""The first cell of a target pass: half of it is empty, so that passes do not run together."""
+
+_CELLS_PER_PASS = 4
+_LINES = 20
+"""Most lines of the longest trace; a longer one gets longer cells."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One block of a timeline.
+
+    Args:
+        kind: one of `KINDS`.
+        start: seconds from the beginning.
+        end: likewise.
+        levels: of a draft, the depth of its tree: the passes of a drafter that drafts token by
+            token.
+    """
+
+    kind: str
+    start: float
+    end: float
+    levels: int = 1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of a trace in order, without gaps.
+
+    Args:
+        name: of the trace.
+        spans: at least one that took time.
+        tokens: generated.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the prompt to the last token."""
+        return self.spans[-1].end
+
+    def total(self, kind: str) -> float:
+        """Seconds of all spans of a kind."""
+        return sum(span.end - span.start for span in self.spans if span.kind == kind)
+
+    def count(self, kind: str) -> int:
+        """The number of spans of a kind."""
+        return sum(span.kind == kind for span in self.spans)
+
+
+def timeline_of(name: str, trace: Trace) -> Timeline:
+    """The timeline of a trace.
+
+    Args:
+        name: what to call it.
+        trace: its times are those of the whole batch, if there was one.
+
+    Raises:
+        TokenleapError: the trace has no times.
+    """
+    spans: list[Span] = []
+    now = 0.0
+    for kind, seconds, levels in _parts(trace):
+        if seconds > 0:
+            spans.append(Span(kind, now, now + seconds, levels))
+            now += seconds
+    if not spans:
+        raise TokenleapError(f"{name}: the trace has no steps with times: nothing to show.")
+    return Timeline(name, tuple(spans), sum(step.committed for step in trace))
+
+
+def _parts(trace: Trace) -> Iterator[tuple[str, float, int]]:
+    """Kind, seconds and levels of everything that was computed, in order."""
+    yield "encoder", trace.encode_seconds, 1
+    yield "prompt", trace.prefill_seconds - trace.encode_seconds, 1
+    for step in trace:
+        yield from _step_parts(step)
+
+
+def _step_parts(step: StepTrace) -> Iterator[tuple[str, float, int]]:
+    if step.drafted:
+        yield "draft", step.draft_seconds, max(step.depths)
+    yield "target", step.verify_seconds, 1
+    rest = 0.0 if step.drafted else step.draft_seconds  # looking for a draft and finding none
+    yield "accept", step.accept_seconds + rest, 1
+
+
+def show_timelines(timelines: Sequence[Timeline]) -> None:
+    """Print the timelines with one scale, in lines of the terminal's width."""
+    console = display()
+    width = min(console.width, 120) - _margin(timelines)
+    cell = _cell_seconds(timelines, width)
+    console.print(_legend(timelines))
+    console.print(plain(f"one cell: {1000 * cell:.3g} ms; at the left, seconds", "note"))
+    for timeline in timelines:
+        console.print()
+        console.print(plain(_summary(timeline)), soft_wrap=True)
+        cells = _cells(timeline, cell)
+        for begin in range(0, len(cells), width):
+            at = plain(f"{begin * cell:{_margin(timelines) - 1}.2f} ", "note")
+            console.print(at + cells[begin : begin + width], no_wrap=True, overflow="ignore")
+
+
+def _margin(timelines: Sequence[Timeline]) -> int:
+    """Width of the time at the left, with a space behind it."""
+    return len(f"{max(one.seconds for one in timelines):.2f}") + 1
+
+
+def _cell_seconds(timelines: Sequence[Timeline], width: int) -> float:
+    """So short that a pass has several cells, unless that would take too many lines."""
+    passes = [s.end - s.start for one in timelines for s in one.spans if s.kind == "target"]
+    fine = median(passes) / _CELLS_PER_PASS if passes else 0.0
+    return max(fine, max(one.seconds for one in timelines) / (_LINES * width))
+
+
+def _cells(timeline: Timeline, cell: float) -> Text:
+    """A mark per cell: that of the kind which took most of its time."""
+    shares: list[Counter[str]] = [
+        Counter() for _ in range(max(1, math.ceil(timeline.seconds / cell - 1e-9)))
+    ]
+    begins: set[int] = set()
+    for span in timeline.spans:
+        first, last = int(span.start / cell), min(int(span.end / cell), len(shares) - 1)
+        for index in range(first, last + 1):
+            inside = min(span.end, (index + 1) * cell) - max(span.start, index * cell)
+            shares[index][span.kind] += inside  # type: ignore[assignment]
+        if span.kind == "target":
+            begins.add(round(span.start / cell))
+    kinds = [share.most_common(1)[0][0] for share in shares]
+    text = Text()
+    for index, kind in enumerate(kinds):
+        mark = _FIRST if kind == "target" and index in begins else _MARKS[kind]
+        text.append(mark, _STYLES.get(kind, ""))
+    return text
+
+
+def _legend(timelines: Sequence[Timeline]) -> Text:
+    """The marks of all kinds that occur."""
+    shown = [kind for kind in KINDS if any(one.count(kind) for one in timelines)]
+    return Text("   ").join(
+        [Text(_MARKS[kind], _STYLES.get(kind, "")) + Text(f" {KINDS[kind]}") for kind in shown]
+    )
+
+
+def _summary(timeline: Timeline) -> str:
+    parts = [f"{timeline.count('target')} target passes {timeline.total('target'):.2f} s"]
+    if timeline.count("draft"):
+        parts.append(f"{timeline.count('draft')} drafts {timeline.total('draft'):.2f} s")
+    return (
+        f"{timeline.name}: {timeline.tokens} tokens in {timeline.seconds:.2f} s: {', '.join(parts)}"
+    )

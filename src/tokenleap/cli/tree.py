@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
-from tokenleap.cli.console import display, plain, working
-from tokenleap.cli.files import check_writable, write_whole
-from tokenleap.cli.flat import flat, in_panel, refuse_given
-from tokenleap.cli.options import ModelOptions, SpeculationOptions, parse_object
+from tokenleap.cli.console import as_json, display, plain, working
+from tokenleap.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    flat,
+    in_panel,
+    open_llm,
+    parse_object,
+    refuse_given,
+)
 from tokenleap.cli.plan_trials import read_texts
-from tokenleap.cli.report import as_json
-from tokenleap.cli.root import UsageError, examples
-from tokenleap.cli.sampling_options import SamplingOptions
-from tokenleap.cli.session import open_llm
-from tokenleap.cli.tree_report import show_found
-from tokenleap.cli.tree_search import Found, measured, solved
-from tokenleap.drafters.tree_file import MAX_DEPTH, MAX_NODES, MAX_RANKS
+from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
+from tokenleap.drafters.shapes import MAX_DEPTH, MAX_NODES, MAX_RANKS, TreeFile
+from tokenleap.engine.lines import shaped
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
+    from tokenleap.core.params import SamplingParams
+    from tokenleap.llm import LLM
+    from tokenleap.runtime.costs import CostCurve
+    from tokenleap.tuning.measure_tree import Acceptance
+    from tokenleap.tuning.sequoia import BestTree
 
-__all__ = ["EXAMPLES", "tree"]
+__all__ = [
+    "EXAMPLES",
+    "LARGEST",
+    "Costs",
+    "Found",
+    "Rival",
+    "drawn",
+    "measured",
+    "show_found",
+    "solved",
+    "tree",
+]
+
 
 EXAMPLES = examples(
     "tokenleap tree prompts.txt --draft-model ./small --output tree.json",
@@ -221,3 +247,261 @@ def _save(found: Found, output: Path, *, quiet: bool) -> None:
         use = json.dumps({"tree": str(output)})
         note = f"\nThe tree is in {output}. To draft it: --speculative-config '{use}'."
         display().print(plain(note, "note"), soft_wrap=True)
+
+
+# How `tokenleap tree` shows its result: the acceptance vector, the tree, other shapes.
+
+
+SHOWN = 40
+"""Maximum nodes of a drawing; of a larger tree it shows the most probable."""
+
+_Branch = tuple[int, ...]
+
+
+def show_found(found: Found) -> None:
+    """Print the vector, the tree, and a comparison with other shapes of its size."""
+    console = display()
+    if found.measured is not None:
+        what = f"{found.model}, {found.method}: accepted in {found.measured.drafts} drafts"
+        console.print(plain(f"{what}\n"))
+        console.print(_vector_table(found.measured))
+        console.print()
+    if found.tree.paths:
+        console.print(plain(f"{found.tree.num_nodes} nodes; probability of reaching each\n"))
+        console.print(drawn(found.tree.paths, found.acceptance))
+        console.print()
+    console.print(_rival_table(found))
+    console.print()
+    console.print(plain(_verdict(found)))
+
+
+def _vector_table(acceptance: Acceptance) -> Table:
+    table = _table("rank", "accepted", "error")
+    for rank, (rate, error) in enumerate(zip(acceptance.vector, acceptance.errors, strict=True)):
+        table.add_row(str(rank), f"{rate:.4f}", f"{error:.4f}")
+    return table
+
+
+def drawn(paths: Sequence[_Branch], acceptance: Sequence[float], shown: int = SHOWN) -> Tree:
+    """A drawing of the tree, with the probability of reaching each node.
+
+    Args:
+        paths: all nodes.
+        acceptance: the positional acceptance vector.
+        shown: maximum nodes to draw; the rest is counted below their ancestors.
+    """
+    reached = {path: prod(acceptance[rank] for rank in path) for path in paths}
+    # A node is never more probable than its parent, which is shallower: the kept nodes are a tree.
+    best = sorted(paths, key=lambda path: (-reached[path], len(path), path))
+    kept = set(best[:shown])
+    root = Tree(plain("last token", "note"), guide_style="note")
+    branches: dict[_Branch, Tree] = {(): root}
+    for path in sorted(kept, key=lambda path: (len(path), path)):
+        branches[path] = branches[path[:-1]].add(_node(path, reached))
+    hidden = Counter(_above(path, branches) for path in best[shown:])
+    for path, count in hidden.items():
+        branches[path].add(plain(f"{count} more", "note"))
+    return root
+
+
+def _node(path: _Branch, reached: Mapping[_Branch, float]) -> Text:
+    return Text.assemble((str(path[-1]), "head"), f"  {reached[path]:.3f}")
+
+
+def _above(path: _Branch, branches: Mapping[_Branch, Tree]) -> _Branch:
+    """The nearest ancestor that is drawn."""
+    return next(path[:depth] for depth in range(len(path) - 1, -1, -1) if path[:depth] in branches)
+
+
+def _rival_table(found: Found) -> Table:
+    rates = () if found.costs is None else ("tokens\nper second",)
+    table = _table("", "\nnodes", "\nlevels", "tokens\nper pass", *rates)
+    for rival in found.rivals():
+        cells = [str(rival.nodes), str(rival.levels), f"{rival.expected_tokens:.3f}"]
+        if found.costs is not None:
+            cells.append(f"{rival.tokens_per_second(found.costs):.1f}")
+        table.add_row(plain(rival.name, "draft" if rival.name == "this tree" else ""), *cells)
+    return table
+
+
+def _verdict(found: Found) -> str:
+    if not any(found.acceptance):
+        return "No tree: no drafted token is ever accepted."
+    if not found.tree.paths:
+        return "No tree: by the measured costs, none is faster than plain decoding."
+    tree, chain, full, _ = found.rivals()
+    over_chain = tree.expected_tokens / chain.expected_tokens - 1
+    over_full = tree.expected_tokens / full.expected_tokens - 1
+    return (
+        f"Expected {tree.expected_tokens:.3f} tokens per pass: {over_chain:+.1%} over the chain of "
+        f"as many nodes, {over_full:+.1%} over the best full tree."
+    )
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 2, 0, 0))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if heading or index else "left")
+    return table
+
+
+# `tokenleap tree`: measure acceptance and costs, compute the best tree, compare other shapes.
+
+
+LARGEST = 128
+"""Maximum nodes where costs choose the size. Costs above 64 positions are extrapolated."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost of a step: verification by positions, drafting by levels.
+
+    Args:
+        curve: seconds of a target pass by positions.
+        level: seconds of drafting a level.
+    """
+
+    curve: CostCurve
+    level: float
+
+    def seconds(self, nodes: int, levels: int) -> float:
+        """Seconds of drafting and verifying a tree."""
+        return levels * self.level + self.curve(1 + nodes)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A shape that the best tree is compared with, or the best tree itself."""
+
+    name: str
+    nodes: int
+    levels: int
+    expected_tokens: float
+
+    def as_dict(self, costs: Costs | None) -> dict[str, Any]:
+        """The shape for JSON."""
+        rate = None if costs is None else self.tokens_per_second(costs)
+        return {**vars(self), "tokens_per_second": rate}
+
+    def tokens_per_second(self, costs: Costs) -> float:
+        """Expected tokens per second, from measured costs."""
+        return self.expected_tokens / costs.seconds(self.nodes, self.levels)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best tree and the measurements it was computed from.
+
+    Args:
+        acceptance: the positional acceptance vector.
+        measured: the counts behind the vector; None if it was given.
+        costs: measured costs; None if the number of nodes was given.
+        tree: the best tree.
+        depth: the limit of levels.
+        method: the drafting method; None if no model ran.
+        model: the target; None if no model ran.
+    """
+
+    acceptance: tuple[float, ...]
+    measured: Acceptance | None
+    costs: Costs | None
+    tree: BestTree
+    depth: int
+    method: str | None = None
+    model: str | None = None
+
+    def rivals(self) -> list[Rival]:
+        """The tree, the chain of as many nodes, the best full tree, and no draft at all."""
+        from tokenleap.analysis import expected_tokens
+        from tokenleap.tuning.sequoia import best_widths
+
+        nodes = self.tree.num_nodes
+        none = Rival("no draft", 0, 0, 1.0)
+        if not nodes:
+            return [none]
+        widths, tokens = best_widths(self.acceptance, nodes, self.depth)
+        return [
+            Rival("this tree", nodes, self.tree.depth, self.tree.expected_tokens),
+            Rival("chain", nodes, nodes, expected_tokens(self.acceptance[0], nodes)),
+            Rival(str(list(widths)), _full_nodes(widths), len(widths), tokens),
+            none,
+        ]
+
+    def file(self) -> TreeFile:
+        """The content of the file that `--output` names."""
+        tree = self.tree
+        return TreeFile(tree.paths, self.acceptance, tree.expected_tokens, self.method, self.model)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields for JSON: the file's, the measurement and the comparison."""
+        found = self.measured
+        return {
+            **self.file().as_dict(),
+            "nodes": self.tree.num_nodes,
+            "depth": self.tree.depth,
+            "drafts": None if found is None else found.drafts,
+            "errors": None if found is None else found.errors,
+            "compared": [rival.as_dict(self.costs) for rival in self.rivals()],
+        }
+
+
+def _full_nodes(widths: Sequence[int]) -> int:
+    """Nodes of a full tree: the sum over levels of the product of widths down to it."""
+    total = 0
+    for width in reversed(widths):
+        total = width * (1 + total)
+    return total
+
+
+def solved(
+    acceptance: Sequence[float],
+    nodes: int | None,
+    depth: int,
+    measured: Acceptance | None = None,
+    costs: Costs | None = None,
+    **origin: str,
+) -> Found:
+    """The best tree of this many nodes; None takes the best number by measured costs."""
+    from tokenleap.tuning.sequoia import BestTree, best_size, best_tree
+
+    levels = depth
+    if nodes is None:
+        assert costs is not None, "without a number of nodes, the costs are measured"
+        size = best_size(acceptance, costs.curve, LARGEST, depth, costs.level)
+        nodes, levels = size.nodes, size.depth
+    tree = best_tree(acceptance, nodes, levels) if nodes else BestTree((), 1.0)
+    return Found(tuple(acceptance), measured, costs, tree, depth, **origin)
+
+
+def measured(
+    llm: LLM,
+    texts: Sequence[str],
+    params: SamplingParams,
+    ranks: int,
+    *,
+    costs: bool,
+    quiet: bool,
+) -> tuple[Acceptance, Costs | None]:
+    """Measure the acceptance of every rank, and the costs if wanted.
+
+    Args:
+        llm: a model that drafts one level of children.
+        texts: prompts.
+        params: how to sample; the seed is 0 if none is given.
+        ranks: children of that level.
+        costs: whether to time passes, too.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: nothing was drafted.
+    """
+    from tokenleap.tuning.measure_tree import measure_acceptance, pass_costs
+
+    prompts = [llm.encode(shaped(llm, text)) for text in texts]
+    seeded = params.model_copy(update={"seed": params.seed or 0})
+    with working("Measuring the acceptance of every rank", quiet=quiet):
+        found = measure_acceptance(llm, prompts, seeded, ranks)
+    if not costs:
+        return found, None
+    with working("Measuring the cost of verification", quiet=quiet):
+        return found, Costs(pass_costs(llm), found.draft_seconds)

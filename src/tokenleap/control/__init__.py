@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from tokenleap.control.base import Budget, Controller
-from tokenleap.control.batch import BatchTable
-from tokenleap.control.confidence import Confidence
-from tokenleap.control.cost_model import CostModel
-from tokenleap.control.fixed import Fixed
-from tokenleap.control.heuristic import Heuristic
-from tokenleap.control.hybrid_model import HybridModel
-from tokenleap.control.lookup_model import LookupModel
+from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
+from tokenleap.control.simple import BatchTable, Confidence, Fixed, Heuristic
 from tokenleap.core.config import nearest
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.costs import CostCurve

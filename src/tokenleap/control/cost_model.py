@@ -1,7 +1,7 @@
 """`cost_model`: draft as much as maximizes expected tokens per second; the default controller.
 
-Drafters that look tokens up draft first and are cut afterwards: see `lookup_model.py`. What the
-steps teach is in `estimates.py`. `planning.py` finds the best step, and `probing.py` says when
+Drafters that look tokens up draft first and are cut afterwards: see `cost_model.py`. What the
+steps teach is in `estimates.py`. `planner.py` finds the best step, and `estimates.py` says when
 requests that do not draft try again.
 
 The model is that of Leviathan et al., theorem 3.8, with refinements. The cost of a pass is a
@@ -22,9 +22,10 @@ expected tokens per second. If no draft raises that rate, the step is plain deco
 
 A request's first draft takes longer, because the drafter reads the whole text, and the source of an
 encoder-decoder. Drafts begin only if they are expected to save that time in what is left of the
-output; `lengths.py` judges by the outputs that have ended. The first few requests of a draft model
-expect more of drafts than is known, and may pay a small share of their time. Until a later draft
-has been timed, the step after a first draft drafts for the same requests again and for no others.
+output; `estimates.py` judges by the outputs that have ended. The first few requests of a draft
+model expect more of drafts than is known, and may pay a small share of their time. Until a later
+draft has been timed, the step after a first draft drafts for the same requests again and for no
+others.
 
 Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent of
 the time goes into plain steps, which keep the cost of a plain pass up to date.
@@ -32,25 +33,38 @@ the time goes into plain steps, which keep the cost of a plain pass up to date.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
 from tokenleap.control.base import NO_BUDGET, Budget, Controller, Expected, within
-from tokenleap.control.estimates import Estimates
-from tokenleap.control.history import History
-from tokenleap.control.planning import Plan, best_plan
-from tokenleap.control.probing import PRICE, SOONEST, Probing
-from tokenleap.control.rest import Rest
+from tokenleap.control.estimates import (
+    PRICE,
+    SOONEST,
+    AcceptanceRates,
+    Estimates,
+    History,
+    Probing,
+    is_graft,
+    path_probs,
+)
+from tokenleap.control.planner import Plan, Rest, best_plan, smoothed
+from tokenleap.core import clock
+from tokenleap.core.acceptance import Accepted
 from tokenleap.core.config import Config
+from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
+    from tokenleap.core.tree import Draft
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
 
-__all__ = ["CostModel"]
+__all__ = ["CostModel", "HybridModel", "LookupModel", "LookupPlan", "how_many"]
+
 
 _PLANNED_AGAIN = 8
 """Steps after which a plan is made again although nothing was learnt: costs may have changed. As
@@ -320,3 +334,446 @@ class CostModel(Controller):
             rest, self._rest = self._rest, Rest()
             self.rest(rest.waiting, rest.taken)
         self._estimates.release(request)
+
+
+# `cost_model` for drafters that look tokens up: look up first, then cut the drafts.
+#
+# A lookup takes little time, and how it found a token tells how likely that token is right. So the
+# drafter proposes all tokens it finds, and `trim` keeps those that maximize expected tokens per
+# second. Looked-up tokens are deterministic (q is one-hot), so any function of the text may choose
+# among them.
+#
+# Each token has a feature that says how it was found (`Draft.features`), and each feature has an
+# acceptance rate. The tokens generated next show which proposals were right, including those that
+# were cut. So nothing has to be drafted just to learn.
+#
+# The tokens of all requests compete in the order of their probability of being accepted. The step
+# verifies as many as maximize the batch's expected tokens per second. This is the choice of gamma
+# in Leviathan et al., section 3.5, made anew in every step. If no draft raises that rate, the step
+# is plain decoding.
+
+
+_POLLING = 0.002
+"""Share of the time that may go into polling requests whose lookups do not pay."""
+
+_FIRST_GAIN = 0.1
+"""Assumed gain of a request's lookups before any were made: high enough to try them."""
+
+
+@dataclass
+class _State:
+    """What is known of one request.
+
+    Attributes:
+        gain: average saving of a lookup, as a share of the time of a plain pass.
+        proposal: the draft of the current step's lookup, before it was cut.
+        new: whether nothing was looked up for it yet, so that the drafter must read the prompt.
+    """
+
+    gain: float
+    proposal: Draft | None = None
+    new: bool = True
+
+
+@dataclass(frozen=True)
+class LookupPlan:
+    """Which looked-up tokens of a step to verify.
+
+    Args:
+        nodes: row of the batch -> nodes of its draft to keep, for every request with a lookup.
+        tokens: row -> expected number of accepted tokens.
+        gains: row -> saving as a share of the time of a plain pass.
+        node_cost: what each of these nodes adds to the pass, as a share of the same.
+    """
+
+    nodes: dict[int, list[int]]
+    tokens: dict[int, float]
+    gains: dict[int, float]
+    node_cost: float
+
+    def expected(self, rows: int, left_out: Collection[int] = ()) -> Expected:
+        """What the step brings and costs, if the drafts of some rows are left out."""
+        kept = [row for row in self.nodes if row not in left_out]
+        tokens = sum(self.tokens[row] for row in kept)
+        return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
+
+
+class LookupModel(Controller):
+    """Drafts of at most `num_speculative_tokens` tokens, cut to those that pay."""
+
+    class Options(CostModel.Options):
+        """See `CostModel.Options`."""
+
+    name: ClassVar[str] = CostModel.name
+    summary: ClassVar[str] = CostModel.summary
+    needs_costs: ClassVar[bool] = True
+
+    def setup(self) -> None:
+        """See `Controller.setup`."""
+        assert isinstance(self.options, CostModel.Options)
+        self._probe_every = self.options.probe_every
+        self._states: dict[int, _State] = {}
+        self._rates = AcceptanceRates()
+        self._gain = _FIRST_GAIN  # of new requests' lookups
+        self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
+        self._planning = 0.0  # seconds of planning in this step
+        self._step = 0
+        self._next_poll = 0.0  # the next step that looks up for all requests
+        self._asked: dict[int, _State] = {}  # of the requests with a lookup in this step, by key
+
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        """See `Controller.budgets`: the full length where lookups pay, else nothing."""
+        self._asked, self._planning = {}, 0.0
+        budgets = [NO_BUDGET] * len(batch)
+        if not self.costs:  # a pass has to be timed first
+            return budgets
+        self._step += 1
+        price = self._lookup_seconds / self.costs(rows, rows)
+        poll = self._step >= self._next_poll
+        if poll:
+            self._next_poll = self._step + min(self._probe_every, len(batch) * price / _POLLING)
+        for row, request in enumerate(batch):
+            state = self._states.setdefault(request.key, _State(self._gain))
+            if poll or state.gain >= price:
+                budgets[row] = within(request, self.num_speculative_tokens)
+                self._asked[request.key] = state
+        return budgets
+
+    def idle_steps(self) -> int:
+        """How many steps follow without any lookup; only valid after one."""
+        if self._asked or not self.costs:
+            return 0
+        return max(0, math.ceil(self._next_poll - self._step) - 1)
+
+    def rest(self, steps: int) -> None:
+        """Record steps in which it was not asked."""
+        self._step += steps
+
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
+        """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
+        plan = self.plan(batch, drafts, rows)
+        self.follow(batch, plan)
+        trimmed = list(drafts)
+        for row, nodes in plan.nodes.items():
+            trimmed[row] = drafts[row].only(nodes)
+        return trimmed
+
+    def plan(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> LookupPlan:
+        """Choose the most probable tokens of all drafts, as many as pay; see `trim`."""
+        began = clock.now()
+        asked = [row for row, request in enumerate(batch) if request.key in self._asked]
+        likely: list[tuple[float, int, int]] = []  # probability, row, node
+        for row in asked:
+            self._asked[batch[row].key].proposal = proposal = drafts[row]
+            if proposal.features:
+                paths = path_probs(proposal, self._rates.of)
+                likely += [(p, row, node) for node, p in enumerate(paths, 1)]
+        # The sort is stable: no token comes before its parent.
+        likely.sort(key=itemgetter(0), reverse=True)
+        probs = [p for p, _, _ in likely]
+        count, cost = how_many(probs, self.costs, rows, Expected.plain(rows))
+        nodes: dict[int, list[int]] = {row: [] for row in asked}
+        tokens, gains = dict.fromkeys(asked, 0.0), dict.fromkeys(asked, 0.0)
+        for p, row, node in likely[:count]:
+            nodes[row].append(node)
+            tokens[row] += p
+            gains[row] += p / rows - cost
+        self._planning += clock.now() - began
+        return LookupPlan(nodes, tokens, gains, cost)
+
+    def follow(
+        self, batch: Sequence[Request], plan: LookupPlan, left_out: Collection[int] = ()
+    ) -> None:
+        """Record what the lookups of a plan gain; those of some rows are not verified."""
+        for row, planned in plan.gains.items():
+            gain = 0.0 if row in left_out else planned
+            state = self._asked[batch[row].key]
+            state.gain += 0.1 * (gain - state.gain)
+            self._gain += 0.05 * (gain - self._gain)
+
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        """Learn which tokens were right, and what a lookup costs, including this learning."""
+        if not self._asked:
+            return
+        began = clock.now()
+        all_have_read = not any(state.new for state in self._asked.values())
+        for outcome in outcomes:
+            if state := self._asked.get(outcome.request.key):
+                if state.proposal:
+                    self._rates.learn(state.proposal, outcome)
+                state.proposal, state.new = None, False
+        seconds = draft_seconds + self._planning + clock.now() - began
+        seconds = self.costs.agreed(seconds / len(self._asked))
+        if all_have_read:
+            self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
+
+    def release(self, request: Request) -> None:
+        """Forget the request; what was learnt from its drafts stays."""
+        self._states.pop(request.key, None)
+        self._asked.pop(request.key, None)
+
+
+def how_many(
+    probs: Sequence[float], costs: CostCurve, rows: int, beside: Expected
+) -> tuple[int, float]:
+    """How many of the most probable tokens to verify, and the cost of each.
+
+    Args:
+        probs: the path probabilities of all tokens, the largest first.
+        costs: the cost of passes.
+        rows: number of requests in the whole step.
+        beside: what the step brings and costs without these tokens.
+
+    Returns:
+        The number that maximizes expected tokens per second, and what each of these tokens adds
+        to the pass, as a share of the time of a plain pass.
+    """
+    if not probs:
+        return 0, 0.0
+    before = costs(beside.positions, rows)
+    tokens, best, added = beside.tokens, 0, 0.0
+    highest = tokens / (beside.seconds + before)
+    for count, p in enumerate(probs, 1):
+        tokens += p
+        seconds = costs(beside.positions + count, rows)
+        if tokens > highest * (beside.seconds + seconds):
+            highest = tokens / (beside.seconds + seconds)
+            best, added = count, seconds - before
+    return best, added / costs(rows, rows) / max(1, best)
+
+
+# `cost_model` for drafters that have a lookup and a trained draft: see `drafters/combine.py`.
+#
+# In every step and for every request, one of three is verified: the lookup, a trained draft, or
+# nothing. `LookupModel` estimates what the lookups are worth after they were made, and `CostModel`
+# what trained drafts are worth before they are made. Both count expected tokens per second of
+# measured time, so their estimates can be compared:
+#
+# 1. Look up, and plan the step without trained drafts (`LookupModel.plan`).
+# 2. The requests whose lookup is worth less than a trained draft are candidates. Plan the step in
+#    which they have trained drafts and the others keep their lookups (`CostModel.budgets_beside`).
+# 3. Take the better plan of the two.
+#
+# A trained draft may contain the beginning of the lookup. The rest of the lookup is then appended
+# to it, as far as that pays. How often such tokens are right is learnt by their features.
+
+
+_BEST_RATE = 0.8
+"""No trained draft is compared with a lookup that expects more tokens than this acceptance rate
+would give."""
+
+
+_MOST_ROWS = 4
+"""Most requests of a step in which trained drafts are considered. With 8 on two cores, a pass is
+bound by computing: trained drafts then cost more than they bring (docs/results.md)."""
+
+
+_LONGEST_REST = 15
+"""Most steps in a row in which nothing is planned, because nothing paid in the step before: a plan
+takes a few percent of a pass."""
+
+
+@dataclass
+class _Clock:
+    """Seconds of this step's lookups and trained drafts, from one call of a method to the next."""
+
+    lookups: float = 0.0
+    trained: float = 0.0
+    since: float = 0.0
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = clock.now()
+        seconds, self.since = now - self.since, now
+        return seconds
+
+
+class HybridModel(Controller):
+    """Lookups of at most `num_speculative_tokens` tokens, or trained drafts of at most `levels`."""
+
+    class Options(CostModel.Options):
+        """See `CostModel.Options`."""
+
+    name: ClassVar[str] = CostModel.name
+    summary: ClassVar[str] = CostModel.summary
+    needs_costs: ClassVar[bool] = True
+
+    def setup(self) -> None:
+        """See `Controller.setup`."""
+        levels = self.levels or [1] * self.num_speculative_tokens
+        self._lookups = LookupModel(self.num_speculative_tokens, self.options, self.costs)
+        self._trained = CostModel(
+            sum(levels),
+            self.options,
+            self.costs,
+            levels,
+            at_once=self.at_once,
+            stops_early=self.stops_early,
+        )
+        self._trained.patient = True  # in the meantime there are lookups
+        self._best_trained = sum(_BEST_RATE**level for level in range(1, len(levels) + 1))
+        self._rates = AcceptanceRates()  # of looked-up tokens in trained drafts
+        self._rows = 1
+        self._found: dict[int, tuple[Draft, list[int]]] = {}  # key -> lookup, nodes that pay
+        self._drafts: dict[int, Draft] = {}  # key -> trained draft, before grafts were cut
+        self._clock = _Clock()
+        self._rest = Rest()
+        self._resting = False  # whether this step is one of a rest
+
+    # Before a step
+
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        """See `Controller.budgets`: those of the lookups."""
+        self._resting = self._goes_on_resting(batch, rows)
+        if self._resting:
+            return [NO_BUDGET] * len(batch)
+        self._rows, self._found, self._drafts = rows, {}, {}
+        budgets = self._lookups.budgets(batch, rows)
+        self._clock = _Clock(since=clock.now())
+        return budgets
+
+    def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
+        rest = self._rest
+        if rest.goes_on(batch, rows):
+            return True
+        if rest.taken:
+            self._lookups.rest(rest.taken)
+            self._trained.rest(rest.waiting, rest.taken)
+        self._rest = Rest()
+        return False
+
+    def choose(
+        self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
+    ) -> list[Budget]:
+        """See `drafters.hybrid.Chooser`."""
+        if self._resting:
+            return list(budgets)
+        self._clock.lookups += self._clock.lap()
+        rows = self._rows
+        plan = self._lookups.plan(batch, found, rows)
+        for row, (request, draft) in enumerate(zip(batch, found, strict=True)):
+            self._found[request.key] = draft, plan.nodes.get(row, [])
+        candidates = self._candidates(batch, plan)
+        requests = [batch[row] for row in candidates]
+        others = set(range(len(batch))).difference(candidates)
+        self._trained.skip([batch[row] for row in sorted(others)])
+        chosen = self._trained.budgets_beside(
+            requests,
+            rows,
+            plan.expected(rows, left_out=candidates),
+            plan.expected(rows),
+            [bool(plan.nodes.get(row)) for row in candidates],
+        )
+        trained = [NO_BUDGET] * len(batch)
+        for row, budget in zip(candidates, chosen, strict=True):
+            trained[row] = budget
+        drafting = [row for row, budget in enumerate(trained) if budget.chain]
+        self._lookups.follow(batch, plan, left_out=drafting)
+        if not drafting:
+            idle = min(self._lookups.idle_steps(), self._trained.idle_steps(requests))
+            keys = tuple(request.key for request in batch)
+            self._rest = Rest(keys, rows, requests, min(idle, _LONGEST_REST))
+        self._clock.lap()
+        return trained
+
+    def _candidates(self, batch: Sequence[Request], plan: LookupPlan) -> list[int]:
+        """Rows of the requests whose lookup is worth less than a trained draft."""
+        if self._rows > _MOST_ROWS:
+            return []
+        rows = [row for row in range(len(batch)) if plan.tokens.get(row, 0.0) < self._best_trained]
+        if len(batch) == 1 or not any(plan.nodes.values()):
+            return rows
+        gains = self._trained.gains(batch, self._rows, plan.node_cost)
+        return [row for row in rows if not plan.nodes.get(row) or gains[row] > plan.gains[row]]
+
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
+        """See `Controller.trim`: cuts lookups, and what was appended to trained drafts."""
+        if self._resting:
+            return list(drafts)
+        self._clock.trained += self._clock.lap()
+        trimmed = list(drafts)
+        grafts: list[tuple[float, int, int]] = []  # probability, place in the batch, node
+        for place, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
+            found, nodes = self._found.get(request.key, (None, []))
+            if draft is found:
+                trimmed[place] = draft.only(nodes)
+            elif draft.tree.num_drafted:
+                self._drafts[request.key] = draft
+                grafts += [(p, place, node) for node, p in self._grafts(draft)]
+        if grafts:
+            self._cut_grafts(trimmed, grafts, rows)
+        return trimmed
+
+    def _grafts(self, draft: Draft) -> list[tuple[int, float]]:
+        """The looked-up nodes that are not in the trained draft, with their path probabilities."""
+        if not draft.features:
+            return []
+        probs = path_probs(draft, self._rates.of)
+        return [
+            (node, p)
+            for node, (p, feature) in enumerate(zip(probs, draft.features, strict=True), 1)
+            if is_graft(feature)
+        ]
+
+    def _cut_grafts(
+        self, drafts: list[Draft], grafts: list[tuple[float, int, int]], rows: int
+    ) -> None:
+        """Keep the most probable grafts, as many as pay."""
+        grafts.sort(key=lambda graft: -graft[0])
+        positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(grafts)
+        planned = self._trained.planned
+        beside = Expected(planned.tokens, positions, planned.seconds)
+        count, _ = how_many([p for p, _, _ in grafts], self.costs, rows, beside)
+        cut: dict[int, set[int]] = {}
+        for _, place, node in grafts[count:]:
+            cut.setdefault(place, set()).add(node)
+        for place, nodes in cut.items():
+            draft = drafts[place]
+            kept = [node for node in range(1, len(draft.tree)) if node not in nodes]
+            drafts[place] = draft.only(kept)
+
+    # After a step
+
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        """Learn which lookups and which levels of trained drafts were right, and their costs."""
+        if self._resting:
+            return
+        self._lookups.observe(outcomes, self._clock.lookups)
+        trained = []
+        for outcome in outcomes:
+            if draft := self._drafts.get(outcome.request.key):
+                if draft.features:
+                    self._rates.learn(_looked_up(draft), outcome)
+                trained.append(_without_grafts(outcome))
+        # Its learning is left out: it must see every step, whether it drafts or not.
+        self._trained.observe(trained, self._clock.trained)
+
+    def release(self, request: Request) -> None:
+        """Forget the request; what was learnt from its drafts stays."""
+        self._lookups.release(request)
+        self._trained.release(request)
+        self._found.pop(request.key, None)
+        self._drafts.pop(request.key, None)
+
+
+def _looked_up(draft: Draft) -> Draft:
+    """The nodes of a trained draft with grafts that the lookup proposed."""
+    return draft.only([node for node, feature in enumerate(draft.features, 1) if feature])
+
+
+def _without_grafts(outcome: Outcome) -> Outcome:
+    """What became of the trained draft alone."""
+    draft, accepted = outcome.draft, outcome.accepted
+    kept = [node for node, f in enumerate(draft.features, 1) if not is_graft(f)]
+    if len(kept) == len(draft.features):
+        return outcome
+    last = kept[-1] if kept else 0
+    path = tuple(node for node in accepted.path if node <= last)
+    rejected = tuple(node for node in accepted.rejected if node <= last)
+    token = accepted.token
+    if len(path) < len(accepted.path):
+        token = draft.tree.tokens[accepted.path[len(path)]]
+    reason = accepted.reason if rejected else ""
+    return replace(
+        outcome, draft=draft.only(kept), accepted=Accepted(path, token, rejected, reason)
+    )

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
-from tokenleap.control.draft_sizes import DraftSizes
-from tokenleap.control.drafting_costs import (
+from tokenleap.control.base import within
+from tokenleap.control.planner import (
+    Chances,
     DeeperLevels,
     DraftingCosts,
+    DraftSizes,
+    Plan,
     levels_of_one,
     reading,
 )
-from tokenleap.control.history import UNKNOWN, History
-from tokenleap.control.lengths import OutputLengths
-from tokenleap.control.planning import Chances, Plan
-from tokenleap.control.stopping import Stopping
+from tokenleap.control.simple import Stopping
 
 if TYPE_CHECKING:
+    from tokenleap.core.tree import Draft
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
     from tokenleap.runtime.costs import CostCurve
 
-__all__ = ["Estimates"]
+__all__ = [
+    "EDITED",
+    "LONGEST_CONTEXT",
+    "LONGEST_GUESS",
+    "LONGEST_MATCH",
+    "NUM_RANKS",
+    "PRICE",
+    "SOONEST",
+    "UNKNOWN",
+    "AcceptanceRates",
+    "Estimates",
+    "Frequency",
+    "History",
+    "OutputLengths",
+    "Probing",
+    "agreed",
+    "by_guess",
+    "by_match",
+    "by_prediction",
+    "by_rank",
+    "disagreed",
+    "is_graft",
+    "path_probs",
+    "prior_rate",
+]
+
 
 _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
 """Weight of the past after each draft, in the estimates of one request and of all requests."""
@@ -205,3 +232,398 @@ class Estimates:
         """Forget the request; the estimates over all requests stay."""
         if self._histories.pop(request.key, None) is not None:
             self.lengths.add(len(request.token_ids) - len(request.prompt_ids))
+
+
+# Estimates of how often drafted tokens are accepted. Counts decay, so they follow the text.
+
+
+class Frequency:
+    """A running estimate of how often something happens.
+
+    Args:
+        memory: weight of the past after each new count.
+        prior_weight: weight of the prior, in counts.
+    """
+
+    __slots__ = ("_memory", "_prior_weight", "_yes", "count")
+
+    def __init__(self, memory: float, prior_weight: float) -> None:
+        self._memory, self._prior_weight = memory, prior_weight
+        self._yes = self.count = 0.0
+
+    def add(self, yes: float, no: float = 0.0) -> None:
+        """Count this many more cases in which it happened, and in which it did not."""
+        self._yes = self._memory * self._yes + yes
+        self.count = self._memory * self.count + yes + no
+
+    def given(self, prior: float) -> float:
+        """The estimate, if `prior` was expected before anything was counted."""
+        weight = self._prior_weight
+        return (self._yes + weight * prior) / (self.count + weight)
+
+
+# A feature (`Draft.features`) says how a lookup found a token, and so how likely it is right
+
+LONGEST_MATCH = 16
+"""Longer matches count as this long."""
+
+LONGEST_CONTEXT, NUM_RANKS = 3, 8
+"""For tokens that were probable after a context: longest context, and ranks per context."""
+
+_BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LONGEST_MATCH + 1))]
+_LATER_RANKS: list[float] = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
+_BY_RANK = [rate for first in (0.4, 0.5, 0.6) for rate in (first, *_LATER_RANKS)]
+_BY_PREDICTION: list[float] = [
+    *(0.3, 0.25, 0.2, 0.15),  # guesses behind a divergence, by its age
+    0.6,  # the first token of an edit that was seen before
+    0.6,  # the first token of the text
+    *(1 - 0.5 / length**0.7 for length in range(1, LONGEST_MATCH + 1)),
+]
+_ALONE = [*_BY_MATCH, *_BY_RANK, *_BY_PREDICTION]
+_NUM_ALONE = len(_ALONE)
+_AGREED = [(1 + rate) / 2 for rate in _ALONE]
+_DISAGREED = [rate / 4 for rate in _ALONE]
+_PRIOR_RATES: list[float] = [*_ALONE, *_AGREED, *_DISAGREED]
+"""Prior acceptance rate by feature: 0.2 after a match of 1 token, 0.9 after one of 16."""
+
+
+def by_match(length: int, drafted: int) -> tuple[int, ...]:
+    """Features of a chain of `drafted` tokens that was found by a match of `length` tokens.
+
+    Each drafted token makes the match one token longer.
+    """
+    apart = max(0, min(drafted, LONGEST_MATCH - length))
+    return (*range(length, length + apart), *(LONGEST_MATCH,) * (drafted - apart))
+
+
+def by_rank(rank: int, context: int = 1) -> int:
+    """Feature of the token of this rank (from 0) after a context of `context` tokens."""
+    return LONGEST_MATCH + 1 + NUM_RANKS * (context - 1) + rank
+
+
+LONGEST_GUESS = 4
+"""Most tokens behind a divergence from a predicted text that may be guessed."""
+
+_FIRST_GUESS = LONGEST_MATCH + 1 + len(_BY_RANK)
+
+EDITED = _FIRST_GUESS + LONGEST_GUESS
+"""Feature of the first token of an edit that was made before in a predicted text."""
+
+
+def by_guess(age: int) -> int:
+    """Feature of a guess `age` tokens (from 1) behind a divergence from a predicted text."""
+    return _FIRST_GUESS + age - 1
+
+
+def by_prediction(length: int) -> int:
+    """Feature of a token of the predicted text, behind a match of `length` tokens.
+
+    At the beginning of the text `length` is 0.
+    """
+    return EDITED + 1 + min(length, LONGEST_MATCH)
+
+
+def agreed(feature: int) -> int:
+    """Feature of a looked-up token that a trained drafter proposes in the same place."""
+    return _NUM_ALONE + feature
+
+
+def disagreed(feature: int) -> int:
+    """Feature of a looked-up token beside which a trained drafter proposes only others."""
+    return 2 * _NUM_ALONE + feature
+
+
+def is_graft(feature: int) -> bool:
+    """Whether a token was looked up and not proposed by a trained drafter; its feature is 0."""
+    return feature > 0 and not _NUM_ALONE <= feature < 2 * _NUM_ALONE
+
+
+def prior_rate(feature: int) -> float:
+    """Prior acceptance rate of tokens with this feature."""
+    return _PRIOR_RATES[feature]
+
+
+def path_probs(draft: Draft, rate: Callable[[int], float]) -> list[float]:
+    """For each drafted node the probability that it and all its drafted ancestors are right.
+
+    Args:
+        draft: a draft with features.
+        rate: maps a feature to an acceptance rate.
+    """
+    path = [1.0]
+    for parent, feature in zip(draft.tree.parents[1:], draft.features, strict=True):
+        path.append(path[parent] * rate(feature))
+    return path[1:]
+
+
+_MEMORY, _PRIOR_WEIGHT = 0.97, 1.5
+"""Weight of the past after each token, and weight of the prior in tokens."""
+
+
+class AcceptanceRates:
+    """For each feature the probability that a looked-up token is right if its parent is."""
+
+    def __init__(self) -> None:
+        self._rates = list(_PRIOR_RATES)
+        self._seen = [Frequency(_MEMORY, _PRIOR_WEIGHT) for _ in _PRIOR_RATES]
+
+    def of(self, feature: int) -> float:
+        """The estimate."""
+        return self._rates[feature]
+
+    def add(self, feature: int, *, right: bool) -> None:
+        """Count one more token whose ancestors were right."""
+        seen = self._seen[feature]
+        seen.add(right, not right)
+        self._rates[feature] = seen.given(_PRIOR_RATES[feature])
+
+    def learn(self, proposal: Draft, outcome: Outcome) -> None:
+        """Follow the generated tokens through a proposal, and count which children were right.
+
+        Args:
+            proposal: what was looked up for the step; it need not be what was verified.
+            outcome: what became of the step.
+        """
+        if not proposal.features:
+            return
+        drafted, accepted = outcome.draft.tree, outcome.accepted
+        tree, node = proposal.tree, 0
+        for true in (*(drafted.tokens[kept] for kept in accepted.path), accepted.token):
+            children, node = tree.children[node], -1
+            for child in children:
+                right = tree.tokens[child] == true
+                self.add(proposal.features[child - 1], right=right)
+                if right:
+                    node = child
+            if node < 0:
+                return
+
+
+# `History`: how drafts were accepted, of one request or of all, for `cost_model`.
+
+
+UNKNOWN = 0.5
+"""Acceptance rate before anything was observed: high enough to try drafts."""
+
+
+class History:
+    """How the drafts of one request, or of all requests, were accepted.
+
+    Args:
+        memory: weight of the past after each draft.
+        levels: number of levels of the deepest draft.
+        alike: whether all levels share one acceptance rate, alpha. Each level of a tree, or of a
+            chain that may end early, has its own: the share of drafts that pass it, of those that
+            pass the level above.
+        prior_weight: of the prior of an acceptance rate, in drafts.
+
+    Attributes:
+        depth: how deep the request may draft in the current step.
+        caught_up: whether it could also draft in the previous step.
+        tried: whether it has ever drafted.
+        plain_steps: number of steps since it could last draft; served ones count more.
+        missed: seconds that drafts would have saved before the first one.
+    """
+
+    def __init__(
+        self, memory: float, levels: int, *, alike: bool, prior_weight: float = 2.0
+    ) -> None:
+        self._levels = levels
+        self._alike = alike
+        # A draft counts once for each level, but once per token for alpha.
+        memory_of_rates = memory if alike else memory**0.5
+        self._passed = [
+            Frequency(memory_of_rates, prior_weight) for _ in range(1 if alike else levels)
+        ]
+        self._drafted = Frequency(memory, 2.0)
+        self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
+        self.caught_up = self.tried = False
+
+    @property
+    def just_started(self) -> bool:
+        """Whether the last step drafted and the one before did not; only valid between steps.
+
+        The drafter then had to read the text first.
+        """
+        return self.depth > 0 and not self.caught_up
+
+    def allow(self, depth: int, *, wanted: bool, counts: float = 1.0) -> None:
+        """Record how deep the request may draft in the current step.
+
+        Args:
+            depth: so deep.
+            wanted: whether more than 0 was chosen.
+            counts: plain steps as which it counts, if it drafts nothing.
+        """
+        self.plain_steps = 0.0 if wanted else self.plain_steps + counts
+        self.caught_up, self.depth = self.depth > 0, depth
+
+    def rest(self, steps: int) -> None:
+        """Record so many steps without a draft, after one without."""
+        self.plain_steps, self.caught_up, self.depth = self.plain_steps + steps, False, 0
+
+    def skip(self) -> None:
+        """Record a step in which a draft from elsewhere cannot be beaten."""
+        self.caught_up, self.depth = self.depth > 0, 0
+
+    def add(self, outcome: Outcome, allowed: int) -> None:
+        """Learn from one draft, which may have had up to `allowed` levels."""
+        drafted, passed = outcome.draft.tree.num_drafted, len(outcome.accepted.path)
+        self._drafted.add(drafted > 0, not drafted)
+        if not drafted:
+            return
+        self.tried = True
+        if self._alike:
+            self._passed[0].add(passed, len(outcome.accepted.rejected))
+            return
+        for level, frequency in enumerate(self._passed):
+            reached = level <= passed and level < allowed  # else its counts only decay
+            frequency.add(reached and level < passed, reached and level == passed)
+
+    def draft_rate(self, prior: float = 1.0) -> float:
+        """Probability that the drafter has a draft."""
+        return self._drafted.given(prior)
+
+    def acceptance_rates(self, prior: Sequence[float] = ()) -> list[float]:
+        """For each level, the probability that it is passed, given that the level above was.
+
+        A level without observations gets the rate of the level above.
+        """
+        if self._alike:
+            return [self._passed[0].given(prior[0] if prior else UNKNOWN)] * self._levels
+        rates, above = list[float](), UNKNOWN
+        for level, frequency in enumerate(self._passed):
+            above = frequency.given(prior[level] if prior else above)
+            rates.append(above)
+        return rates
+
+
+# `OutputLengths`: how much longer an output becomes, judged by those that have ended.
+
+
+_REMEMBERED = 32
+"""Outputs that are remembered."""
+
+
+class OutputLengths:
+    """The lengths of the last outputs, in tokens."""
+
+    def __init__(self) -> None:
+        self._ended: deque[int] = deque(maxlen=_REMEMBERED)
+
+    def add(self, length: int) -> None:
+        """Remember an output that has ended."""
+        self._ended.append(length)
+
+    def left(self, generated: int, most: int) -> float:
+        """Tokens that an output is expected to have before it.
+
+        It is the mean of what followed in the remembered outputs that became longer. An output that
+        is longer than all of them is expected to double.
+
+        Args:
+            generated: its tokens so far.
+            most: tokens that may follow at most; expected as long as nothing is remembered.
+        """
+        if not self._ended:
+            return float(most)
+        longer = [length - generated for length in self._ended if length > generated]
+        expected = sum(longer) / len(longer) if longer else float(generated)
+        return min(float(most), expected)
+
+
+# `Probing`: when requests that do not draft try one, so that `cost_model` learns what it brings.
+#
+# A request that has drafted nothing for `probe_every` steps drafts one level; this notices a text
+# that has become predictable. With a drafter whose chains end early, it does so as soon as that
+# costs one percent of the time since its last draft. Requests that have never drafted pay for
+# trials together: one of them tries once its first draft, reading included, costs at most one
+# percent of the steps since the last trial.
+
+
+PRICE, SOONEST = 0.01, 8
+"""Share of the time that plain steps and first drafts may cost; fewest steps between two."""
+
+_SOONEST_AGAIN = 2
+"""Fewest steps until a request tries again, if its chains end early."""
+
+_SERVED = 4.0
+"""A step with a draft from elsewhere counts as at most so many plain ones until the next probe: a
+model that might be better is probed sooner than one that might not pay at all."""
+
+
+class Probing:
+    """Says in which steps a request without drafts tries one.
+
+    Args:
+        every: steps without drafts after which a request tries again.
+        estimates: what is known of the drafter.
+    """
+
+    def __init__(self, every: int, estimates: Estimates) -> None:
+        self._every = every
+        self._estimates = estimates
+        self._costs = estimates.costs
+        self._since_trial = 0.0  # steps since a request tried its first draft
+
+    def wait(self, steps: float) -> None:
+        """Record steps, in whichever requests they are."""
+        self._since_trial += steps
+
+    def served_steps(self, rows: int) -> float:
+        """As how many plain steps one with drafts from elsewhere counts.
+
+        The probes that follow cost at most one percent of the time.
+        """
+        level = self._estimates.level_seconds / self._costs(rows, rows)
+        return min(_SERVED, self._every * PRICE / level) if level else _SERVED
+
+    def idle_steps(self, batch: Sequence[Request]) -> int:
+        """How many steps follow in which none of these requests probes, if none drafts."""
+        left = (self._steps_left(request, len(batch), len(batch)) for request in batch)
+        return max(0, int(min(left, default=float(self._every))) - 1)
+
+    def probes(self, request: Request, rows: int, num_requests: int) -> bool:
+        """Whether a request without drafts tries one in this step.
+
+        Args:
+            request: the request.
+            rows: number of requests in the whole step.
+            num_requests: number of those that may draft.
+        """
+        if self._steps_left(request, rows, num_requests) > 1:
+            return False
+        if self._is_trial(self._estimates.history(request)):
+            if not within(request, 1).depth:
+                return False  # the trial is left to another request
+            self._since_trial = 0.0
+        return True
+
+    def _is_trial(self, history: History) -> bool:
+        """Whether its next draft is its first one, of a price that is known."""
+        return not history.tried and self._estimates.drafting.known
+
+    def _steps_left(self, request: Request, rows: int, num_requests: int) -> float:
+        """In how many steps a request without drafts tries one; up to 1, in this one."""
+        estimates = self._estimates
+        history = estimates.history(request)
+        if not self._is_trial(history):
+            soon = self._soon(history, rows) if estimates.stopping else self._every
+            return soon - history.plain_steps
+        nodes, plain = num_requests * estimates.first_nodes, self._costs(rows, rows)
+        drafting = estimates.level_seconds + (estimates.reading_seconds(request) or 0.0)
+        price = (drafting + self._costs(rows + nodes, rows)) / plain - 1
+        unpaid = price / PRICE - self._since_trial
+        return max(SOONEST - history.plain_steps, unpaid + 1 if unpaid > 0 else 0.0)
+
+    def _soon(self, history: History, rows: int) -> float:
+        """In how many plain steps a request tries again whose drafts may only have had bad luck.
+
+        It need not wait for `probe_every` steps if that costs at most one percent of the time
+        since its last draft.
+        """
+        estimates, plain = self._estimates, self._costs(rows, rows)
+        rates = history.acceptance_rates(estimates.acceptance_rates)
+        seconds = estimates.level_seconds + self._costs(rows + estimates.first_nodes, rows)
+        lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
+        return min(self._every, max(_SOONEST_AGAIN, lost / PRICE))

@@ -22,9 +22,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from tokenleap.core.checks import check_finite
 from tokenleap.core.params import SamplingParams
-from tokenleap.core.sampler import Sampler
+from tokenleap.core.sampler import Sampler, check_finite
 from tokenleap.core.tree import Draft, TokenTree
 
 __all__ = ["BeamDraft", "BeamSettings", "Beams", "Hypothesis", "Searched", "scores_of", "search"]

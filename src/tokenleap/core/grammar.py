@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenleap.core.common_prefix import common_prefix
-from tokenleap.core.form import Form, checked_source, library
+from tokenleap.core.references import common_prefix
+from tokenleap.core.structured import Form, checked_source, library
 from tokenleap.core.trial import first_line, matcher_of, on_stack
 from tokenleap.errors import ConfigError, RequestError
 

@@ -3,7 +3,7 @@
 Under tensor parallelism, every process runs the same engine on the same requests, and a pass needs
 all of them. So nothing that only one process knows may decide what is computed: a measured time, a
 random seed, the content of a file. `Peers` is where such things come in. It is that of a process
-without others, and returns what it gets; `runtime/group.py` has that of several.
+without others, and returns what it gets; `runtime/sharded.py` has that of several.
 """
 
 from __future__ import annotations

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["NO_REFERENCES", "References"]
+import torch
+from torch import Tensor
+
+__all__ = ["NO_REFERENCES", "References", "Source", "common_prefix"]
+
 
 Index = TypeVar("Index")
 
@@ -43,3 +48,54 @@ class References:
 
 NO_REFERENCES = References()
 """The references of a request without any."""
+
+
+# `Source`: what an encoder-decoder reads, such as a sentence to translate or audio.
+
+
+@dataclass(frozen=True)
+class Source:
+    """The encoder's input; sources with the same input are equal.
+
+    Args:
+        tokens: [n] token ids of a text; empty for audio.
+        features: [bins, frames] of audio; None for a text.
+        digest: of the features (see `of_audio`), which are compared by it; empty for a text.
+    """
+
+    tokens: tuple[int, ...] = ()
+    features: Tensor | None = field(default=None, compare=False, repr=False)
+    digest: str = ""
+
+    @classmethod
+    def of_audio(cls, features: Tensor) -> Source:
+        """Audio as its features, float [bins, frames]."""
+        numbers = features.detach().float().cpu().contiguous().numpy()
+        digest = hashlib.sha256(repr(numbers.shape).encode() + numbers.tobytes()).hexdigest()
+        return cls(features=features, digest=digest)
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The arguments by which Transformers' models take it, in a batch of one."""
+        if self.features is not None:
+            return {"input_features": self.features[None].to(device, dtype)}
+        return {"input_ids": torch.tensor([self.tokens], device=device)}
+
+    def __len__(self) -> int:
+        """Number of tokens, or of audio frames."""
+        return len(self.tokens) if self.features is None else int(self.features.shape[-1])
+
+
+# The common prefix of two token sequences.
+#
+# Drafters and grammars that keep state per token call it to find how far to roll back (invariant
+# 4).
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix, in tokens."""
+    length = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

@@ -19,14 +19,46 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenleap.core.source import Source
-from tokenleap.core.token_set import TokenSet
+from tokenleap.core.references import Source
 from tokenleap.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = ["DecodingRules", "OutputRules", "Timestamps", "ends_with"]
+__all__ = ["DecodingRules", "OutputRules", "Timestamps", "TokenSet", "ends_with"]
+
+
+# `TokenSet`: tokens that are forbidden together, by one operation on a row of logits.
+
+
+class TokenSet:
+    """A set of tokens, and their places in a row of logits.
+
+    Some models suppress hundreds of tokens at every position. So the places are kept.
+
+    Args:
+        tokens: token ids. Those outside a row of logits forbid nothing there.
+    """
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self._tokens = frozenset(tokens)
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __contains__(self, token: int) -> bool:
+        return token in self._tokens
+
+    def forbid(self, logits: Tensor) -> None:
+        """Set the logits [V] of these tokens to -inf."""
+        if self._tokens:
+            logits.index_fill_(0, self._places_in(logits), -torch.inf)
+
+    def _places_in(self, logits: Tensor) -> Tensor:
+        row = logits.shape[0], logits.device
+        if row not in self._places:
+            inside = sorted(token for token in self._tokens if 0 <= token < logits.shape[0])
+            self._places[row] = torch.tensor(inside, dtype=torch.long, device=logits.device)
+        return self._places[row]
+
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),

@@ -11,24 +11,21 @@ verified nodes (invariant 7).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from tokenleap.core.bad_words import BadWords
-from tokenleap.core.checks import check_finite, check_token_ids
-from tokenleap.core.distribution import Distribution
+from tokenleap.core.distribution import Distribution, Limits, truncate
 from tokenleap.core.grammar import Grammar
 from tokenleap.core.logprobs import log_probs_of
 from tokenleap.core.params import GREEDY_BELOW, SamplingParams
-from tokenleap.core.rules import OutputRules
+from tokenleap.core.rules import OutputRules, ends_with
 from tokenleap.core.tree import TokenTree
-from tokenleap.core.truncation import Limits, truncate
 from tokenleap.errors import ConfigError, RequestError
 
-__all__ = ["Sampler", "TreeDistributions"]
+__all__ = ["BadWords", "Sampler", "TreeDistributions", "check_finite", "check_token_ids"]
 
 
 class Sampler:
@@ -320,7 +317,7 @@ class TreeDistributions:
 
     def _output(self, node: int) -> list[int]:
         path = self._tree.path_tokens(node)
-        # Look-ahead tokens (see `drafters/pass_tokens.py`) are no text: no rule of p knows them.
+        # Look-ahead tokens (see `drafters/padding.py`) are no text: no rule of p knows them.
         size = self._sampler.vocab_size
         return [*self._output_ids, *(token for token in path if token < size)]
 
@@ -351,3 +348,102 @@ class TreeDistributions:
         """
         best = log_probs_of(self._logits).topk(min(count, self._logits.shape[-1]), dim=-1)
         return best.indices, best.values.exp()
+
+
+# `BadWords`: words that an output never contains (vLLM's `bad_words`).
+#
+# A word of several tokens is forbidden at its last token alone, and only behind its first ones. So
+# what is forbidden at a node of a token tree depends on the node's own path. The words are a part
+# of p, like the rules in `rules.py`: the sampler applies them at every node (invariant 6).
+
+
+Word = tuple[int, ...]
+
+
+class BadWords:
+    """Sequences of tokens that no output completes.
+
+    A word that the prompt begins and the output ends is not among them: only the output counts, as
+    in vLLM. (Transformers' `bad_words_ids` count the prompt, too.)
+
+    Args:
+        words: the sequences, each of at least one token.
+    """
+
+    def __init__(self, words: Iterable[Word]) -> None:
+        self._tokens: set[int] = set()
+        # By the token before the last, so that a position looks at few of many words.
+        self._phrases: dict[int, list[Word]] = {}
+        for word in words:
+            if len(word) == 1:
+                self._tokens.add(word[0])
+            else:
+                self._phrases.setdefault(word[-2], []).append(word)
+        self._everywhere = torch.tensor(sorted(self._tokens), dtype=torch.long)
+
+    def keep(self, token: int, output_ids: Sequence[int]) -> bool:
+        """Whether the largest logit of a position stays the largest.
+
+        Args:
+            token: its token.
+            output_ids: all tokens generated before the position, including drafted ones.
+        """
+        return token not in self._tokens and token not in self._endings(output_ids)
+
+    def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
+        """Mask what would complete a word.
+
+        Args:
+            logits: [V] logits of a position; they are changed.
+            output_ids: as in `keep`.
+
+        Returns:
+            [V] the logits: -inf where a token is forbidden.
+        """
+        logits[self._everywhere.to(logits.device)] = -torch.inf
+        if endings := self._endings(output_ids):
+            logits[endings] = -torch.inf
+        return logits
+
+    def _endings(self, output_ids: Sequence[int]) -> list[int]:
+        """Last tokens of the phrases whose other tokens the output ends with."""
+        found = self._phrases.get(output_ids[-1], ()) if output_ids else ()
+        return [word[-1] for word in found if ends_with(output_ids, word[:-1])]
+
+
+# Checks of logits and token ids, with errors that say what to change.
+
+
+def check_finite(logit: Tensor) -> None:
+    """Check that the largest logit of a position is finite.
+
+    Args:
+        logit: [] the largest logit.
+
+    Raises:
+        RequestError: the model overflowed, or masks left no token.
+    """
+    if not math.isfinite(logit):
+        raise RequestError(
+            f"the largest logit is {float(logit)}, so no token can be drawn: if you set "
+            "logit_bias, penalties or masks, relax them; if you set none, the model overflows in "
+            "this dtype: use float32 or bfloat16."
+        )
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Check that all token ids of a parameter lie in the vocabulary.
+
+    Args:
+        field: the parameter's name, for the message.
+        token_ids: its token ids.
+        vocab_size: V, the width of the logits.
+
+    Raises:
+        ConfigError: a token id is outside the vocabulary.
+    """
+    for token in token_ids:
+        if token >= vocab_size:
+            raise ConfigError(
+                f"{field}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})."
+            )

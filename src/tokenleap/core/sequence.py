@@ -11,9 +11,8 @@ from typing import Self
 from tokenleap.core.beams import Beams
 from tokenleap.core.noise import Noise
 from tokenleap.core.params import SamplingParams
-from tokenleap.core.references import NO_REFERENCES, References
+from tokenleap.core.references import NO_REFERENCES, References, Source
 from tokenleap.core.sampler import Sampler
-from tokenleap.core.source import Source
 from tokenleap.core.tree import Draft
 
 __all__ = ["SHARED", "Scope", "SequenceState", "new_key"]

@@ -1,4 +1,4 @@
-"""Tries a grammar out, in a process that may crash (`trials.py` starts it and asks it).
+"""Tries a grammar out, in a process that may crash (`structured.py` starts it and asks it).
 
 It runs as a program of its own and imports nothing of Tokenleap, so that it starts in a fifth of a
 second: a line of JSON with a grammar comes in, and a line with what is wrong with it goes out.

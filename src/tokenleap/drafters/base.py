@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator
 
@@ -21,10 +22,49 @@ if TYPE_CHECKING:
     from tokenleap.core.tree import Draft
     from tokenleap.decode import Outcome, StepTimes
     from tokenleap.drafters.online import Learnable
-    from tokenleap.drafters.overlap import VocabularyOverlap
     from tokenleap.request import Request
 
-__all__ = ["Drafter", "DrafterOptions", "InnerConfig", "layers_of", "with_method"]
+__all__ = [
+    "Drafter",
+    "DrafterOptions",
+    "InnerConfig",
+    "VocabularyOverlap",
+    "Way",
+    "layers_of",
+    "with_method",
+]
+
+
+# `VocabularyOverlap`: how a draft model's vocabulary compares with the target's.
+#
+# `vocabulary.Vocabularies` computes it, and `LLM.vocabulary_overlap` shows it to users.
+
+
+Way: TypeAlias = Literal["same", "intersection", "text"]
+"""How a draft model drafts (see `DraftModelOptions.vocabulary`)."""
+
+
+@dataclass(frozen=True)
+class VocabularyOverlap:
+    """How a draft model's vocabulary compares with the target's, and how it therefore drafts.
+
+    Args:
+        way: "same", "intersection" or "text" (see `DraftModelOptions.vocabulary`).
+        shared: number of tokens that both have.
+        target: number of tokens of the target.
+        draft: number of tokens of the draft model.
+    """
+
+    way: Way
+    shared: int
+    target: int
+    draft: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shared:,} of the target's {self.target:,} tokens are among the draft model's "
+            f"{self.draft:,} (vocabulary '{self.way}')"
+        )
 
 
 def with_method(fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,9 +18,8 @@ from tokenleap.control.base import Budget
 from tokenleap.core.beams import BeamDraft, Beams, scores_of
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.block import BlockScorer
-from tokenleap.drafters.model_drafter import ModelDrafter
-from tokenleap.drafters.scorer import Scorer
+from tokenleap.drafters.blocks import BlockScorer
+from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 

@@ -1,7 +1,7 @@
 """Builds the drafters that look up, count or guess tokens, and those that combine others.
 
 The functions import what they build. So the registry, which names them, does not need PyTorch, and
-a process imports the drafters that it uses. `build_models.py` has all other methods.
+a process imports the drafters that it uses. `build.py` has all other methods.
 """
 
 from __future__ import annotations
@@ -10,30 +10,45 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.files import renamed
+from tokenleap.drafters.shapes import shape_of
 from tokenleap.errors import CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
     from tokenleap.drafters.base import Drafter
-    from tokenleap.drafters.options.combined import HybridOptions
+    from tokenleap.drafters.heads.state_file import Layout
+    from tokenleap.drafters.heads.state_net import StateNet
+    from tokenleap.drafters.model_drafter import Scorer
+    from tokenleap.drafters.options import HybridOptions
     from tokenleap.drafters.spec import DrafterParts
 
 __all__ = [
+    "build_blockwise",
     "build_cascade",
     "build_copy",
     "build_corpus_ngram",
+    "build_draft_model",
+    "build_eagle",
+    "build_early_exit",
     "build_ensemble",
     "build_horizontal_cascade",
     "build_hybrid",
+    "build_hydra",
+    "build_layer_skip",
     "build_lookahead",
+    "build_medusa",
+    "build_mlp_speculator",
     "build_ngram",
     "build_ngram_table",
     "build_none",
     "build_pad",
+    "build_parallel",
+    "build_pass",
     "build_prediction",
     "build_random",
     "build_recycle",
     "build_regex",
     "build_rest",
+    "build_spec_drafter",
     "build_suffix",
     "build_switch",
 ]
@@ -41,21 +56,21 @@ __all__ = [
 
 def build_none(parts: DrafterParts) -> Drafter:
     """Nothing is drafted."""
-    from tokenleap.drafters.none import NoDrafter
+    from tokenleap.drafters.lookups import NoDrafter
 
     return NoDrafter()
 
 
 def build_ngram(parts: DrafterParts) -> Drafter:
     """Prompt lookup."""
-    from tokenleap.drafters.ngram import NgramDrafter
+    from tokenleap.drafters.lookups import NgramDrafter
 
     return NgramDrafter(parts.options)
 
 
 def build_ngram_table(parts: DrafterParts) -> Drafter:
     """Counts of the text itself."""
-    from tokenleap.drafters.ngram_table import NgramTableDrafter
+    from tokenleap.drafters.lookups import NgramTableDrafter
 
     return NgramTableDrafter(parts.options, coupled=parts.coupled)
 
@@ -80,7 +95,7 @@ def build_copy(parts: DrafterParts) -> Drafter:
     Raises:
         CompatibilityError: the source has no tokens, or other ones than the output.
     """
-    from tokenleap.drafters.copy import CopyDrafter
+    from tokenleap.drafters.copying import CopyDrafter
 
     network, config = parts.target.source_network, parts.target.config
     if network is not None:
@@ -96,7 +111,7 @@ def build_copy(parts: DrafterParts) -> Drafter:
 
 def build_corpus_ngram(parts: DrafterParts) -> Drafter:
     """N-grams of the user's own text, or of the target's."""
-    from tokenleap.drafters.corpus_ngram import CorpusNgramDrafter, load_corpus
+    from tokenleap.drafters.text.ngrams import CorpusNgramDrafter, load_corpus
 
     options = parts.options
     vocab_size = parts.target.vocab_size
@@ -106,7 +121,7 @@ def build_corpus_ngram(parts: DrafterParts) -> Drafter:
 
 def build_rest(parts: DrafterParts) -> Drafter:
     """Lookup in a datastore."""
-    from tokenleap.drafters.rest import RestDrafter, load_datastore
+    from tokenleap.drafters.text.datastore import RestDrafter, load_datastore
 
     options = parts.options
     store = load_datastore(options.datastore, parts.target.vocab_size, parts.tokenizer)
@@ -115,7 +130,7 @@ def build_rest(parts: DrafterParts) -> Drafter:
 
 def build_regex(parts: DrafterParts) -> Drafter:
     """What a grammar forces."""
-    from tokenleap.drafters.regex import RegexDrafter
+    from tokenleap.drafters.lookups import RegexDrafter
 
     return RegexDrafter(parts.options, parts.grammars)
 
@@ -129,23 +144,23 @@ def build_lookahead(parts: DrafterParts) -> Drafter:
 
 def build_random(parts: DrafterParts) -> Drafter:
     """Uniform tokens."""
-    from tokenleap.drafters.random_tokens import RandomDrafter
+    from tokenleap.drafters.lookups import RandomDrafter
 
     return RandomDrafter(coupled=parts.coupled)
 
 
 def build_pad(parts: DrafterParts) -> Drafter:
     """Padding behind the text."""
-    from tokenleap.drafters.pad import PadDrafter
+    from tokenleap.drafters.padding import PadDrafter
 
     return PadDrafter(_pad_token_id(parts))
 
 
 def build_cascade(parts: DrafterParts) -> Drafter:
     """A draft model that is itself accelerated."""
-    from tokenleap.core.acceptance.coupled import Coupled
+    from tokenleap.core.acceptance.rules import Coupled
     from tokenleap.drafters.cascade import Cascade
-    from tokenleap.drafters.resize import resized
+    from tokenleap.drafters.draft_model import resized
     from tokenleap.drafters.vocabulary import Vocabularies
 
     draft, rule = parts.load_model(), Coupled()
@@ -171,7 +186,7 @@ def build_switch(parts: DrafterParts) -> Drafter:
 
 def build_horizontal_cascade(parts: DrafterParts) -> Drafter:
     """Several drafters, one behind the other."""
-    from tokenleap.drafters.horizontal import HorizontalCascade
+    from tokenleap.drafters.combine import HorizontalCascade
 
     return HorizontalCascade(_several(parts), parts.options)
 
@@ -188,7 +203,7 @@ def build_hybrid(
     Raises:
         ConfigError: the lookup does not look tokens up.
     """
-    from tokenleap.drafters.hybrid import Hybrid
+    from tokenleap.drafters.combine import Hybrid
 
     options: HybridOptions = parts.options
     lookup = parts.build(options.lookup, parts.target, parts.coupled)
@@ -209,7 +224,7 @@ def build_prediction(
         parts: see `DrafterParts`.
         default_length: the default draft length of a drafter's configuration.
     """
-    from tokenleap.drafters.prediction import PredictionDrafter, with_prediction
+    from tokenleap.drafters.copying import PredictionDrafter, with_prediction
 
     inner = parts.options.drafter
     if inner is None:
@@ -238,3 +253,157 @@ def _pad_token_id(parts: DrafterParts) -> int:
     trained = (config.get("tokenleap") or {}).get("pad_token_id")
     candidates = [chosen, trained, *(getattr(parts.tokenizer, name, None) for name in names), 0]
     return next(int(token) for token in candidates if token is not None)
+
+
+# Builds the drafters with a model, a trained head or a part of the target (see `build.py`).
+
+
+def build_draft_model(parts: DrafterParts) -> Drafter:
+    """A smaller model, with whatever vocabulary.
+
+    Raises:
+        ConfigError: its vocabulary asks for drafting by text, and another option rules that out.
+    """
+    from tokenleap.drafters.learnable import LearnableModel
+    from tokenleap.drafters.vocabulary import Vocabularies
+
+    draft = parts.load_model().with_tokenizer(parts.options.draft_tokenizer)
+    vocabularies = Vocabularies(parts.target, parts.tokenizer, draft)
+    way = vocabularies.way(parts.options.vocabulary)
+    drafter: Drafter
+    if way == "same":
+        scorer = vocabularies.same_model()
+        drafter = _with_model(parts, scorer)
+        if draft.source is not None:
+            drafter.learnable = LearnableModel(scorer, draft.source, draft.model, parts.target)
+    elif way == "intersection":
+        drafter = _with_model(parts, vocabularies.translated_model())
+    elif reason := parts.options.refused_for_text():
+        raise ConfigError(f"{vocabularies.overlap(way)}; {reason}")
+    else:
+        drafter = vocabularies.text_drafter()
+    drafter.vocabulary_overlap = vocabularies.overlap(way)
+    return drafter
+
+
+def build_eagle(parts: DrafterParts) -> Drafter:
+    """A trained head with attention."""
+    from tokenleap.drafters.heads.checkpoint import read_checkpoint
+    from tokenleap.drafters.heads.eagle import EagleDrafter, load_head
+    from tokenleap.drafters.learnable import LearnableEagle
+
+    checkpoint = read_checkpoint(parts.model)
+    quantization = parts.options.draft_quantization
+    head, rows = load_head(checkpoint, parts.target, parts.tokenizer, quantization)
+    parts.share_memory(rows)
+    layers = head.layers
+    shape = shape_of(parts.options)
+    drafter = EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+    drafter.learnable = LearnableEagle(head, checkpoint.path, layers, parts.target, quantization)
+    return drafter
+
+
+def build_parallel(parts: DrafterParts) -> Drafter:
+    """A trained head with attention that drafts a block in one pass."""
+    from tokenleap.drafters.heads.checkpoint import read_checkpoint
+    from tokenleap.drafters.heads.eagle import ParallelDrafter, load_parallel_head
+
+    checkpoint = read_checkpoint(parts.model, ["peagle"])
+    quantization = parts.options.draft_quantization
+    head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer, quantization)
+    parts.share_memory(rows)
+    layers = checkpoint.description.config.aux_layers
+    shape = shape_of(parts.options)
+    return ParallelDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+
+
+def build_medusa(parts: DrafterParts) -> Drafter:
+    """Heads, one for each drafted position."""
+    from tokenleap.drafters.heads.state_file import fasterdecoding_medusa, vllm_medusa
+    from tokenleap.drafters.heads.state_net import MedusaNet
+
+    layouts = (fasterdecoding_medusa, vllm_medusa)
+    return _state_head(parts, MedusaNet, *layouts)
+
+
+def build_hydra(parts: DrafterParts) -> Drafter:
+    """Heads that read the tokens drafted before."""
+    from tokenleap.drafters.heads.state_net import HydraNet
+
+    return _state_head(parts, HydraNet)
+
+
+def build_blockwise(parts: DrafterParts) -> Drafter:
+    """Layers before the target's output layer."""
+    from tokenleap.drafters.heads.state_net import BlockwiseNet
+
+    return _state_head(parts, BlockwiseNet)
+
+
+def build_mlp_speculator(parts: DrafterParts) -> Drafter:
+    """A recurrent MLP."""
+    from tokenleap.drafters.heads.state_file import ibm_mlp_speculator
+    from tokenleap.drafters.heads.state_net import MlpSpeculatorNet
+
+    return _state_head(parts, MlpSpeculatorNet, ibm_mlp_speculator)
+
+
+def build_spec_drafter(parts: DrafterParts) -> Drafter:
+    """An encoder-decoder of its own that fills a block of masks."""
+    from tokenleap.drafters.blocks import BlockDrafter
+    from tokenleap.drafters.spec_drafter import load_spec_drafter
+
+    quantization = parts.options.draft_quantization
+    scorer, rows = load_spec_drafter(parts.model, parts.target, quantization)
+    parts.share_memory(rows)
+    shape = shape_of(parts.options)
+    return BlockDrafter(scorer, parts.options, shape, coupled=parts.coupled)
+
+
+def build_pass(parts: DrafterParts) -> Drafter:
+    """Look-ahead embeddings that the target's passes read."""
+    from tokenleap.drafters.padding import PassDrafter, read_pass_tokens
+
+    rows = read_pass_tokens(parts.model, parts.target)
+    return PassDrafter(parts.target.network.extend(rows), len(rows))
+
+
+def build_early_exit(parts: DrafterParts) -> Drafter:
+    """The target's first layers."""
+    from tokenleap.drafters.self_draft import exit_early
+
+    return _with_model(parts, exit_early(parts.target, parts.options))
+
+
+def build_layer_skip(parts: DrafterParts) -> Drafter:
+    """The target without some of its sublayers."""
+    from tokenleap.drafters.self_draft import skip_layers
+
+    return _with_model(parts, skip_layers(parts.target, parts.options))
+
+
+def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
+    """Chains or trees from a drafting model."""
+    from tokenleap.drafters.model_drafter import ModelDrafter
+
+    shape = shape_of(parts.options)
+    return ModelDrafter(scorer, parts.options, shape, coupled=parts.coupled)
+
+
+def _state_head(parts: DrafterParts, kind: type[StateNet], *layouts: Layout) -> Drafter:
+    """The drafter of a head without attention, from our own or a published layout."""
+    from functools import partial
+
+    from tokenleap.drafters.heads.probe import check_target
+    from tokenleap.drafters.heads.state_file import load_net, read_state_file
+    from tokenleap.drafters.heads.state_head import StateDrafter, StateHead
+    from tokenleap.drafters.learnable import LearnableState
+
+    read = partial(read_state_file, parts.model, kind, layouts)
+    file = read()
+    head = StateHead(load_net(file, kind, parts.target), parts.target)
+    check_target(file.path.parent, file.verifier, file.notes, parts.target)
+    shape = shape_of(parts.options)
+    drafter = StateDrafter(head, parts.options, shape, coupled=parts.coupled)
+    drafter.learnable = LearnableState(head, read, kind, parts.target)
+    return drafter

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from tokenleap.control.base import Budget, within
 from tokenleap.core.acceptance.base import AcceptanceRule
-from tokenleap.core.common_prefix import common_prefix
 from tokenleap.core.distribution import Distribution
+from tokenleap.core.references import common_prefix
 from tokenleap.core.tree import Draft, chain
 from tokenleap.decode import Outcome, StepTimes, step
-from tokenleap.drafters.admission import most_tokens, open_row, rows_that_fit
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.options.combined import CascadeOptions
+from tokenleap.drafters.draft_model import most_tokens, open_row, rows_that_fit
+from tokenleap.drafters.options import CascadeOptions
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
 

@@ -9,23 +9,44 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isnan, nan
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from tokenleap.control import Budget
-from tokenleap.control.evidence import path_probs, prior_rate
+from tokenleap.control.estimates import agreed, disagreed, path_probs, prior_rate
 from tokenleap.core.distribution import Distribution
-from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, layers_of
-from tokenleap.drafters.options.combined import CombineOptions, SwitchOptions
+from tokenleap.drafters.options import (
+    CombineOptions,
+    HorizontalOptions,
+    HybridOptions,
+    SwitchOptions,
+)
+from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 
-__all__ = ["CombineOptions", "Ensemble", "Several", "Switch", "SwitchOptions", "merge"]
+__all__ = [
+    "Chooser",
+    "CombineOptions",
+    "Ensemble",
+    "HorizontalCascade",
+    "HorizontalOptions",
+    "Hybrid",
+    "HybridOptions",
+    "MoreTokens",
+    "Several",
+    "Switch",
+    "SwitchOptions",
+    "graft",
+    "merge",
+]
 
 
 class Several(Drafter):
@@ -290,3 +311,343 @@ class Switch(Several):
         if request.key not in self._choices:
             self._choices[request.key] = _Choice([_Arm() for _ in self._drafters])
         return self._choices[request.key]
+
+
+# `horizontal_cascade`: better drafters for early positions, cheaper ones for later positions.
+#
+# The horizontal cascade of Chen et al., "Cascade Speculative Drafting for Even Faster LLM
+# Inference". A late token of a draft is useful only if all tokens before it are accepted, so it
+# should cost less. Each drafter continues the chain of the drafters before it. The q of a token is
+# that of the drafter that drew it.
+
+
+@dataclass
+class _Chain:
+    """The chain drafted for one request so far."""
+
+    request: Request
+    budget: Budget
+    tokens: list[int] = field(default_factory=list)
+    distributions: list[Distribution] = field(default_factory=list)
+    path_prob: float = 1.0
+    stopped: bool = False
+
+    def rest(self, max_tokens: int) -> Budget:
+        """The budget of the next drafter, for at most `max_tokens` tokens."""
+        left = self.budget.chain - len(self.tokens)
+        length = 0 if self.stopped else min(left, max_tokens)
+        min_path_prob = self.budget.min_path_prob / self.path_prob if self.path_prob else 0.0
+        return replace(self.budget, nodes=length, depth=length, min_path_prob=min_path_prob)
+
+    def add(self, draft: Draft) -> None:
+        """Append a drafter's chain."""
+        self.tokens += draft.tree.tokens[1:]
+        self.distributions += draft.q
+        for token_prob in _token_probs(draft):
+            self.path_prob *= token_prob
+            self.stopped = self.budget.stops_below(token_prob, self.path_prob)
+
+    def draft(self) -> Draft:
+        return Draft(chain([self.request.root, *self.tokens]), tuple(self.distributions))
+
+
+def _token_probs(draft: Draft) -> list[float]:
+    """The probability of each token of a chain, by which its drafter decides where to stop."""
+    drafted = list(zip(draft.q, draft.tree.tokens[1:], strict=True))
+    if not draft.path_probs:
+        return [q.prob(token) for q, token in drafted]
+    above, probs = 1.0, []
+    for (q, token), below in zip(drafted, draft.path_probs, strict=True):
+        if isnan(below):  # of an appended token, only q is known
+            probs.append(q.prob(token))
+        else:
+            probs.append(below / above if above else 0.0)
+        above = below
+    return probs
+
+
+class HorizontalCascade(Drafter):
+    """Chains that the first drafter begins and the next ones continue.
+
+    Args:
+        drafters: the drafters in order of position.
+        options: see `HorizontalOptions`.
+
+    Raises:
+        CompatibilityError: a drafter proposes trees, or a drafter after the first one reads the
+            target's KV or hidden states, which end with the committed tokens.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
+        for index, drafter in enumerate(drafters):
+            method = options.drafters[index]["method"]
+            if drafter.drafts_trees:
+                raise CompatibilityError(
+                    f"a horizontal cascade joins chains, and drafter '{method}' proposes trees."
+                )
+            if index and drafter.reads_target_kv:
+                raise CompatibilityError(
+                    f"'{method}' drafts from the target's own KV, which ends with the committed "
+                    "tokens: in a horizontal cascade it can only come first."
+                )
+        self.reads_target_kv = drafters[0].reads_target_kv
+        if any(drafter.hidden_layers for drafter in drafters[1:]):
+            raise CompatibilityError(
+                "a drafter that reads hidden states, which end with the committed tokens, can only "
+                "come first in a horizontal cascade."
+            )
+        self.hidden_layers = drafters[0].hidden_layers
+        self.quotes_references = any(drafter.quotes_references for drafter in drafters)
+        self.follows_prediction = any(drafter.follows_prediction for drafter in drafters)
+        self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """One chain per request; the drafters extend it in turn."""
+        chains = [_Chain(*pair) for pair in zip(batch, budgets, strict=True)]
+        for lane, stage in enumerate(self._stages):
+            stage.extend(chains, lane)
+        return [drafted.draft() for drafted in chains]
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Every drafter sees the outcomes of the requests that it has drafted for."""
+        for stage in self._stages:
+            stage.observe(outcomes, times)
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Show the hidden states to the first drafter, the only one that may need them."""
+        self._stages[0].observe_prefill(request, start, hidden)
+
+    def rewind(self, request: Request) -> None:
+        """Nothing to do: `_Stage.extend` rewinds a drafter whose tokens differ from the text."""
+
+    def release(self, request: Request) -> None:
+        """Every drafter forgets the request."""
+        for stage in self._stages:
+            stage.release(request)
+
+    def forget(self) -> None:
+        """Every drafter forgets earlier requests."""
+        for stage in self._stages:
+            stage.forget()
+
+    def ignore_times(self) -> None:
+        """No drafter decides by the clock."""
+        for stage in self._stages:
+            stage.ignore_times()
+
+
+class _Stage:
+    """One drafter of the cascade, and for each request the tokens that it was shown last.
+
+    Args:
+        drafter: the drafter.
+        max_tokens: most tokens that it adds to a chain.
+    """
+
+    def __init__(self, drafter: Drafter, max_tokens: int) -> None:
+        self._drafter = drafter
+        self._max_tokens = max_tokens
+        self._seen: dict[int, list[int]] = {}
+
+    def extend(self, chains: Sequence[_Chain], lane: int) -> None:
+        """Extend the chains whose budget allows it; `lane` is the number of this stage."""
+        budgets = [drafted.rest(self._max_tokens) for drafted in chains]
+        growing = [pair for pair in zip(chains, budgets, strict=True) if pair[1].chain]
+        if not growing:
+            return
+        # As in an ensemble, each stage has its own noise: a position may be drafted by one stage in
+        # this step and by another one in a later step.
+        shown = [
+            drafted.request.extended(drafted.tokens, drafted.request.noise.in_lane(lane))
+            for drafted, _ in growing
+        ]
+        for request in shown:
+            seen = self._seen.get(request.key, [])
+            if request.token_ids[: len(seen)] != seen:
+                self._drafter.rewind(request)
+            self._seen[request.key] = request.token_ids
+        drafts = self._drafter.propose(shown, [budget for _, budget in growing])
+        for (drafted, _), draft in zip(growing, drafts, strict=True):
+            drafted.add(draft)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        if self._drafter.hidden_layers:  # it needs all outcomes
+            for outcome in outcomes:
+                self._seen.setdefault(outcome.request.key, [])  # so that `release` reaches it
+        else:
+            outcomes = [outcome for outcome in outcomes if outcome.request.key in self._seen]
+        if outcomes:
+            self._drafter.observe(outcomes, times)
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        self._seen.setdefault(request.key, [])  # so that `release` reaches the drafter
+        self._drafter.observe_prefill(request, start, hidden)
+
+    def release(self, request: Request) -> None:
+        if self._seen.pop(request.key, None) is not None:
+            self._drafter.release(request)
+
+    def forget(self) -> None:
+        self._drafter.forget()
+
+    def ignore_times(self) -> None:
+        self._drafter.ignore_times()
+
+
+# `hybrid`: per step and request a lookup or a trained draft, whichever is worth more.
+#
+# The lookup is made first, because it takes little time and how it found its tokens tells what they
+# are worth. A `Chooser` then decides which requests get a trained draft. The default controller
+# decides by expected tokens per second (`control.hybrid_model`), and all other controllers leave it
+# to `MoreTokens`. No choice depends on a sampled token (invariant 2).
+#
+# Where a trained draft contains the beginning of the lookup, the rest of the lookup is grafted
+# below.
+
+
+_TRAINED_RATE = 0.6
+"""Acceptance rate that `MoreTokens` assumes of trained drafts."""
+
+
+class Chooser(Protocol):
+    """Decides which requests get a trained draft."""
+
+    def choose(
+        self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
+    ) -> list[Budget]:
+        """Choose between the lookup and a trained draft for each request.
+
+        Args:
+            batch: the requests of this step.
+            budgets: the limits of each request's draft.
+            found: the lookups.
+
+        Returns:
+            The limits of each trained draft; an empty one where the lookup is the draft.
+        """
+        ...
+
+
+class MoreTokens:
+    """Takes what has more expected tokens, as known beforehand; the clock has no say.
+
+    Args:
+        levels: number of levels of a full trained draft.
+    """
+
+    def __init__(self, levels: int) -> None:
+        self._levels = levels
+
+    def choose(
+        self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
+    ) -> list[Budget]:
+        """See `Chooser.choose`."""
+        return [
+            replace(budget, nodes=0) if self._is_better(draft, budget) else budget
+            for budget, draft in zip(budgets, found, strict=True)
+        ]
+
+    def _is_better(self, lookup: Draft, budget: Budget) -> bool:
+        depth = min(budget.chain, self._levels)
+        trained = sum(_TRAINED_RATE**level for level in range(1, depth + 1))
+        return sum(path_probs(lookup, prior_rate)) > trained
+
+
+class Hybrid(Several):
+    """A lookup, a trained drafter, and the choice between them.
+
+    Args:
+        lookup: drafts with features (`Drafter.looks_up`).
+        trained: drafts with a model.
+        max_nodes: most nodes of a trained draft.
+    """
+
+    def __init__(self, lookup: Drafter, trained: Drafter, max_nodes: int) -> None:
+        super().__init__([lookup, trained])
+        self._lookup, self._trained = lookup, trained
+        self._max_nodes = max_nodes
+        self.chooser: Chooser = MoreTokens(len(self.level_sizes(max_nodes)))
+        self.learnable = trained.learnable
+        self.drafts_trees = lookup.drafts_trees or trained.drafts_trees
+        self.reads_target_kv = trained.reads_target_kv
+        self.drafts_at_once = trained.drafts_at_once
+        self.stops_early = trained.stops_early
+        self.independent_siblings = trained.independent_siblings and not lookup.drafts_trees
+        self._adds_siblings = self.drafts_trees and not self.independent_siblings
+
+    def with_lookup(self, make: Callable[[Drafter], Drafter]) -> Hybrid:
+        """The same trained drafter beside a lookup that is made of the present one."""
+        return Hybrid(make(self._lookup), self._trained, self._max_nodes)
+
+    def level_sizes(self, limit: int) -> Sequence[int]:
+        """Nodes at depths 1, 2, ... of a full trained draft, also if it is a chain."""
+        most = min(limit, self._max_nodes)
+        sizes = self._trained.level_sizes(most)
+        return [1] * most if sizes is None else sizes
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Lookups, and trained drafts with what the lookups add to them."""
+        found = [Draft.empty(request.root) for request in batch]
+        if any(budget.nodes for budget in budgets):
+            found = self._lookup.propose(batch, budgets)
+        chosen = self.chooser.choose(batch, budgets, found)
+        rows = [row for row, budget in enumerate(chosen) if budget.chain]
+        if not rows:
+            return found
+        trained = self._trained.propose(
+            [batch[row] for row in rows],
+            [replace(chosen[row], nodes=min(chosen[row].nodes, self._max_nodes)) for row in rows],
+        )
+        drafts = list(found)
+        for row, draft in zip(rows, trained, strict=True):
+            if draft.tree.num_drafted:
+                drafts[row] = graft(
+                    draft, found[row], budgets[row].nodes, siblings=self._adds_siblings
+                )
+        return drafts
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Both see every outcome: the trained drafter needs all hidden states."""
+        self._lookup.observe(outcomes, times)
+        self._trained.observe(outcomes, times)
+
+
+def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
+    """Append a lookup to a trained draft with the same root, where the two agree.
+
+    The nodes of the trained draft keep their indices, so that none is dropped. The features of the
+    result tell where a token comes from: 0 is a token of the trained draft alone.
+
+    Args:
+        trained: the trained draft.
+        found: a draft with features; nothing is appended if it is empty.
+        limit: most drafted nodes of the result.
+        siblings: whether a node of the trained draft that has children may get another one.
+    """
+    tree = trained.tree
+    tokens, parents = list(tree.tokens), list(tree.parents)
+    distributions: list[Distribution] = list(trained.q)
+    features = [0] * tree.num_drafted
+    place = {0: 0}  # node of the lookup -> node of the result
+    for node, feature in enumerate(found.features, 1):
+        token, parent = found.tree.tokens[node], place.get(found.tree.parents[node])
+        if parent is None:
+            continue
+        among = tree.children[parent] if parent < len(tree) else ()
+        same = next((child for child in among if tree.tokens[child] == token), None)
+        if same is not None:
+            features[same - 1] = agreed(feature)
+            place[node] = same
+        elif len(distributions) < limit and (siblings or not among):
+            place[node] = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            distributions.append(found.q_of(node))
+            features.append(disagreed(feature) if among else feature)
+    if not any(features):
+        return trained
+    grafted = range(len(tree), len(tokens))
+    draws = trained.draws and (*trained.draws, *((n, distributions[n - 1]) for n in grafted))
+    grown = TokenTree(tuple(tokens), tuple(parents))
+    probs = trained.path_probs and (*trained.path_probs, *(nan for _ in grafted))
+    return Draft(grown, tuple(distributions), tuple(features), draws, probs)

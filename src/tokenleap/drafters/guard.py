@@ -19,7 +19,7 @@ from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter
 from tokenleap.errors import in_one_line
 from tokenleap.request import Request
-from tokenleap.runtime.slab_buffers import SlabFull
+from tokenleap.runtime.kv_slab import SlabFull
 
 __all__ = ["Guard"]
 

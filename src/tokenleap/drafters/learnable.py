@@ -19,20 +19,17 @@ from transformers import PreTrainedModel
 
 from tokenleap import models
 from tokenleap.drafters.draft_model import OwnModel
-from tokenleap.drafters.heads.checkpoint import file_tensors, read_checkpoint
-from tokenleap.drafters.heads.eagle import EagleHead, head_net
+from tokenleap.drafters.heads.checkpoint import fields_of, file_tensors, read_checkpoint
+from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_net, network_of
 from tokenleap.drafters.heads.eagle_net import EagleNet
-from tokenleap.drafters.heads.eagle_weights import network_of
 from tokenleap.drafters.heads.folder import write_folder
-from tokenleap.drafters.heads.fusion import Fusion
-from tokenleap.drafters.heads.published import fields_of
 from tokenleap.drafters.heads.state_file import StateFile, load_net, write_state_file
 from tokenleap.drafters.heads.state_head import StateHead
 from tokenleap.drafters.heads.state_net import StateNet
 from tokenleap.drafters.online import Learnable
 from tokenleap.runtime.choices import OWN
 from tokenleap.runtime.choose import network_for
-from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.target import Target
 
 __all__ = ["LearnableEagle", "LearnableHead", "LearnableModel", "LearnableState"]

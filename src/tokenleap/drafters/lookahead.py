@@ -22,7 +22,7 @@ from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.options.lookups import LookaheadOptions
+from tokenleap.drafters.options import LookaheadOptions
 from tokenleap.request import Request
 
 __all__ = ["LookaheadDrafter", "LookaheadOptions", "Pool", "Window"]

@@ -22,12 +22,12 @@ import numpy as np
 from torch import Tensor
 
 from tokenleap.control import Budget
-from tokenleap.control.evidence import by_rank, prior_rate
+from tokenleap.control.estimates import by_rank, prior_rate
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.best_first import best_first_nodes
-from tokenleap.drafters.options.lookups import RecycleOptions
+from tokenleap.drafters.growth import best_first_nodes
+from tokenleap.drafters.options import RecycleOptions
 from tokenleap.request import Request
 
 __all__ = ["RecycleDrafter", "RecycleOptions", "most_probable"]

@@ -13,19 +13,20 @@ from typing import Any, get_args
 
 from tokenleap.core.config import PathText, nearest
 from tokenleap.core.plugins import plugin, plugin_names
-from tokenleap.drafters import build, build_models
+from tokenleap.drafters import build
 from tokenleap.drafters.base import Drafter, DrafterOptions
-from tokenleap.drafters.options.combined import (
+from tokenleap.drafters.options import (
+    LONGEST_PREDICTED,
     CascadeOptions,
     CombineOptions,
-    HorizontalOptions,
-    HybridOptions,
-    SwitchOptions,
-)
-from tokenleap.drafters.options.lookups import (
-    LONGEST_PREDICTED,
     CopyOptions,
     CorpusNgramOptions,
+    DraftModelOptions,
+    EagleOptions,
+    EarlyExitOptions,
+    HorizontalOptions,
+    HybridOptions,
+    LayerSkipOptions,
     LookaheadOptions,
     NgramOptions,
     NgramTableOptions,
@@ -35,15 +36,10 @@ from tokenleap.drafters.options.lookups import (
     RecycleOptions,
     RegexOptions,
     RestOptions,
-    SuffixOptions,
-)
-from tokenleap.drafters.options.models import (
-    DraftModelOptions,
-    EagleOptions,
-    EarlyExitOptions,
-    LayerSkipOptions,
     SpecDrafterOptions,
     StateHeadOptions,
+    SuffixOptions,
+    SwitchOptions,
 )
 from tokenleap.drafters.spec import DrafterSpec
 from tokenleap.errors import ConfigError
@@ -63,14 +59,14 @@ METHODS: dict[str, DrafterSpec] = {
     "none": DrafterSpec(NoOptions, build.build_none, 0, summary="no speculation: the baseline"),
     "draft_model": DrafterSpec(
         DraftModelOptions,
-        build_models.build_draft_model,
+        build.build_draft_model,
         5,
         takes_model=True,
         summary="a smaller model, best with the same vocabulary",
     ),
     "eagle": DrafterSpec(
         EagleOptions,
-        build_models.build_eagle,
+        build.build_eagle,
         4,
         takes_head=True,
         reads_no_source=True,
@@ -78,7 +74,7 @@ METHODS: dict[str, DrafterSpec] = {
     ),
     "parallel": DrafterSpec(
         EagleOptions,
-        build_models.build_parallel,
+        build.build_parallel,
         5,
         takes_head=True,
         reads_no_source=True,
@@ -86,35 +82,35 @@ METHODS: dict[str, DrafterSpec] = {
     ),
     "medusa": DrafterSpec(
         StateHeadOptions,
-        build_models.build_medusa,
+        build.build_medusa,
         4,
         takes_head=True,
         summary="trained heads, one for each drafted position (Medusa)",
     ),
     "hydra": DrafterSpec(
         StateHeadOptions,
-        build_models.build_hydra,
+        build.build_hydra,
         4,
         takes_head=True,
         summary="trained heads that also read the tokens drafted before (Hydra)",
     ),
     "blockwise": DrafterSpec(
         StateHeadOptions,
-        build_models.build_blockwise,
+        build.build_blockwise,
         4,
         takes_head=True,
         summary="trained layers before the target's output layer (blockwise decoding)",
     ),
     "mlp_speculator": DrafterSpec(
         StateHeadOptions,
-        build_models.build_mlp_speculator,
+        build.build_mlp_speculator,
         3,
         takes_head=True,
         summary="a trained recurrent MLP over the drafted tokens (MLP speculator)",
     ),
     "spec_drafter": DrafterSpec(
         SpecDrafterOptions,
-        build_models.build_spec_drafter,
+        build.build_spec_drafter,
         25,
         takes_head=True,
         needs_source=True,
@@ -154,13 +150,13 @@ METHODS: dict[str, DrafterSpec] = {
     ),
     "early_exit": DrafterSpec(
         EarlyExitOptions,
-        build_models.build_early_exit,
+        build.build_early_exit,
         3,
         summary="the target's own first layers",
     ),
     "layer_skip": DrafterSpec(
         LayerSkipOptions,
-        build_models.build_layer_skip,
+        build.build_layer_skip,
         3,
         summary="the target without some of its sublayers",
     ),
@@ -180,7 +176,7 @@ METHODS: dict[str, DrafterSpec] = {
     ),
     "pass": DrafterSpec(
         PassOptions,
-        build_models.build_pass,
+        build.build_pass,
         8,
         takes_head=True,
         steady=True,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tokenleap.core.grammar import Grammars
     from tokenleap.drafters.base import Drafter, DrafterOptions
     from tokenleap.drafters.vocabulary import DraftModel
-    from tokenleap.runtime.rows import Rows
+    from tokenleap.runtime.passes import Rows
     from tokenleap.runtime.target import Target
 
 

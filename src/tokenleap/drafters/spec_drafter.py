@@ -27,8 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tokenleap import models
-from tokenleap.drafters.admission import open_row
-from tokenleap.drafters.block import BlockScorer
+from tokenleap.drafters.blocks import MATRIX, TRANSITIONS_FILE, BlockScorer, TokenTransitions
+from tokenleap.drafters.draft_model import open_row
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     Verifier,
@@ -39,16 +39,14 @@ from tokenleap.drafters.heads.folder import (
     validated,
 )
 from tokenleap.drafters.heads.probe import check_target
-from tokenleap.drafters.options.models import SpecDrafterOptions
-from tokenleap.drafters.transitions import MATRIX, TRANSITIONS_FILE, TokenTransitions
+from tokenleap.drafters.options import SpecDrafterOptions
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.support import check_supported, context_length
 from tokenleap.request import Request
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.cpu import check_quantization
 from tokenleap.runtime.native.seq2seq import why_not_native_seq2seq
-from tokenleap.runtime.passes import Passes
-from tokenleap.runtime.source_rows import SourceRows
+from tokenleap.runtime.passes import Passes, SourceRows
 from tokenleap.runtime.target import Target
 
 __all__ = ["MaskScorer", "SpecDrafterNotes", "SpecDrafterOptions", "load_spec_drafter"]

@@ -13,22 +13,37 @@ trie of their own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
+from typing import TypeAlias
 
 from tokenleap.control import Budget
+from tokenleap.control.estimates import by_match
 from tokenleap.core.references import References
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.options.lookups import SuffixOptions
-from tokenleap.drafters.suffix_candidates import Candidate, grow_chain, grow_tree, times
-from tokenleap.drafters.suffix_trie import Node, Place, SuffixTrie, Text
+from tokenleap.drafters.growth import best_first_nodes
+from tokenleap.drafters.options import SuffixOptions
 from tokenleap.request import Request
 
-__all__ = ["SuffixDrafter", "SuffixOptions"]
+__all__ = [
+    "Candidate",
+    "Leaf",
+    "Node",
+    "Place",
+    "SuffixDrafter",
+    "SuffixOptions",
+    "SuffixTrie",
+    "Text",
+    "grow_chain",
+    "grow_tree",
+    "successors",
+    "times",
+]
 
 
 class EarlierOutputs:
@@ -237,3 +252,269 @@ class SuffixDrafter(Drafter):
     def forget(self) -> None:
         """Forget the outputs of earlier requests."""
         self._earlier = EarlierOutputs(self._options)
+
+
+# Candidates of the drafter `suffix`: the most probable continuations of one match in a trie.
+#
+# `suffix.SuffixDrafter` grows one candidate per match and drafts the one with the highest score.
+
+
+@dataclass
+class Candidate:
+    """A possible draft and its score.
+
+    Attributes:
+        tokens: [n] drafted tokens, without the root.
+        parents: [n] index of each token's parent in `tokens`; -1 for the root's children.
+        score: expected number of accepted tokens.
+        match: length of the matched suffix, in tokens.
+        source: key of a text that it was found in; -1 for none.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    score: float = 0.0
+    match: int = 0
+    source: int = -1
+
+    def draft(self, root: int, *, with_features: bool) -> Draft:
+        """The candidate as a draft with one-hot q; only chains can have features."""
+        parents = (-1, *(parent + 1 for parent in self.parents))
+        tree = TokenTree((root, *self.tokens), parents)
+        features = by_match(self.match, tree.num_drafted) if with_features else ()
+        return Draft.deterministic(tree, features)
+
+
+def grow_chain(place: Place, max_nodes: int, budget: Budget, min_path_prob: float) -> Candidate:
+    """The chain that follows the most frequent successor at every node (see `most_frequent`).
+
+    Args:
+        place: the match.
+        max_nodes: most drafted tokens.
+        budget: stops the chain below improbable tokens.
+        min_path_prob: the chain ends before a token with a smaller path probability.
+    """
+    chain = Candidate()
+    path_prob = token_prob = 1.0
+    while len(chain.tokens) < max_nodes and not budget.stops_below(token_prob, path_prob):
+        if not isinstance(place, Node):
+            text, position = place
+            rest = text.tokens[position : position + max_nodes - len(chain.tokens)]
+            chain.tokens += rest
+            chain.score += path_prob * len(rest)
+            chain.source = text.key
+            break
+        most, token = most_frequent(place)
+        token_prob = most / max(place.followed, 1)
+        path_prob *= token_prob
+        if not most or path_prob < min_path_prob:
+            break
+        chain.tokens.append(token)
+        chain.score += path_prob
+        place = place.children[token]
+        if isinstance(place, Node):
+            chain.source = place.source
+    chain.parents = list(range(-1, len(chain.tokens) - 1))
+    return chain
+
+
+def times(place: Place) -> int:
+    """How often the string at a place occurs."""
+    return place.count if isinstance(place, Node) else 1
+
+
+def most_frequent(node: Node) -> tuple[int, int]:
+    """The count of the most frequent successor, and its token; (0, -1) if there is none.
+
+    On a tie it is the successor whose first occurrence is the latest.
+    """
+    most, best = 0, -1
+    for token, child in node.children.items():
+        occurrences = times(child)
+        if occurrences >= most:
+            most, best = occurrences, token
+    return most, best
+
+
+def grow_tree(place: Place, max_nodes: int, budget: Budget, min_path_prob: float) -> Candidate:
+    """The tree of the most probable nodes: the paper's greedy expansion.
+
+    Arguments as in `grow_chain`; the budget also limits the depth.
+    """
+    tree = Candidate()
+    for parent, token, path_prob, child in best_first_nodes(
+        place, successors, max_nodes, budget, min_path_prob
+    ):
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.score += path_prob
+        tree.source = child.source if isinstance(child, Node) else child[0].key
+    return tree
+
+
+def successors(place: Place) -> Iterator[tuple[int, float, Place]]:
+    """The successors of a place: token, relative frequency and place; the newest token first."""
+    if isinstance(place, Node):
+        for token, child in reversed(place.children.items()):
+            yield token, times(child) / place.followed, child
+        return
+    text, position = place
+    if position < len(text.tokens):
+        yield text.tokens[position], 1.0, (text, position + 1)
+
+
+# A trie of all substrings of texts, up to a maximum length, with their counts.
+#
+# The drafter `suffix` looks up its continuations here (see `suffix_candidates`). Three properties
+# keep the trie small and fast in Python:
+#
+# - A string that occurs once has no nodes of its own. It is a *leaf*: a text and a position in it.
+#   A leaf grows with its text at no cost. It becomes a node when the string occurs a second time.
+# - A growing text updates only the nodes of its current repeated suffixes (its `cursors`), at most
+#   `max_depth` of them. These are also the matches that the drafter needs.
+# - A text can be removed: the trie walks the same nodes that adding the text has changed.
+
+
+class Node:
+    """A string that occurs, or has occurred, at least twice.
+
+    Attributes:
+        count: its occurrences.
+        followed: its occurrences that have a successor: the sum of the children's counts.
+        children: next token -> place of the longer string, in order of their first occurrence.
+        source: key of the text that contained it last.
+    """
+
+    __slots__ = ("children", "count", "followed", "source")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.followed = 0
+        self.children: dict[int, Place] = {}
+        self.source = -1
+
+
+class Text:
+    """A text in the trie.
+
+    Attributes:
+        key: identifies it in `Node.source`.
+        tokens: its tokens so far.
+        cursors: nodes of its suffixes of length 0, 1, 2, ..., up to the longest that is a node.
+    """
+
+    __slots__ = ("cursors", "key", "tokens")
+
+    def __init__(self, key: int, root: Node) -> None:
+        self.key = key
+        self.tokens: list[int] = []
+        self.cursors = [root]
+
+
+Leaf: TypeAlias = tuple[Text, int]
+"""A string that occurs once: its text, and the position behind its occurrence."""
+
+Place: TypeAlias = Node | Leaf
+"""A string in the trie."""
+
+
+class SuffixTrie:
+    """All substrings of at most `max_depth` tokens of any number of texts.
+
+    Only the text that was opened last may grow.
+
+    Args:
+        max_depth: longest substring, in tokens.
+
+    Attributes:
+        root: the node of the empty string.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._keys = count()
+        self.root = Node()
+
+    def open(self) -> Text:
+        """Add an empty text. Earlier texts must not grow any more."""
+        return Text(next(self._keys), self.root)
+
+    def append(self, text: Text, token: int) -> None:
+        """Append one token to a text."""
+        text.tokens.append(token)
+        end = len(text.tokens)
+        cursors = [self.root]
+        for node in text.cursors[: self._max_depth]:
+            node.followed += 1
+            child = node.children.get(token)
+            if child is None:
+                node.children[token] = (text, end)
+                continue
+            if not isinstance(child, Node):
+                child = node.children[token] = self._node_of_leaf(child, depth=len(cursors))
+            child.count += 1
+            child.source = text.key
+            cursors.append(child)
+        text.cursors = cursors
+
+    def _node_of_leaf(self, leaf: Leaf, depth: int) -> Node:
+        """A node for a leaf of `depth` tokens, whose string is about to occur a second time."""
+        text, position = leaf
+        node = Node()
+        node.count = 1
+        if depth < self._max_depth and position < len(text.tokens):
+            node.followed = 1
+            node.children[text.tokens[position]] = (text, position + 1)
+        return node
+
+    def remove(self, text: Text) -> None:
+        """Remove a text, which must not grow any more."""
+        for start in range(len(text.tokens)):
+            self._remove_from(text.tokens[start : start + self._max_depth])
+
+    def _remove_from(self, tokens: list[int]) -> None:
+        node = self.root
+        for token in tokens:
+            node.followed -= 1
+            child = node.children[token]
+            if not isinstance(child, Node):
+                del node.children[token]
+                return
+            child.count -= 1
+            if not child.count:
+                del node.children[token]
+                return
+            node = child
+
+    def longest(self, tokens: list[int]) -> int:
+        """Length of the longest suffix of `tokens` that occurs, at most `max_depth`; 0 if none."""
+        # If a suffix occurs, all shorter suffixes occur. This allows a binary search.
+        low, high = 0, min(len(tokens), self._max_depth)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._descend(tokens, middle) is not None:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def find(self, tokens: list[int], length: int) -> Place:
+        """The place of the suffix of `tokens` with this length; it must occur."""
+        place = self._descend(tokens, length)
+        assert place is not None, "no longer than `longest`"
+        return place
+
+    def _descend(self, tokens: list[int], length: int) -> Place | None:
+        """The place of the suffix of `tokens` with this length; None if it does not occur."""
+        place: Place | None = self.root
+        for index in range(len(tokens) - length, len(tokens)):
+            if not isinstance(place, Node):
+                break
+            place = place.children.get(tokens[index])
+        else:
+            return place
+        if place is None:
+            return None
+        text, position = place
+        end = position + len(tokens) - index
+        return (text, end) if text.tokens[position:end] == tokens[index:] else None

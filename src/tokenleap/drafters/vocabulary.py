@@ -2,33 +2,462 @@
 
 Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
 Heterogeneous Vocabularies". The registry calls `Vocabularies` to compare the two vocabularies and
-to make the drafter. The paper's token-level intersection is in `translated_model.py`: q is the
+to make the drafter. The paper's token-level intersection is in `vocabulary.py`: q is the
 draft model's distribution, restricted to the tokens that both models have and renormalised.
 Lossless rules stay lossless with this q. The paper's other method, drafting text, is in
-`retokenise.py`. `translation.py` converts committed tokens to the draft model's ids. Vocabularies
+`vocabulary.py`. `vocabulary.py` converts committed tokens to the draft model's ids. Vocabularies
 that differ only in the padding behind the last token count as the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenleap import models
-from tokenleap.drafters.draft_model import OwnModel
-from tokenleap.drafters.overlap import VocabularyOverlap, Way
-from tokenleap.drafters.resize import resized
-from tokenleap.drafters.retokenise import Splitter, TextDrafter
-from tokenleap.drafters.translated_model import TranslatedModel
-from tokenleap.drafters.translation import Script, Translator
+from tokenleap.control import Budget
+from tokenleap.core.params import SamplingParams
+from tokenleap.core.references import common_prefix
+from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.drafters.base import Drafter, VocabularyOverlap, Way
+from tokenleap.drafters.draft_model import OwnModel, resized
+from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.shapes import Chain, TreeOptions
 from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.request import Request
+from tokenleap.runtime.network import GrowthLimit, GrowthPlan, PassOutput
 from tokenleap.runtime.target import Target
 
-__all__ = ["DraftModel", "Vocabularies"]
+__all__ = [
+    "INCOMPLETE",
+    "DraftModel",
+    "Script",
+    "Splitter",
+    "TextDrafter",
+    "TranslatedModel",
+    "Translator",
+    "Vocabularies",
+]
+
+
+# Drafting text: the draft model writes in its own tokens, and the target's tokenizer splits it.
+#
+# The string-level method of Timor et al., "Accelerating LLM Inference with Lossless Speculative
+# Decoding Algorithms for Heterogeneous Vocabularies", for models with few tokens in common.
+# `draft_model` uses it with `vocabulary="text"`. The draft model generates greedily, so nothing is
+# drawn and q is one-hot in the target's tokens. Every rule treats such a draft like one that was
+# looked up.
+
+
+SHORTEST_TAIL = 4
+"""Fewest committed tokens that are split again along with the draft. The tail then extends back to
+the beginning of a word."""
+LONGEST_TAIL = 32
+"""Most of these tokens, if no word begins earlier."""
+
+
+class Splitter:
+    """Splits text that continues committed tokens into the target's tokens.
+
+    Args:
+        script: converts between the target's tokens and text.
+        texts: [V] the text of each of the target's tokens inside a text.
+    """
+
+    def __init__(self, script: Script, texts: Sequence[str]) -> None:
+        self._script = script
+        self._starts_word = [text[:1].isspace() for text in texts]
+        self._special = frozenset(script.tokenizer.all_special_ids)
+
+    def before(self, tokens: Sequence[int]) -> str | None:
+        """The text of the last committed tokens; None if they end inside a character."""
+        text = self._script.decode_inside(self._tail(tokens))
+        return None if text.endswith(INCOMPLETE) else text
+
+    def split(self, tokens: Sequence[int], text: str) -> list[int]:
+        """The tokens that follow the committed ones if `text` is appended to their text.
+
+        Committed tail and new text are split together. This may split the tail differently from its
+        committed tokens. The tokens that begin at the end of the committed text are then the
+        result. If a token crosses that border, the new text is split alone.
+
+        Args:
+            tokens: the committed tokens.
+            text: the text that continues them.
+        """
+        tail, before = self._tail(tokens), self.before(tokens)
+        if not text or before is None:
+            return []
+        together = self._script.encode_inside(before + text)
+        if together[: len(tail)] == tail:
+            return together[len(tail) :]
+        for count in range(len(together)):
+            if self._script.decode_inside(together[:count]) == before:
+                return together[count:]
+        return self._script.encode_inside(text)
+
+    def _tail(self, tokens: Sequence[int]) -> list[int]:
+        """The last tokens, from a point where splitting no longer depends on earlier tokens."""
+        start = len(tokens)
+        while start > 0 and len(tokens) - start < LONGEST_TAIL:
+            if tokens[start - 1] in self._special:
+                break
+            start -= 1
+            if len(tokens) - start >= SHORTEST_TAIL and self._starts_word[tokens[start]]:
+                break
+        return list(tokens[start:])
+
+
+class TextDrafter(Drafter):
+    """Chains of the target's tokens from a draft model with other tokens.
+
+    Args:
+        model: the draft model.
+        script: converts between the draft model's tokens and text.
+        translator: converts the committed tokens to the draft model's ids.
+        splitter: converts the draft model's text to the target's tokens.
+        vocab_size: V, the width of the target's logits.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        script: Script,
+        translator: Translator,
+        splitter: Splitter,
+        vocab_size: int,
+    ) -> None:
+        self._model = model
+        self._script = script
+        self._translator = translator
+        self._splitter = splitter
+        self._vocab_size = vocab_size
+        self._special = frozenset(script.tokenizer.all_special_ids)
+        self._writer = ModelDrafter(OwnModel(model), TreeOptions(), Chain(), coupled=False)
+        self._shadows: dict[int, Request] = {}  # key -> a request over the translated tokens
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """The draft model writes text, and the splitter converts it to the target's tokens."""
+        shadows = {r.key: shadow for r in batch if (shadow := self._shadow(r)) is not None}
+        written = self._writer.propose(
+            list(shadows.values()),
+            [budget for r, budget in zip(batch, budgets, strict=True) if r.key in shadows],
+        )
+        texts = dict(zip(shadows, map(self._text, written), strict=True))
+        return [
+            self._draft(request, texts.get(request.key, ""), budget.chain)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def rewind(self, request: Request) -> None:
+        """Nothing to do: `_shadow` translates the committed tokens in every step."""
+
+    def release(self, request: Request) -> None:
+        """Free the draft model's KV of the request, and forget its translation."""
+        self._translator.release(request)
+        shadow = self._shadows.pop(request.key, None)
+        if shadow is not None:
+            shadow.fail_with(request)
+            self._writer.release(shadow)
+
+    def _shadow(self, request: Request) -> Request | None:
+        """A greedy request over the translated tokens; None if there is no text to continue."""
+        tokens = self._translator.translate(request)
+        if not tokens or self._splitter.before(request.token_ids) is None:
+            return None
+        shadow = self._shadows.get(request.key)
+        if shadow is None:
+            shadow = self._shadows[request.key] = Request(
+                tokens,
+                SamplingParams(temperature=0, max_tokens=None),
+                vocab_size=self._model.vocab_size,
+                max_model_len=self._model.max_model_len,
+            )
+        shadow.token_ids = list(tokens)
+        return shadow
+
+    def _text(self, written: Draft) -> str:
+        """The written text up to a special token, without an unfinished character."""
+        tokens = takewhile(lambda token: token not in self._special, written.tree.tokens[1:])
+        return self._script.decode_inside(list(tokens)).rstrip(INCOMPLETE)
+
+    def _draft(self, request: Request, text: str, length: int) -> Draft:
+        split = self._splitter.split(request.token_ids, text)
+        in_vocabulary = takewhile(lambda token: token < self._vocab_size, split)
+        return Draft.deterministic(chain([request.root, *list(in_vocabulary)[:length]]))
+
+
+# `TranslatedModel`: a draft model restricted to the tokens that it shares with the target.
+#
+# Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
+# Heterogeneous Vocabularies": the token-level intersection. `vocabulary.Vocabularies` makes it for
+# `vocabulary="intersection"`.
+
+
+class TranslatedModel(OwnModel):
+    """A draft model restricted to the tokens that both models have (see `Scorer`).
+
+    It reads the committed tokens in translation. It drafts only shared tokens, which have ids in
+    both vocabularies. All other tokens have logits of minus infinity. The sampler's distribution
+    over the remaining tokens is the restricted and renormalised q.
+
+    Args:
+        model: the draft model.
+        translator: converts the committed tokens to the draft model's ids.
+        to_draft: [V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
+    """
+
+    def __init__(self, model: Target, translator: Translator, to_draft: Sequence[int]) -> None:
+        super().__init__(model, partial=True)
+        self._translator = translator
+        self._to_draft = to_draft
+        shared = [(token, own) for token, own in enumerate(to_draft) if own >= 0]
+        # [S] the S shared tokens, in the target's ids and in the draft model's
+        self._shared, self._shared_own = torch.tensor(shared, device=model.device).T
+        self._num_pending: dict[int, int] = {}  # request key -> tokens of the last `pending`
+
+    def seen(self, request: Request) -> Sequence[int]:
+        """See `OwnModel.seen`."""
+        return self._translator.translate(request)
+
+    def room(self, request: Request) -> int:
+        """See `OwnModel.room`; 0 if the translation is empty."""
+        return super().room(request) if self.seen(request) else 0
+
+    def pending(self, request: Request) -> list[int]:
+        """See `OwnModel.pending`; in the draft model's ids."""
+        pending = super().pending(request)
+        self._num_pending[request.key] = len(pending)
+        return pending
+
+    def verify(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[PassOutput]:
+        """One pass of the draft model; the logits [n, V] are those of the target's tokens."""
+        trees = [self._translated(*pair) for pair in zip(keys, trees, strict=True)]
+        outputs = super().verify(keys, trees, num_computed)
+        return [PassOutput(self._restricted(output.scores)) for output in outputs]
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> None:
+        """None: the draft model's most probable tokens may not be shared."""
+
+    def release(self, request: Request) -> None:
+        """Free the request's KV row, and forget its translation."""
+        super().release(request)
+        self._translator.release(request)
+        self._num_pending.pop(request.key, None)
+
+    def _translated(self, key: int, tree: TokenTree) -> TokenTree:
+        """The tree in the draft model's ids; its pending tokens are in these ids already."""
+        count = self._num_pending[key]
+        drafted = [self._to_draft[token] for token in tree.tokens[count:]]
+        assert all(token >= 0 for token in drafted), "only shared tokens are drafted"
+        return TokenTree((*tree.tokens[:count], *drafted), tree.parents)
+
+    def _restricted(self, logits: Tensor) -> Tensor:
+        """Logits [n, V] of the target's tokens, from the draft model's logits [n, own V]."""
+        restricted = logits.new_full((len(logits), len(self._to_draft)), -torch.inf)
+        restricted[:, self._shared] = logits[:, self._shared_own]
+        return restricted
+
+
+# Translation of committed tokens to the ids of a draft model with another tokenizer.
+#
+# `translated_model.TranslatedModel` and `retokenise.TextDrafter` use it.
+#
+# A text is translated piece by piece. A token that both vocabularies share becomes the draft
+# model's id of that token. A sequence of other tokens is converted to text, which the draft model's
+# tokenizer splits. The end of a piece depends only on the tokens up to it. The translation of a
+# text is therefore the same for any number of steps, and a step costs only the translation of the
+# last piece. This file does not know models.
+
+
+INCOMPLETE = "\ufffd"
+"""The replacement character: tokenizers decode the bytes of an unfinished character to it."""
+
+LONGEST_PIECE = 32
+"""Tokens after which a piece may end inside a word, for scripts without spaces between words."""
+
+
+class Script:
+    """Converts between one tokenizer's tokens and text, at the beginning of a text and inside it.
+
+    Many tokenizers add a space at the beginning of a text, or remove one. To encode or decode a
+    piece inside a text, an anchor (a newline or a full stop) is put before it, and removed from the
+    result.
+
+    Args:
+        tokenizer: the tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._anchor: list[int] = []
+        for text in ("\n", "."):  # some tokenizers have no token for a newline
+            self._anchor = self._anchor or self.encode(text)
+        self._anchor_text = self.decode(self._anchor)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text from its beginning, without added special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Tokens of a piece that follows other text."""
+        ids = self.encode(self._anchor_text + text)
+        size = len(self._anchor)
+        return ids[size:] if ids[:size] == self._anchor else self.encode(text)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of tokens from its beginning."""
+        return str(
+            self.tokenizer.decode(
+                list(ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def decode_inside(self, ids: Sequence[int]) -> str:
+        """Text of tokens that follow other tokens, without special tokens."""
+        text = self.decode([*self._anchor, *ids], skip_special_tokens=True)
+        if text.startswith(self._anchor_text):
+            return text[len(self._anchor_text) :]
+        return self.decode(ids, skip_special_tokens=True)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each of these tokens, inside a text."""
+        batch = [[*self._anchor, token] for token in ids]
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            texts = [self.decode(tokens) for tokens in batch]
+        else:  # a hundred times faster
+            texts = backend.decode_batch(batch, skip_special_tokens=False)
+        size = len(self._anchor_text)
+        return [
+            text[size:] if text.startswith(self._anchor_text) else self.decode([token])
+            for token, text in zip(ids, texts, strict=True)
+        ]
+
+    def opening(self) -> list[int]:
+        """The beginning-of-sequence token if the tokenizer puts it before every text, or []."""
+        bos = self.tokenizer.bos_token_id
+        ids: list[int] = self.tokenizer.encode("")
+        return ids[:1] if bos is not None and ids[:1] == [bos] else []
+
+
+@dataclass
+class _Translation:
+    """The translation of one request's committed tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    """The committed tokens, in the target's ids."""
+    ids: list[int] = field(default_factory=list)
+    """Their translation, in the draft model's ids."""
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    """The beginning of each piece, in `tokens` and in `ids`."""
+
+
+class Translator:
+    """Translates the committed tokens of requests, and keeps the translations until `release`.
+
+    Args:
+        target: converts between the target's tokens and text.
+        draft: converts between the draft model's tokens and text.
+        to_draft: [V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
+        texts: [V] the text of each of the target's tokens inside a text.
+    """
+
+    def __init__(
+        self, target: Script, draft: Script, to_draft: Sequence[int], texts: Sequence[str]
+    ) -> None:
+        self._target = target
+        self._draft = draft
+        self._to_draft = to_draft
+        self._whole_characters = [INCOMPLETE not in text for text in texts]
+        self._starts_word = [text[:1] == " " and not text[:2].isspace() for text in texts]
+        self._opening = draft.opening()
+        self._translations: dict[int, _Translation] = {}
+
+    def translate(self, request: Request) -> list[int]:
+        """The committed tokens in the draft model's ids, without an unfinished last character."""
+        state = self._translations.setdefault(request.key, _Translation())
+        tokens = request.token_ids
+        agreed = common_prefix(state.tokens, tokens)
+        if agreed < len(tokens) or agreed < len(state.tokens):
+            self._redo(state, tokens, agreed)
+        return state.ids
+
+    def release(self, request: Request) -> None:
+        """Forget a request."""
+        self._translations.pop(request.key, None)
+
+    def _redo(self, state: _Translation, tokens: Sequence[int], agreed: int) -> None:
+        """Translate again from the piece in which the first `agreed` tokens end."""
+        start, size = 0, 0
+        while state.pieces:
+            start, size = state.pieces.pop()
+            if start < agreed:
+                break
+        del state.ids[size:]
+        if start == 0:
+            state.ids = self._begin(tokens[0])
+        state.tokens = list(tokens)
+        while start < len(tokens):
+            end = self._end(tokens, start)
+            state.pieces.append((start, len(state.ids)))
+            state.ids += self._translated(tokens[start:end], inside=start > 0)
+            start = end
+
+    def _begin(self, first: int) -> list[int]:
+        """The draft model's beginning-of-sequence token, unless the text begins with it."""
+        return [] if [self._to_draft[first]] == self._opening else list(self._opening)
+
+    def _end(self, tokens: Sequence[int], start: int) -> int:
+        """The end of the piece that begins at `start`."""
+        end = start + 1
+        if self._is_direct(tokens[start]):
+            return end
+        while end < len(tokens) and not self._begins_piece(tokens[end], end - start):
+            end += 1
+        return end
+
+    def _begins_piece(self, token: int, length: int) -> bool:
+        """Whether a piece of `length` tokens ends before `token`."""
+        if self._is_direct(token) or self._starts_word[token]:
+            return True
+        return length >= LONGEST_PIECE and self._whole_characters[token]
+
+    def _is_direct(self, token: int) -> bool:
+        """Whether a token is a piece of its own, translated to one id."""
+        # A token with part of a character is translated together with the rest of the character,
+        # because the draft model may lack the tokens of the rest.
+        return self._to_draft[token] >= 0 and self._whole_characters[token]
+
+    def _translated(self, tokens: Sequence[int], *, inside: bool) -> list[int]:
+        """The draft model's ids of one piece, which stands inside or at the start of the text."""
+        ids = [self._to_draft[token] for token in tokens]
+        if min(ids) >= 0:
+            return ids
+        if inside:
+            text = self._target.decode_inside(tokens)
+            return self._draft.encode_inside(text.rstrip(INCOMPLETE))
+        text = self._target.decode(tokens, skip_special_tokens=True)
+        return self._draft.encode(text.rstrip(INCOMPLETE))
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from tokenleap.config import SpeculativeConfig
+from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.logprobs import PromptLogprobs
-from tokenleap.engine.prompts import Prompt
-from tokenleap.engine.sources import SourcePrompt
+from tokenleap.core.noise import fresh_seed
+from tokenleap.core.params import Sampling, SamplingParams
+from tokenleap.core.references import NO_REFERENCES, References, Source
+from tokenleap.core.rules import DecodingRules
+from tokenleap.core.sampler import BadWords, check_token_ids
+from tokenleap.core.sequence import SHARED, Scope
+from tokenleap.engine.prompts import (
+    GivenPrediction,
+    GivenReferences,
+    Prompt,
+    ReferenceReader,
+    as_list,
+    cache_salt,
+    check_prompt,
+    check_quotes,
+    check_room,
+    checked_text,
+    one_per_prompt,
+    per_prompt,
+    predictions_per_prompt,
+    token_ids,
+    tokens_of,
+)
+from tokenleap.engine.sources import SourcePrompt, SourceReader
+from tokenleap.engine.strategies import Speculative, StrategyFactory
+from tokenleap.engine.turns import Turns
+from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
-from tokenleap.speculation import Strategy
+from tokenleap.runtime.target import Target
+from tokenleap.speculation import Speculation, Strategy
 
-__all__ = ["Job"]
+__all__ = ["Job", "JobMaker", "JobSpec", "ReadSpec", "RequestMaker", "specs_of"]
 
 
 @dataclass
@@ -103,3 +137,397 @@ class Job:
 
     def _unreported(self) -> list[Request]:
         return [r for r in self.requests if r.index not in self._reported]
+
+
+# `JobSpec`: what a user asks for one prompt. A new option of requests is a field of it.
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One prompt with all that belongs to it, as the user gave it; nothing is checked yet.
+
+    Args:
+        prompt: see `LLM.generate`; so are the others.
+        params: sampling parameters.
+        speculative_config: how its requests speculate.
+        references: what drafts may quote; texts that were read already are taken as they are.
+        prediction: what the output is expected to repeat; the same.
+        trace: whether the trace has p of every drafted token.
+        scope: what its requests share with others; a prompt's `cache_salt` replaces the salt.
+    """
+
+    prompt: Prompt
+    params: Sampling = None
+    speculative_config: Speculative = None
+    references: GivenReferences | References = None
+    prediction: GivenPrediction | References = None
+    trace: bool = False
+    scope: Scope = SHARED
+
+
+def specs_of(
+    prompts: Any,
+    params: Any = None,
+    *,
+    speculative_config: Any = None,
+    references: Any = None,
+    prediction: Any = None,
+    trace: bool = False,
+) -> list[JobSpec]:
+    """The prompts of one call of `LLM.generate`; arguments as there.
+
+    Raises:
+        PromptError, ConfigError: there are more or fewer of an argument than prompts.
+    """
+    listed = as_list(prompts)
+    columns = (
+        listed,
+        one_per_prompt("sampling_params", listed, params),
+        one_per_prompt("speculative_config", listed, speculative_config),
+        per_prompt(len(listed), references),
+        predictions_per_prompt(len(listed), prediction),
+    )
+    return [JobSpec(*each, trace=trace) for each in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True)
+class ReadSpec:
+    """A `JobSpec` whose parameters are checked and whose texts are tokens.
+
+    Args:
+        given: the specification.
+        params: sampling parameters.
+        config: how its requests speculate; None takes the `LLM`'s configuration.
+        references: what drafts may quote.
+        prediction: what the output is expected to repeat.
+    """
+
+    given: JobSpec
+    params: SamplingParams
+    config: SpeculativeConfig | None = None
+    references: References = NO_REFERENCES
+    prediction: References = NO_REFERENCES
+
+    @property
+    def searches_beams(self) -> bool:
+        """Whether the outputs come from a beam search."""
+        return self.params.beam_width > 1
+
+    @property
+    def needs_strategy(self) -> bool:
+        """Whether its requests may speculate in another way than by default."""
+        return self.config is not None or self.searches_beams or bool(self.prediction)
+
+
+# Makes the engine's jobs: the requests of a prompt, and how they speculate.
+
+
+class JobMaker:
+    """Makes jobs for one engine, in three stages.
+
+    `read` and `make` may take long (tokens, grammars) and need no turn of the engine. `strategies`
+    takes one turn for all prompts, or none if all speculate by default.
+
+    Args:
+        maker: makes their requests.
+        references: reads what their drafts may quote.
+        strategies: builds their strategies.
+        speculation: has the default one.
+        turns: the engine's.
+        chose_drafter: whether the default was chosen by the user, so that it is for beams, too.
+    """
+
+    def __init__(
+        self,
+        maker: RequestMaker,
+        references: ReferenceReader,
+        strategies: StrategyFactory,
+        speculation: Speculation,
+        turns: Turns,
+        *,
+        chose_drafter: bool,
+    ) -> None:
+        self._maker = maker
+        self._references = references
+        self._strategies = strategies
+        self._speculation = speculation
+        self._turns = turns
+        self._chose_drafter = chose_drafter
+
+    def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
+        """The jobs of some prompts, by all three stages; errors are those of `LLM.generate`."""
+        read = self.read(specs)
+        return self.make(read, self.strategies(read))
+
+    def read(self, specs: Sequence[JobSpec]) -> list[ReadSpec]:
+        """Check parameters and read texts; a text that several prompts share is read once.
+
+        Raises:
+            ConfigError: parameters or a configuration are out of range.
+            PromptError: references or a prediction are malformed.
+            CompatibilityError: a beam search has a prediction.
+        """
+        found = [
+            ReadSpec(
+                spec,
+                SamplingParams.parse(spec.params, self._maker.sampling_defaults),
+                None
+                if spec.speculative_config is None
+                else SpeculativeConfig.parse(spec.speculative_config),
+                references,
+                prediction,
+            )
+            for spec, references, prediction in zip(
+                specs,
+                self._references.read_all([spec.references for spec in specs]),
+                self._references.predictions([spec.prediction for spec in specs]),
+                strict=True,
+            )
+        ]
+        if any(read.searches_beams and read.prediction for read in found):
+            raise CompatibilityError(
+                "prediction: a beam search follows none: give the text as `references`."
+            )
+        return found
+
+    def strategies(self, specs: Sequence[ReadSpec]) -> list[Strategy | None]:
+        """How the requests of each prompt speculate; None is the default.
+
+        Building may load a model or time passes, so no thread may run a step meanwhile. What rows
+        keep of a source, and so whether a request fits, depends on the drafters: call it before
+        `make`.
+
+        Raises:
+            ConfigError, CompatibilityError: as `StrategyFactory`.
+        """
+        if not any(spec.needs_strategy for spec in specs):
+            return [None] * len(specs)
+        configs: list[SpeculativeConfig] = []
+        for spec in specs:
+            if spec.config is not None and spec.config not in configs:
+                configs.append(spec.config)
+        # Before the turn: it waits for those of other engines.
+        lent = [self._strategies.lent_to(config) for config in configs]
+        built: list[Strategy | None] = []
+
+        def build() -> None:
+            named = [
+                self._strategies.strategy(config, models)
+                for config, models in zip(configs, lent, strict=True)
+            ]
+            for spec in specs:
+                strategy = None if spec.config is None else named[configs.index(spec.config)]
+                if spec.prediction:
+                    own = strategy or self._speculation.default
+                    strategy = self._strategies.for_prediction(spec.config, own)
+                built.append(self._beam_strategy(strategy) if spec.searches_beams else strategy)
+
+        self._turns.take(build)
+        return built
+
+    def make(self, specs: Sequence[ReadSpec], strategies: Sequence[Strategy | None]) -> list[Job]:
+        """The jobs of prompts whose strategies are built.
+
+        Raises:
+            PromptError: a prompt is empty, too long, or has ids outside the vocabulary.
+            ConfigError: parameters need something that the model does not have.
+            CompatibilityError: a drafter quotes no references.
+        """
+        pairs = enumerate(zip(specs, strategies, strict=True))
+        return [self._job(spec, strategy, index) for index, (spec, strategy) in pairs]
+
+    def _job(self, spec: ReadSpec, strategy: Strategy | None, index: int) -> Job:
+        requests = self._maker.make(spec)
+        if spec.given.trace:
+            for request in requests:
+                request.pass_costs = self._strategies.costs
+        if spec.references:
+            own = self._strategies.config
+            default = own if self._chose_drafter or not spec.searches_beams else None
+            method = SpeculativeConfig.parse(spec.config or default).method_name
+            check_quotes(method, (strategy or self._speculation.default).drafter)
+        return Job(spec.given.prompt, requests, strategy, prompt_index=index)
+
+    def _beam_strategy(self, given: Strategy | None) -> Strategy:
+        """How a beam search speculates: with the drafter that the user chose, if there is one."""
+        if given is None and self._chose_drafter:
+            given = self._speculation.default
+        return self._strategies.for_beams(given)
+
+
+# Makes the engine's requests from a prompt and its sampling parameters.
+
+
+class RequestMaker:
+    """Makes requests for one model.
+
+    Args:
+        target: the model.
+        tokenizer: its tokenizer, or None if it has none.
+        eos_token_ids: its end-of-sequence tokens.
+        grammars: compiles structured outputs for its tokens.
+        rules: what the model's generation config does to its logits.
+        sampling_defaults: the model's own values of sampling parameters.
+        beam_defaults: the model's own values of options of beam search.
+        reader: reads the prompts of an encoder-decoder; None for a decoder-only model.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: PreTrainedTokenizerBase | None,
+        eos_token_ids: Sequence[int],
+        grammars: Grammars,
+        rules: DecodingRules,
+        *,
+        sampling_defaults: Mapping[str, Any],
+        beam_defaults: Mapping[str, Any],
+        reader: SourceReader | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults
+        self._target = target
+        self._beam_defaults = beam_defaults
+        self._eos_token_ids = eos_token_ids
+        self._grammars = grammars
+        self._reader = reader
+        self._rules = rules
+        self._new_seed = partial(target.peers.from_first, fresh_seed)
+
+    def make(self, spec: ReadSpec) -> list[Request]:
+        """Make one request per output.
+
+        Args:
+            spec: what the user asks for.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
+            ConfigError: the parameters need something that the model does not have.
+        """
+        params, trace = spec.params, spec.given.trace
+        bad_words = self._bad_words(params)
+        if params.stop_strings and self.tokenizer is None:
+            raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
+        if params.beam_width > 1:
+            params = self._for_beams(params, trace=trace)
+        source, ids = self.read(spec.given.prompt)
+        scope, salt = spec.given.scope, cache_salt(spec.given.prompt)
+        if salt is not None:
+            scope = replace(scope, salt=salt)
+        rules = self._rules
+        if self._reader and (timestamps := self._reader.timestamps(spec.given.prompt)):
+            rules = replace(rules, timestamps=timestamps)
+        state_bytes = self._target.state_bytes(source)
+        most = self._target.most_tokens_beside(state_bytes)
+        if params.truncate_prompt_tokens is not None:
+            ids = _truncated(ids, params, most, reads_source=source is not None)
+        check_prompt(ids, self._target, state_bytes)
+        check_room(ids, params, self._target.max_model_len, most)
+        return [
+            Request(
+                ids,
+                params,
+                vocab_size=self._target.vocab_size,
+                eos_token_ids=self._eos_token_ids,
+                max_model_len=self._target.max_model_len,
+                most_kept=most,
+                tokenizer=self.tokenizer,
+                index=index,
+                trace_all=trace,
+                grammar=self._grammar(params),
+                source=source,
+                rules=rules,
+                references=spec.references,
+                prediction=spec.prediction,
+                bad_words=bad_words,
+                scope=scope,
+                new_seed=self._new_seed,
+            )
+            for index in range(params.n)
+        ]
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Token ids of a prompt; of an encoder-decoder, those of the source.
+
+        Raises:
+            PromptError: the prompt is malformed.
+        """
+        source, ids = self.read(prompt)
+        return ids if source is None else source.tokens
+
+    def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
+        """The source, if the model reads one, and the prompt that it continues.
+
+        Raises:
+            PromptError: the prompt is malformed, or the encoder cannot read its source.
+        """
+        if self._reader is None:
+            return None, token_ids(prompt, self.tokenizer)
+        return self._reader.read(prompt)
+
+    def _for_beams(self, params: SamplingParams, *, trace: bool) -> SamplingParams:
+        """The parameters of a beam search, with the model's defaults for those not given."""
+        if trace:
+            raise ConfigError("trace: a beam search has none: leave it out.")
+        widest = self._target.vocab_size // max(2, 1 + len(self._eos_token_ids))
+        if params.beam_width > widest:
+            raise ConfigError(
+                f"beam_width: at most {widest} with this model's vocabulary, got "
+                f"{params.beam_width}."
+            )
+        given = params.model_dump(include=set(self._beam_defaults), exclude_none=True)
+        return params.model_copy(update={**self._beam_defaults, **given})
+
+    def _bad_words(self, params: SamplingParams) -> BadWords | None:
+        """The tokens of `params.bad_words`, with and without a space before each word.
+
+        vLLM leaves out the second if it has another number of tokens. Then the word could still
+        come in the middle of a text.
+        """
+        if not params.bad_words:
+            return None
+        if self.tokenizer is None:
+            raise ConfigError("bad_words: words need a tokenizer, and this model has none.")
+        written = partial(tokens_of, self.tokenizer, in_output=self._target.reads_source)
+        words = {
+            tuple(written(checked_text("bad_words", begin + word.lstrip())))
+            for word in params.bad_words
+            for begin in ("", " ")
+        }
+        check_token_ids("bad_words", chain.from_iterable(words), self._target.vocab_size)
+        return BadWords(word for word in words if word)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.form is None:
+            return None
+        if not self._eos_token_ids:
+            raise ConfigError(
+                "structured_outputs need an end-of-sequence token, and this model has none."
+            )
+        return self._grammars.compile(params.form)
+
+
+def _truncated(
+    ids: Sequence[int], params: SamplingParams, most: int, *, reads_source: bool
+) -> Sequence[int]:
+    """The last tokens of a prompt, as many as `params.truncate_prompt_tokens` keeps.
+
+    Args:
+        ids: the prompt.
+        params: sampling parameters.
+        most: most tokens of prompt and output together.
+        reads_source: whether the model is an encoder-decoder.
+
+    Raises:
+        ConfigError: it is an encoder-decoder, whose text to cut is the source.
+    """
+    kept = params.truncate_prompt_tokens
+    assert kept is not None
+    if reads_source:
+        raise ConfigError(
+            "truncate_prompt_tokens: an encoder-decoder's prompt is the beginning of the output: "
+            "shorten the source yourself."
+        )
+    if kept < 0:
+        kept = max(1, most - max(1, params.max_tokens or 1))
+    return ids[-kept:]

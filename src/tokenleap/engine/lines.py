@@ -178,7 +178,7 @@ def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
         TokenleapError: a line is no prompt, or its fields do not go together; the message has its
             number, if it has one.
     """
-    from tokenleap.engine.job_spec import JobSpec
+    from tokenleap.engine.jobs import JobSpec
 
     quoted: dict[int, References] = {}  # lines may share what they quote, which is read once
     jobs = []

@@ -15,27 +15,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.grammar import Grammars
 from tokenleap.core.log import show_log_lines
 from tokenleap.core.params import Sampling
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
+from tokenleap.core.rules import DecodingRules
+from tokenleap.drafters.heads.shipped import shipped_config
 from tokenleap.drafters.online import OnlineReport
-from tokenleap.engine.added_jobs import AddedJobs
-from tokenleap.engine.assembly import EngineOptions, default_config, request_maker
-from tokenleap.engine.job_maker import JobMaker
-from tokenleap.engine.job_spec import JobSpec, ReadSpec
-from tokenleap.engine.jobs import Job
-from tokenleap.engine.kv_budget import KVBudget
+from tokenleap.engine.jobs import Job, JobMaker, JobSpec, ReadSpec, RequestMaker
 from tokenleap.engine.prefix_cache import PrefixCache
-from tokenleap.engine.prompts import Prompt
-from tokenleap.engine.references import GivenPrediction, GivenReferences, ReferenceReader
-from tokenleap.engine.runs import AfterStep, Runs, StepReport
-from tokenleap.engine.scheduler import Scheduler
+from tokenleap.engine.prompts import GivenPrediction, GivenReferences, Prompt, ReferenceReader
+from tokenleap.engine.runs import AddedJobs, AfterStep, Runs, StepReport
+from tokenleap.engine.scheduler import KVBudget, Scheduler
+from tokenleap.engine.sources import SourceReader
 from tokenleap.engine.strategies import Speculative, StrategyFactory
 from tokenleap.engine.turns import Turns, Uninterrupted
+from tokenleap.models.audio import AudioReader, WhisperStart, decoder_start
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
@@ -43,7 +42,8 @@ from tokenleap.runtime.packed import PackedModel
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 
-__all__ = ["EngineLoad", "LLMEngine"]
+__all__ = ["EngineLoad", "EngineOptions", "LLMEngine", "default_config", "request_maker"]
+
 
 _log = logging.getLogger(__name__)
 
@@ -334,3 +334,66 @@ class LLMEngine:
     def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
         """See `Runs.stream`."""
         return self._runs.stream(jobs)
+
+
+# What `LLMEngine` is made of, where that depends on the model.
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Limits on memory and batches, and how passes are computed; see the arguments of `LLM`."""
+
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int | None
+    prefix_cache_bytes: int | None  # None caches no prefixes
+    quantization: str | None
+    runtime: str
+
+
+def request_maker(
+    target: Target, loaded: LoadedModel, grammars: Grammars, turns: Turns
+) -> RequestMaker:
+    """Makes the requests of a model, which may be an encoder-decoder.
+
+    Raises:
+        CompatibilityError: its decoder has no start token, or its generation config asks for
+            something that is not applied here.
+    """
+    reader = None if target.source_network is None else _source_reader(target, loaded, turns)
+    eos = loaded.eos_token_ids
+    return RequestMaker(
+        target,
+        loaded.tokenizer,
+        eos,
+        grammars,
+        DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size),
+        sampling_defaults=loaded.sampling_defaults,
+        beam_defaults=loaded.beam_defaults,
+        reader=reader,
+    )
+
+
+def _source_reader(target: Target, loaded: LoadedModel, turns: Turns) -> SourceReader:
+    network = target.source_network
+    assert network is not None, "the caller has looked"
+    start = decoder_start(loaded.module, loaded.settings)
+    if network.num_bins is None:
+        return SourceReader(target, loaded.tokenizer, start)
+    assert network.source_limit is not None, "audio has a fixed length"
+    audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
+    speech = WhisperStart.of(start, loaded.settings, loaded.module.config)
+    return SourceReader(target, loaded.tokenizer, start, audio, speech, turns.take_or_go_on)
+
+
+def default_config(name: str | None, target: Target) -> SpeculativeConfig:
+    """The `hybrid` of a model whose head comes with the package, else plain decoding.
+
+    On a GPU, where it was not measured, and where draft lengths change the bits, it is plain
+    decoding, too.
+    """
+    fields = None
+    if target.device.type == "cpu" and target.bit_exact:
+        fields = shipped_config(name, trees=target.exact_trees)
+    return SpeculativeConfig.parse(fields)

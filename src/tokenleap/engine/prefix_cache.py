@@ -23,11 +23,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tokenleap.core.memory import MIB
-from tokenleap.core.source import Source
+from tokenleap.core.config import MIB
+from tokenleap.core.references import Source
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.kv_slab import KVBlock
-from tokenleap.runtime.source_network import RowState
+from tokenleap.runtime.network import RowState
 from tokenleap.runtime.target import Target
 
 __all__ = ["BLOCK", "Beginning", "PrefixCache"]

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jinja2 import TemplateError
+from tokenizers import models
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.config import Config
 from tokenleap.core.params import SamplingParams
-from tokenleap.errors import ConfigError, PromptError, in_one_line
+from tokenleap.core.references import NO_REFERENCES, References
+from tokenleap.drafters.base import Drafter
+from tokenleap.errors import CompatibilityError, ConfigError, PromptError, in_one_line
 from tokenleap.models.chat_template import rendered
 from tokenleap.runtime.target import Target
 
 __all__ = [
+    "QUOTING",
     "SALT",
+    "GivenPrediction",
+    "GivenReferences",
     "Message",
     "Prompt",
+    "ReferenceReader",
+    "TextLimit",
     "as_list",
     "cache_salt",
     "check_prompt",
+    "check_quotes",
     "check_room",
     "checked_ids",
     "checked_text",
     "conversation_ids",
     "is_conversation",
+    "most_bytes_per_token",
     "needed",
     "one_per_prompt",
+    "per_prompt",
+    "predictions_per_prompt",
     "token_ids",
     "tokens_of",
 ]
+
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
@@ -323,3 +339,310 @@ def checked_ids(prompt: Any) -> list[int]:
     ):
         raise PromptError(f"{FORMS}.")
     return list(prompt)
+
+
+# `TextLimit`: refuses texts that are too long for the context before they are split into tokens.
+#
+# A token of a byte-level tokenizer stands for so many bytes of the text at most as its longest
+# token has. Tokenizers that may leave out or merge parts of a text (unknown words, runs of spaces)
+# have no such bound. A text that could fit by its bytes, but is long, is counted in pieces, and the
+# count ends where it is clear.
+
+
+_COMPOSED = 4
+"""Most bytes that become one by the normal form NFC: composed characters have at most four parts,
+and no part is longer than three bytes."""
+
+_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
+"""Pre-tokenizers that leave out no part of a text; and `Split`, unless it removes what it finds."""
+
+
+_LONG = 4
+"""Characters per token of the context; texts that have more are counted."""
+_PIECE = 1 << 12
+"""Characters that are split into tokens at a time for counting."""
+_MARGIN = 2
+"""A text has at least half as many tokens as its pieces together, which cut a few words in two."""
+
+
+@dataclass(frozen=True)
+class TextLimit:
+    """The longest text that can fit into a context.
+
+    Args:
+        max_tokens: the context.
+        bytes_per_token: most bytes that a token stands for; None if there is no bound.
+        tokenizer: counts the tokens of long texts; None does not count.
+        times: contexts that a text may fill, where it need not fit into one.
+    """
+
+    max_tokens: int
+    bytes_per_token: int | None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    times: int = 1
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerBase | None, max_tokens: int) -> TextLimit:
+        """That of a tokenizer; without one there is no bound."""
+        bound = None if tokenizer is None else most_bytes_per_token(tokenizer)
+        return TextLimit(max_tokens, bound, tokenizer)
+
+    def check(self, text: str, name: str = "prompt") -> None:
+        """Refuse a text that has too many tokens in any case.
+
+        Args:
+            text: the text.
+            name: what it is, for error messages.
+
+        Raises:
+            PromptError: it does.
+        """
+        most = self.times * self.max_tokens
+        if self.bytes_per_token is not None and len(text) >= most:
+            size = len(text.encode(errors="replace"))
+            if size > most * self.bytes_per_token:
+                tokens = -(-size // self.bytes_per_token)
+                raise self._too_long(f"the {name} has {size} bytes, at least {tokens} tokens")
+        if self.tokenizer is None or len(text) <= _LONG * most:
+            return
+        found = 0
+        for begin in range(0, len(text), _PIECE):
+            piece = text[begin : begin + _PIECE].encode(errors="replace").decode()
+            # One less: an unknown word of any length is one token, and its pieces are several.
+            found += max(0, _count(self.tokenizer, piece) - 1)
+            if found > _MARGIN * most:
+                raise self._too_long(f"the {name} has more than {found // _MARGIN} tokens")
+
+    def _too_long(self, what: str) -> PromptError:
+        context = f"the context of {self.max_tokens}"
+        if self.times > 1:
+            return PromptError(f"{what}, with room for {self.times} times {context}: shorten it.")
+        return PromptError(f"{what}, which leaves no room in {context}: shorten it.")
+
+
+def _count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.truncation:
+        return len(tokens_of(tokenizer, text, in_output=False))
+    return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
+
+
+def most_bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Most bytes of a text that one token stands for; None if there is no bound, or none is known.
+
+    Args:
+        tokenizer: byte-level BPE, or BPE whose unknown characters become bytes.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(backend.model, models.BPE) or backend.truncation:
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    factor = _shrinks_by(_state(backend.normalizer))
+    parts = list(_parts(_state(backend.pre_tokenizer)))
+    if factor is None or not all(map(_keeps, parts)) or any(t.lstrip or t.rstrip for t in added):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if any(part["type"] == "ByteLevel" for part in parts):
+        whole = all(symbol in vocabulary for symbol in ByteLevel.alphabet())
+        longest = max(map(len, vocabulary))  # a character for each byte
+    else:
+        bytes_ = (f"<0x{value:02X}>" for value in range(256))
+        whole = backend.model.byte_fallback and all(each in vocabulary for each in bytes_)
+        longest = max(len(token.encode()) for token in vocabulary)
+    if not whole:
+        return None
+    return factor * max([longest, *(len(token.content.encode()) for token in added)])
+
+
+def _state(part: Any) -> Mapping[str, Any] | None:
+    """The description of a part of a tokenizer; None if it has no such part."""
+    if part is None:
+        return None
+    found: Mapping[str, Any] = json.loads(part.__getstate__())
+    return found
+
+
+def _parts(pre_tokenizer: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    if pre_tokenizer is None:
+        return
+    if pre_tokenizer["type"] != "Sequence":
+        yield pre_tokenizer
+        return
+    for each in pre_tokenizer["pretokenizers"]:
+        yield from _parts(each)
+
+
+def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
+    splits = pre_tokenizer["type"] == "Split" and pre_tokenizer["behavior"] != "Removed"
+    return splits or pre_tokenizer["type"] in _KEEPING
+
+
+def _shrinks_by(normalizer: Mapping[str, Any] | None) -> int | None:
+    """Most bytes that one byte of the normalised text stands for; None if that is not known."""
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return 1
+    if normalizer["type"] == "NFC":
+        return _COMPOSED
+    if normalizer["type"] == "Replace":  # SentencePiece's sign for a space
+        return 1 if normalizer["pattern"] == {"String": " "} and normalizer["content"] else None
+    if normalizer["type"] != "Sequence":
+        return None
+    factor = 1
+    for each in normalizer["normalizers"]:
+        own = _shrinks_by(each)
+        if own is None:
+            return None
+        factor *= own
+    return factor
+
+
+# Texts beside a prompt (references and predictions), and their conversion to token ids.
+
+
+GivenReferences: TypeAlias = Sequence[str | Sequence[int]] | None
+"""What one prompt's drafts may quote: texts, or lists of token ids."""
+
+GivenPrediction: TypeAlias = str | Sequence[int] | None
+"""What the output of one prompt is expected to repeat: a text, or token ids."""
+
+QUOTING = ("copy", "ngram", "suffix")
+"""The methods that draft from references, besides those that combine others."""
+
+
+@dataclass(frozen=True)
+class ReferenceReader:
+    """Reads references for one model.
+
+    A text is split into tokens as if it began a text of its own. Where it continues a line in the
+    output, the tokens of its first word may differ from these; all others are the same.
+
+    Args:
+        target: the model.
+        tokenizer: its tokenizer, or None.
+    """
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def read(self, given: GivenReferences | References) -> References:
+        """The references of one prompt; those that were read already are returned as they are.
+
+        Raises:
+            PromptError: they are no list of texts, or have ids outside the vocabulary.
+        """
+        if given is None:
+            return NO_REFERENCES
+        if isinstance(given, References):
+            return given
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise PromptError("references: expected a list of texts, or of lists of token ids.")
+        return References(tuple(self._tokens("references", each) for each in given))
+
+    def read_all(self, given: Sequence[GivenReferences | References]) -> list[References]:
+        """The references of each prompt; those that several prompts share are read once."""
+        return _once(self.read, given)
+
+    def prediction(self, given: GivenPrediction | References) -> References:
+        """The prediction of one prompt, as references of one text; none of an empty text.
+
+        Raises:
+            PromptError: it is neither text nor token ids, or has ids outside the vocabulary.
+        """
+        if isinstance(given, References):
+            return given
+        tokens = () if given is None else self._tokens("prediction", given)
+        return References((tokens,)) if tokens else NO_REFERENCES
+
+    def predictions(self, given: Sequence[GivenPrediction | References]) -> list[References]:
+        """The prediction of each prompt; one that several prompts share is read once."""
+        return _once(self.prediction, given)
+
+    def _tokens(self, name: str, given: Any) -> tuple[int, ...]:
+        if isinstance(given, str):
+            return tuple(self._encoded(name, given))
+        if not _is_ids(given):
+            each = "each is" if name == "references" else "it is"
+            raise PromptError(f"{name}: {each} a text or a list of token ids.")
+        highest = self.target.vocab_size - 1
+        for token in given:
+            if not 0 <= token <= highest:
+                raise PromptError(
+                    f"{name}: token id {token} is outside the vocabulary (0 to {highest})."
+                )
+        return tuple(given)
+
+    def _encoded(self, name: str, text: str) -> Sequence[int]:
+        """The tokens that an output would have, without special tokens."""
+        text, tokenizer = checked_text(name, text), needed(self.tokenizer)
+        return tokens_of(tokenizer, text, in_output=self.target.reads_source)
+
+
+def per_prompt(count: int, given: Any) -> list[GivenReferences]:
+    """The references of each of several prompts, as the user gave them.
+
+    Args:
+        count: the number of prompts.
+        given: None, a list of references that all prompts share, or a list with such a list or
+            None for each prompt.
+
+    Raises:
+        PromptError: it is none of these, or has another length than there are prompts.
+    """
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    shared = not listed or not given
+    if shared or any(isinstance(item, str) or (item and _is_ids(item)) for item in given):
+        return [given] * count
+    if len(given) != count:
+        raise PromptError(
+            f"references: {len(given)} lists for {count} prompts: give one list of texts for all "
+            "prompts, or one list per prompt."
+        )
+    return list(given)
+
+
+def predictions_per_prompt(count: int, given: Any) -> list[GivenPrediction]:
+    """The prediction of each of several prompts, as the user gave it.
+
+    Args:
+        count: the number of prompts.
+        given: a prediction for all, or a list with one (or None) for each.
+
+    Raises:
+        PromptError: the list has another length than there are prompts.
+    """
+    if given is None or isinstance(given, str) or (given and _is_ids(given)):
+        return [given] * count
+    if not isinstance(given, Sequence) or len(given) != count:
+        raise PromptError(
+            f"prediction: expected a text for all prompts, or a list with one for each of the "
+            f"{count} prompts."
+        )
+    return list(given)
+
+
+def check_quotes(method: str, drafter: Drafter) -> None:
+    """Refuse references that no draft could come from.
+
+    Raises:
+        CompatibilityError: the drafter of this method does not quote references.
+    """
+    if not drafter.quotes_references:
+        names = " or ".join(", ".join(f"'{name}'" for name in QUOTING).rsplit(", ", 1))
+        raise CompatibilityError(
+            f"references: method '{method}' does not quote them: draft with {names}, or with a "
+            "method that combines one of them with others, such as 'ensemble'."
+        )
+
+
+def _once(read: Callable[[Any], References], given: Sequence[Any]) -> list[References]:
+    """What `read` makes of each value, the same object for the same one."""
+    found = {key: read(each) for key, each in {id(each): each for each in given}.items()}
+    return [found[id(each)] for each in given]
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str | bytes | bytearray)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    )

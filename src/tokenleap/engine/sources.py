@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.config import nearest
+from tokenleap.core.references import Source
 from tokenleap.core.rules import Timestamps
-from tokenleap.core.source import Source
 from tokenleap.core.tree import chain
 from tokenleap.engine.prompts import (
     SALT,
@@ -31,9 +31,8 @@ from tokenleap.engine.prompts import (
     token_ids,
 )
 from tokenleap.errors import PromptError
-from tokenleap.models.audio import AudioReader
-from tokenleap.models.whisper import WhisperStart
-from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.models.audio import AudioReader, WhisperStart
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
 __all__ = ["SourcePrompt", "SourceReader", "languages"]

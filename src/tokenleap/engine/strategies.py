@@ -3,37 +3,54 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, TypeAlias
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tokenleap import models
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import Controller, Fixed, controller_class
-from tokenleap.control.hybrid_model import HybridModel
+from tokenleap.control.cost_model import HybridModel
 from tokenleap.core.acceptance import AcceptanceRule
-from tokenleap.core.acceptance.coupled import Coupled
+from tokenleap.core.acceptance.rules import Coupled
 from tokenleap.core.grammar import Grammars
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, VocabularyOverlap
 from tokenleap.drafters.beams import BeamDrafter, beam_drafter
-from tokenleap.drafters.hybrid import Hybrid
-from tokenleap.drafters.options.lookups import LONGEST_PREDICTED
-from tokenleap.drafters.overlap import VocabularyOverlap
-from tokenleap.drafters.prediction import with_prediction
+from tokenleap.drafters.combine import Hybrid
+from tokenleap.drafters.copying import with_prediction
+from tokenleap.drafters.online import Learner, OnlineOptions
+from tokenleap.drafters.options import LONGEST_PREDICTED
 from tokenleap.drafters.spec import DrafterParts
-from tokenleap.engine.draft_models import DraftModels, Lent, LoadedOnce, lenders
-from tokenleap.engine.kv_budget import KVBudget
-from tokenleap.engine.online import learner_for
+from tokenleap.drafters.vocabulary import DraftModel
+from tokenleap.engine.scheduler import KVBudget
 from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.models.resolver import packed_name
+from tokenleap.runtime.choices import DRAFTING, OWN
 from tokenleap.runtime.costs import CostCurve
+from tokenleap.runtime.cpu import check_quantization
 from tokenleap.runtime.kv_slab import SlabFull, is_out_of_memory
+from tokenleap.runtime.packed import PackedModel, open_packed
 from tokenleap.runtime.profiling import measure_costs
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Strategy
 
-__all__ = ["Speculative", "StrategyFactory"]
+__all__ = [
+    "DraftModels",
+    "LendsModel",
+    "Lent",
+    "LoadedOnce",
+    "Speculative",
+    "StrategyFactory",
+    "learner_for",
+    "lenders",
+]
+
 
 _log = logging.getLogger(__name__)
 
@@ -336,3 +353,225 @@ def _inner_config(fields: Mapping[str, Any]) -> SpeculativeConfig:
         if name in fields:
             raise ConfigError(f"{name} belongs to the outer speculative_config, not to {fields}.")
     return SpeculativeConfig.parse(fields)
+
+
+# `DraftModels`: the draft models of a target, loaded by name or lent by another `LLM`.
+
+
+@runtime_checkable
+class LendsModel(Protocol):
+    """An `LLM`, whose model may also draft for another one."""
+
+    def as_draft_model(self) -> DraftModel:
+        """Its model with KV rows of its own; the weights are in memory once."""
+        ...
+
+
+Lent: TypeAlias = tuple[LendsModel, DraftModel]
+"""An `LLM`, and its model as a draft model."""
+
+
+class DraftModels:
+    """Loads draft models and checks that they fit the target.
+
+    Args:
+        target: the model being accelerated.
+        kv_budget: limits the KV of draft models, too.
+        quantization: their quantization, unless the target's or a configuration says otherwise.
+        runtime: their runtime.
+
+    Attributes:
+        lent: what `LendsModel` returned beforehand, for the drafter that is being built.
+    """
+
+    def __init__(
+        self, target: Target, kv_budget: KVBudget, quantization: str | None, runtime: str
+    ) -> None:
+        self._target, self._kv_budget = target, kv_budget
+        self._quantization, self._runtime = quantization, runtime
+        self.lent: list[Lent] = []
+
+    def load(self, model: Any, quantization: str | None) -> DraftModel:
+        """A draft model with KV rows of its own.
+
+        Args:
+            model: its name or folder, a loaded module, or an `LLM`.
+            quantization: its `draft_quantization`.
+
+        Raises:
+            ConfigError: a lent model has a quantization already.
+            CompatibilityError: it does not read what the target reads, or not where.
+        """
+        if isinstance(model, LendsModel):
+            if quantization is not None:
+                raise ConfigError(
+                    f"draft_quantization: the {type(model).__name__} that drafts keeps its own: "
+                    "remove it."
+                )
+            draft, name = self._borrowed(model), type(model).__name__
+        else:
+            draft, name = self._loaded(model, quantization)
+        _check_sources(name, draft.model, self._target)
+        _check_device(draft.model, self._target)
+        self._kv_budget.add(draft.model)
+        return draft
+
+    def _borrowed(self, llm: LendsModel) -> DraftModel:
+        """The model of another `LLM`; each drafter has KV rows of its own."""
+        for index, (lender, _) in enumerate(self.lent):
+            if lender is llm:
+                return self.lent.pop(index)[1]
+        return llm.as_draft_model()
+
+    def _loaded(
+        self, given: str | Path | PreTrainedModel, wanted: str | None
+    ) -> tuple[DraftModel, str]:
+        """A draft model by its name, or a loaded one; and the name of its class.
+
+        Args:
+            given: the model.
+            wanted: its `draft_quantization`.
+        """
+        tokenizer = None
+        given, wanted = _by_packed_name(given, wanted)
+        quantization = DRAFTING if wanted == "int4" else wanted or self._quantization
+        asked = None if wanted == "none" else wanted
+        check_quantization(asked, self._target.device, "draft_quantization")
+        weights: PreTrainedModel | PackedModel
+        if isinstance(given, PreTrainedModel):
+            weights = module = given
+        else:
+            dtype, device = self._target.dtype, self._target.device
+            tries = [quantization]
+            if wanted is None and self._target.quantization in ("int4", OWN):
+                tries.insert(0, DRAFTING)
+            opened = (
+                open_packed(given, dtype, device, quantization=each, runtime=self._runtime)
+                for each in tries
+            )
+            packed = next(filter(None, opened), None)
+            folder = packed.folder if packed else models.resolve(given)
+            tokenizer = models.load_tokenizer(folder)
+            module = packed.module if packed else models.load_model(folder, dtype, device)
+            weights = packed or module
+        model = Target(
+            weights, quantization=quantization, runtime=self._runtime, beside=self._target
+        )
+        return DraftModel(model, tokenizer, given), type(module).__name__
+
+
+def _by_packed_name(given: Any, wanted: str | None) -> tuple[Any, str | None]:
+    """The model and `draft_quantization` that a name of packed weights stands for.
+
+    Raises:
+        ConfigError: the name contradicts `wanted`.
+    """
+    if (packed := packed_name(given)) is None:
+        return given, wanted
+    held = None if packed.form == OWN else packed.quantization
+    if wanted is not None and wanted != held:
+        raise ConfigError(
+            f"draft_quantization: {given} has {packed.form} weights, not {wanted}: leave it out, "
+            f"or take {packed.source}."
+        )
+    return packed.source, held
+
+
+class LoadedOnce(DraftModels):
+    """The same, but whoever asks again for a model gets the same one, on the same KV rows.
+
+    So only one drafter of a model may be in use at a time.
+    """
+
+    def __init__(self, other: DraftModels) -> None:
+        super().__init__(other._target, other._kv_budget, other._quantization, other._runtime)
+        self._loaded_models: dict[str, DraftModel] = {}
+
+    def load(self, model: Any, quantization: str | None) -> DraftModel:
+        """See `DraftModels.load`."""
+        key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
+        if key not in self._loaded_models:
+            self._loaded_models[key] = super().load(model, quantization)
+        return self._loaded_models[key]
+
+
+def lenders(value: Any) -> Iterator[LendsModel]:
+    """The `LLM`s in a configuration, at any depth."""
+    if isinstance(value, LendsModel):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(lenders, value.values()))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(lenders, value))
+
+
+def _check_device(model: Target, target: Target) -> None:
+    if model.device != target.device:
+        raise CompatibilityError(
+            f"draft_model: it is on {model.device} and the target is on {target.device}: load both "
+            "on one device."
+        )
+    if 1 < model.peers.size != target.peers.size:
+        raise CompatibilityError(
+            f"draft_model: it is spread over {model.peers.size} processes and the target is not: "
+            "load it in one."
+        )
+
+
+def _check_sources(name: str, model: Target, target: Target) -> None:
+    """Refuse a draft model that cannot read what the target reads."""
+    own, theirs = model.source_network, target.source_network
+    if (own is None) != (theirs is None):
+        kinds = ("a decoder-only model", "an encoder-decoder")
+        raise CompatibilityError(
+            f"draft_model: {name} is {kinds[own is not None]} and the target is "
+            f"{kinds[theirs is not None]}: a draft model must read the same source."
+        )
+    if own is None or theirs is None:
+        return
+    if own.num_bins != theirs.num_bins:
+        raise CompatibilityError(
+            f"draft_model: the encoder of {name} reads other features of audio than the target's: "
+            "a draft model must read the same source."
+        )
+
+
+# Finds the learner of a drafter that learns while it serves.
+#
+# The networks with their losses are in `training/`, which stands above the engine: it also trains
+# by running it. So the learner is loaded by its name, and only if somebody asks for it.
+
+
+_MODULE, _CLASS = "tokenleap.training.online", "OnlineLearner"
+
+
+def learner_for(
+    method: str, drafter: Drafter, options: OnlineOptions, target: Target, *, same_bits: bool
+) -> Learner:
+    """The learner of a drafter.
+
+    Args:
+        method: the drafter's, for messages.
+        drafter: what drafts.
+        options: how it learns.
+        target: the target.
+        same_bits: whether the output has the same bits for any drafts.
+
+    Raises:
+        CompatibilityError: the drafter has nothing that could learn.
+        ConfigError: an option does not fit, or the clock would decide the output's bits.
+    """
+    if drafter.learnable is None:
+        raise CompatibilityError(
+            f"online: method '{method}' has nothing that learns while it serves: use 'eagle', "
+            "'medusa', 'hydra', 'blockwise', 'mlp_speculator', a 'hybrid' with one of these, or "
+            "'draft_model' with the target's vocabulary (not an LLM of a loaded module)."
+        )
+    if not same_bits and options.every is None:
+        raise ConfigError(
+            "online: with this target or acceptance rule, the output's bits depend on the drafts, "
+            "and learning for a 'share' of the time would make them depend on the clock: set "
+            "'every', or use the rule 'coupled' on a target that is bit-exact."
+        )
+    made: Learner = getattr(import_module(_MODULE), _CLASS)(drafter.learnable, options, target)
+    return made

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from tokenleap.models.alias import Alias, aliases
 from tokenleap.models.load import load_model, load_tokenizer
-from tokenleap.models.resolver import gguf_of, resolve
+from tokenleap.models.resolver import Alias, aliases, find_tokenizer, gguf_of, resolve
 from tokenleap.models.store import CachedModel, cache_dir, cached, check, remove
-from tokenleap.models.tokenizers import find_tokenizer
 
 __all__ = [
     "Alias",

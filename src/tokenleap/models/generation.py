@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.params import SamplingParams
 from tokenleap.errors import CompatibilityError, ConfigError
-from tokenleap.models.guard import guarded
+from tokenleap.models.load import guarded
 from tokenleap.models.resolver import gguf_file, resolve
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ def defaults_of(model: str, choice: str | Path) -> dict[str, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     if (path := gguf_file(model)) is not None:
-        from tokenleap.models.gguf_config import sampling_of
-        from tokenleap.models.gguf_file import GgufFile
+        from tokenleap.models.gguf import GgufFile, sampling_of
 
         made: Any = GenerationConfig
         return sampling_defaults(made(**sampling_of(GgufFile.open(path))))

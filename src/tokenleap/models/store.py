@@ -16,14 +16,16 @@ when it was compared before: hashing gigabytes at each start is too slow. `resol
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -35,22 +37,31 @@ from pydantic import ConfigDict, StrictInt
 
 from tokenleap.core.files import FIRST_NAME, read_json, validated, write_whole
 from tokenleap.errors import ModelError
-from tokenleap.models.disk import check_space, disk_errors
-from tokenleap.models.progress import say
 
 __all__ = [
     "MODEL",
+    "CacheError",
     "CachedModel",
+    "FullDiskError",
     "Kind",
     "build",
+    "bytes_text",
     "cache_dir",
     "cached",
     "check",
+    "check_space",
+    "disk_errors",
     "fill_in",
     "find",
+    "full_disk",
+    "identity_of",
     "key_of",
+    "progress",
     "remove",
+    "say",
+    "tells_of_full_disk",
 ]
+
 
 _log = logging.getLogger(__name__)
 
@@ -444,3 +455,141 @@ def _seal(folder: Path, source: str, notes: dict[str, str], kind: Kind) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     _note_verified(folder, {name: _state(path) for name, path in paths.items()})
+
+
+# Errors of the cache's disk: it is full, or cannot be written. `store` and `fetch` use them.
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# safetensors, tokenizers and pip report a full disk only in their messages.
+_FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
+
+
+class CacheError(ModelError):
+    """The cache folder cannot be written, or its disk is full."""
+
+
+class FullDiskError(CacheError):
+    """Its disk is full."""
+
+
+def tells_of_full_disk(message: str) -> bool:
+    """Whether the message of an error says that the disk is full."""
+    return any(text in message for text in _FULL_TEXTS)
+
+
+def full_disk() -> OSError:
+    """The operating system's own error for a full disk."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raise the error of a full disk before any work is done.
+
+    Raises:
+        OSError: If less than `needed_bytes` are free where `folder` is.
+    """
+    if _free_bytes(folder) < needed_bytes:
+        raise full_disk()
+
+
+@contextmanager
+def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn errors of the operating system into a `CacheError` about the cache folder.
+
+    Args:
+        folder: The cache folder.
+        needed_bytes: Free space in bytes that the work needs, for the message.
+
+    Raises:
+        CacheError: In place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise FullDiskError(
+                f"the disk is full: {folder} needs {bytes_text(needed_bytes)} free and has "
+                f"{bytes_text(_free_bytes(folder))}; free some space or set TOKENLEAP_CACHE to a "
+                f"folder on another disk"
+            ) from error
+        raise CacheError(
+            f"cannot write the cache folder {folder}: {error.strerror or error}; make it a folder "
+            f"you can write to, or set TOKENLEAP_CACHE to another one"
+        ) from error
+
+
+def _free_bytes(folder: Path) -> int:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+# Whether the files of a model are still the same. The cache's names and entries tell by it.
+
+
+def identity_of(files: Collection[Path]) -> str:
+    """Text that differs when one of the files has changed.
+
+    Size and modification time stand for the content: hashing gigabytes at each start is too slow.
+
+    Raises:
+        ModelError: a file is missing.
+    """
+    try:
+        states = [(str(file.resolve()), file.stat()) for file in files]
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
+    key = "\0".join(f"{path}\0{at.st_size}\0{at.st_mtime_ns}" for path, at in states)
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+# Progress on stderr: a bar on a terminal, one plain line elsewhere.
+#
+# Downloads, conversions and the building of corpora report with it.
+
+
+def say(line: str) -> None:
+    """Print one line on stderr; stdout belongs to the caller."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes as people write it, in decimal units: `93 MB`."""
+    amount = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if amount < 999.5:  # 999.5 and more would print as 1000
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} TB"
+
+
+@contextmanager
+def progress(doing: str, usually: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of long work.
+
+    Args:
+        doing: The work, as the start of a sentence ("Fetching smollm2-135m").
+        usually: Its usual time, for output without a bar ("under a minute").
+        total_bytes: Bytes to process.
+
+    Yields:
+        A function to call with the bytes done so far, counted from the start.
+    """
+    if not sys.stderr.isatty():
+        say(f"{doing} ({bytes_text(total_bytes)}, usually {usually}) ...")
+        yield lambda _done: None
+        return
+    # Importing Rich takes a tenth of a second, so it is imported only for a bar.
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    with rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task(doing, total=total_bytes)
+        yield lambda done: bar.update(task, completed=min(done, total_bytes))

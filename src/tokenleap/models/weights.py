@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenleap.core.files import parsed_json
 from tokenleap.errors import ModelError
 from tokenleap.models.folder import weight_files
-from tokenleap.models.identity import identity_of
+from tokenleap.models.store import identity_of
 
 __all__ = ["FolderWeights", "WeightSource"]
 

@@ -17,15 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokenleap.ray.expositions import joined
-from tokenleap.ray.prefixes import prompt_keys
-from tokenleap.ray.wire import LOG, Call, Message
+from tokenleap.ray.plan import LOG, Call, Message, joined, prompt_keys
 from tokenleap.serve.body import AT_ONCE, content_of
 from tokenleap.serve.errors import APIError, unknown_response
-from tokenleap.serve.events import answer_of, data
-from tokenleap.serve.running import while_connected
+from tokenleap.serve.rendering import answer_of, data
+from tokenleap.serve.running import shut_down, while_connected
 from tokenleap.serve.settings import Settings
-from tokenleap.serve.state import shut_down
 
 __all__ = ["NO_ANSWER", "Front"]
 

@@ -283,7 +283,7 @@ class _Stage:
 
 def _loaded(model: Mapping[str, Any], threads: int) -> LLM:
     from tokenleap.llm import LLM
-    from tokenleap.runtime.native.threads import set_num_threads
+    from tokenleap.runtime.native.network import set_num_threads
 
     set_num_threads(threads)
     return LLM(**model)

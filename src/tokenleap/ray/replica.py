@@ -14,8 +14,8 @@ from ray.serve.exceptions import RayServeException
 
 from tokenleap.async_llm import AsyncLLM
 from tokenleap.errors import TokenleapError
-from tokenleap.ray.wire import LOG, Call, Message
-from tokenleap.runtime.native.threads import set_num_threads
+from tokenleap.ray.plan import LOG, Call, Message
+from tokenleap.runtime.native.network import set_num_threads
 from tokenleap.serve.app import endpoints
 from tokenleap.serve.errors import APIError
 from tokenleap.serve.run import LAST_STEP

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tokenleap.ray.prefixes import PrefixMemory
+from tokenleap.ray.plan import PrefixMemory
 
 __all__ = ["PrefixRouter"]
 

@@ -13,8 +13,7 @@ from tokenleap.errors import TokenleapError, in_one_line
 from tokenleap.llm import LLM
 from tokenleap.ray.cluster import is_there, share, watched
 from tokenleap.ray.plan import Replicas, Share
-from tokenleap.serve.app import guarded
-from tokenleap.serve.middleware import Faults
+from tokenleap.serve.app import Faults, guarded
 from tokenleap.serve.run import TokenleapServer, until_signalled
 from tokenleap.serve.settings import Settings
 

@@ -15,18 +15,17 @@ from tokenleap.runtime.choices import AUTO, DRAFTING, NONE, RUNTIMES, TORCH_RUNT
 from tokenleap.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from tokenleap.runtime.cuda import StaticSlab, cuda_network
 from tokenleap.runtime.cuda.network import CudaNetwork
-from tokenleap.runtime.group import Group
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.lean import DenseLinear, LeanDecoder
 from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from tokenleap.runtime.module import ModuleNetwork
-from tokenleap.runtime.native.decoder import NativeDecoder
+from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.native.packed import PackedDecoder
 from tokenleap.runtime.native.seq2seq import NativeSeq2Seq, why_not_native_seq2seq
 from tokenleap.runtime.native.support import why_no_library, why_not_native, wrong_sizes
 from tokenleap.runtime.network import Network
 from tokenleap.runtime.seq2seq.network import Seq2SeqNetwork
-from tokenleap.runtime.sharded import ShardedNetwork
+from tokenleap.runtime.sharded import Group, ShardedNetwork
 
 __all__ = ["check_sharding", "head_network", "network_for", "slab_for"]
 

@@ -8,6 +8,7 @@ another order. The int8 kernel gives the same bits for any number of rows.
 
 from __future__ import annotations
 
+import copy
 from typing import ClassVar, TypeGuard
 
 import torch
@@ -17,16 +18,19 @@ from transformers.pytorch_utils import Conv1D
 
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.choices import DRAFTING, QUANTIZATION_OPTIONS, QUANTIZATIONS
-from tokenleap.runtime.share import share
 
 __all__ = [
     "Int8Linear",
     "PackedLinear",
     "check_quantization",
+    "decoder_layers",
     "is_plain_linear",
     "linear_layer",
     "pack",
+    "prepare_vector_math",
+    "share",
 ]
+
 
 _INT8_WIDTH = 16
 """The input width must be a multiple of this: the kernel reads past the end of other rows."""
@@ -173,3 +177,64 @@ def _pack_children(module: nn.Module, linear: type[PackedLinear | Int8Linear]) -
             setattr(module, name, linear(child.weight.T, child.bias))
         else:
             _pack_children(child, linear)
+
+
+# Copies of a model's module tree that share its weights.
+#
+# In such a copy, `cpu.py` and `module.py` replace attention, linear layers or the list of layers.
+# The user's model is not changed, and the weights are in memory only once.
+
+
+def share(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model's module tree over the same tensors.
+
+    Replacing modules of the copy does not change the original.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():  # packed weights are attributes, not parameters
+        shared.update((id(x), x) for x in vars(module).values() if isinstance(x, Tensor))
+    copied: PreTrainedModel = copy.deepcopy(model, shared)
+    return copied
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers, wherever the architecture keeps it.
+
+    Raises:
+        CompatibilityError: there is no such list.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise CompatibilityError(
+        f"{type(model).__name__} has no list of its {count} layers, so they can neither be skipped "
+        "nor give their hidden states."
+    )
+
+
+# Makes PyTorch's elementwise functions exact from their first call on (invariant 7).
+#
+# On Intel processors, PyTorch computes them by MKL, which looks for the best code for this
+# processor when a function is called first. If several threads make that call together, one of them
+# may run other code this once, with errors of 1e-4
+# (https://github.com/pytorch/pytorch/issues/188792). One number is computed by one thread.
+#
+# A table of rotary angles, say, stays as it was first computed: with such an error in its second
+# half, a process would write other tokens than the next one.
+
+
+_FUNCTIONS = (
+    *(torch.acos, torch.asin, torch.atan, torch.cos, torch.sin, torch.tan, torch.tanh),
+    *(torch.exp, torch.exp2, torch.expm1, torch.log, torch.log10, torch.log1p, torch.log2),
+    *(torch.erf, torch.erfc, torch.erfinv, torch.sqrt, torch.rsqrt, torch.reciprocal),
+    *(torch.abs, torch.ceil, torch.floor, torch.round, torch.trunc),
+)
+
+
+def prepare_vector_math() -> None:
+    """Call every function once on a single number. It has to be before anything is computed."""
+    for dtype in (torch.float32, torch.float64):
+        number = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        for function in _FUNCTIONS:
+            function(number)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tokenleap.core.distribution import Limits
     from tokenleap.core.noise import Noise
-    from tokenleap.core.truncation import Limits
 
 __all__ = ["GrowthDraw", "GrowthPlan"]
 

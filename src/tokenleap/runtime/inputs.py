@@ -10,20 +10,100 @@ tokens, four fifths of the rectangle are padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from tokenleap.core.tree import TokenTree
 from tokenleap.runtime.attention import padded_rows
-from tokenleap.runtime.windows import Window
 
-__all__ = ["PassInputs", "RowNodes", "masked_nodes", "tree_nodes"]
+__all__ = [
+    "FULL",
+    "ExtendedEmbedding",
+    "PassInputs",
+    "RowNodes",
+    "Window",
+    "extended",
+    "layer_windows",
+    "look_up",
+    "masked_nodes",
+    "resize_windows",
+    "resized",
+    "tree_nodes",
+    "windows_by_kind",
+]
+
+
+# Attention windows: layers that see only the positions near a node.
+#
+# Windows count positions, not slots. In a token tree, a node's slot says nothing about its
+# position, so masks are made by the ranks of what a node sees (`PassInputs.mask_within`).
+
+
+FULL = "full_attention"
+_CHUNKED = "chunked_attention"
+_SIZES = {"sliding_attention": "sliding_window", _CHUNKED: "attention_chunk_size"}
+"""Kinds of layers with windows, and the fields of configurations with their sizes."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a layer sees of the positions up to a node's own.
+
+    Args:
+        size: number of tokens.
+        chunked: whether the text is cut into chunks of `size` tokens, and a node sees its own chunk
+            only. Otherwise it sees itself and the `size` - 1 tokens before it.
+    """
+
+    size: int
+    chunked: bool = False
+
+    def first(self, positions: Tensor) -> Tensor:
+        """The first position that a node at each of these positions sees; it may be negative."""
+        if self.chunked:
+            return positions // self.size * self.size
+        return positions + (1 - self.size)
+
+
+def windows_by_kind(config: PreTrainedConfig) -> Mapping[str, Window]:
+    """The windows of a decoder-only model by the kinds of its layers (`layer_types`).
+
+    A model without `layer_types` has the same window in all layers, or none.
+    """
+    kinds = getattr(config, "layer_types", None)
+    sizes = {kind: getattr(config, field, None) for kind, field in _SIZES.items()}
+    return {
+        kind: Window(size, kind == _CHUNKED)
+        for kind, size in sizes.items()
+        if size and (kinds is None or kind in kinds)
+    }
+
+
+def layer_windows(config: PreTrainedConfig) -> tuple[Window | None, ...]:
+    """The window of each layer of a decoder-only model; None if it sees the whole text."""
+    windows = windows_by_kind(config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return tuple(windows.get(kind) for kind in kinds)
+    return (next(iter(windows.values()), None),) * int(config.num_hidden_layers)
+
+
+def resized(window: Window | None, size: int) -> Window | None:
+    """A window of the same kind with this size; None stays None."""
+    return None if window is None else replace(window, size=size)
+
+
+def resize_windows(config: PreTrainedConfig, size: int) -> None:
+    """Give all windows of a configuration this size."""
+    for kind in windows_by_kind(config):
+        setattr(config, _SIZES[kind], size)
 
 
 @dataclass(frozen=True)
@@ -212,3 +292,76 @@ class PassInputs:
         places = flat.new_zeros(len(self.rows) * self.nodes, *flat.shape[1:])
         places[self.used] = flat
         return places.view(shape)
+
+
+# Embeddings of token ids behind the vocabulary, which a drafter has learnt (`Network.extend`).
+
+
+def look_up(tokens: Tensor, embedding: Tensor, more: Tensor | None) -> Tensor:
+    """The rows of tokens in two tables, the second of which may be missing.
+
+    Args:
+        tokens: [...] ids below V + L.
+        embedding: [V, E].
+        more: [L, E] those of the ids from V on.
+
+    Returns:
+        [..., E].
+    """
+    if more is None:
+        return F.embedding(tokens, embedding)
+    known = F.embedding(tokens.clamp(max=len(embedding) - 1), embedding)
+    return _chosen(tokens, known, more, len(embedding))
+
+
+def _chosen(tokens: Tensor, known: Tensor, more: Tensor, first: int) -> Tensor:
+    """[..., E] the rows `known` of tokens below `first`, and those [L, E] of the others."""
+    added = F.embedding((tokens - first).clamp(min=0), more).to(known.dtype)
+    return torch.where((tokens >= first).unsqueeze(-1), added, known)
+
+
+class ExtendedEmbedding(nn.Module):
+    """An embedding module of V tokens, with more tokens behind them.
+
+    Args:
+        inner: the module.
+        rows: [L, E] what it would return for the others.
+    """
+
+    def __init__(self, inner: nn.Module, rows: Tensor) -> None:
+        super().__init__()
+        self.inner, self.first = inner, len(inner.weight)  # type: ignore[arg-type]
+        self.rows = nn.Parameter(rows)
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, E] the rows of the vocabulary, for callers that tie or measure them."""
+        weight = self.inner.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] ids below V + L -> [..., E]."""
+        known: Tensor = self.inner(tokens.clamp(max=self.first - 1))
+        return _chosen(tokens, known, self.rows, self.first)
+
+
+def extended(embedding: nn.Module, rows: Tensor) -> tuple[ExtendedEmbedding, int]:
+    """An embedding module with more tokens.
+
+    Args:
+        embedding: of V tokens, or one that was extended before.
+        rows: [L, E] what it is to return for the next ids.
+
+    Returns:
+        The module, which shares the weights of the vocabulary, and the first of these ids.
+    """
+    if isinstance(embedding, ExtendedEmbedding):
+        known = embedding.rows
+        more = torch.cat([known, rows.to(known)])
+        module = ExtendedEmbedding(embedding.inner, more)
+        return module.requires_grad_(False), module.first + len(known)
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    module = ExtendedEmbedding(embedding, rows.to(weight.device, weight.dtype))
+    return module.requires_grad_(False), len(weight)

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenleap.runtime.attention import attend_grouped, grouped_mask
-from tokenleap.runtime.embedding import look_up
-from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.inputs import PassInputs, Window, look_up, resized
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import (
     DecoderWeights,
@@ -31,7 +30,6 @@ from tokenleap.runtime.llama import (
     MixedInput,
 )
 from tokenleap.runtime.network import Need, PassOutput
-from tokenleap.runtime.windows import Window, resized
 
 __all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
 

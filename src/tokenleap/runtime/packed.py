@@ -1,49 +1,75 @@
 """Models whose packed weights are files in the cache, mapped into memory.
 
-A quantized model is packed once. `packing.py` rounds the weights of a folder or a GGUF file to int8
-or int4, and `packing_gguf.py` packs a GGUF file in its own numbers.
+A quantized model is packed once. `packed.py` rounds the weights of a folder or a GGUF file to int8
+or int4, and `packed.py` packs a GGUF file in its own numbers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokenleap import models
+from tokenleap.core.config import return_freed
 from tokenleap.errors import ModelError
-from tokenleap.models import aside, store
-from tokenleap.models.disk import CacheError
-from tokenleap.models.gguf_file import GgufFile, gguf_parts
-from tokenleap.models.gguf_weights import GgufWeights
-from tokenleap.models.identity import identity_of
+from tokenleap.models import resolver, store
+from tokenleap.models.convert import GgufWeights
+from tokenleap.models.gguf import GgufFile, gguf_parts
 from tokenleap.models.load import checked_config
-from tokenleap.models.packed_names import packed_beginning
-from tokenleap.models.resolver import cache_title, gguf_file, gguf_title
-from tokenleap.models.skeleton import skeleton
+from tokenleap.models.loaded import empty, fill, skeleton
+from tokenleap.models.resolver import cache_title, gguf_file, gguf_title, packed_beginning
+from tokenleap.models.store import CacheError, identity_of, progress
 from tokenleap.models.weights import FolderWeights, WeightSource
 from tokenleap.runtime.choices import AUTO, DRAFTING, OWN
-from tokenleap.runtime.families import FAMILIES
-from tokenleap.runtime.llama import LlamaWeights
-from tokenleap.runtime.native.packed import QUANTIZED
-from tokenleap.runtime.native.packed_files import (
+from tokenleap.runtime.llama import FAMILIES, LinearWeights, LlamaWeights
+from tokenleap.runtime.native.pack import (
+    FORMAT_OF,
+    PANEL,
+    Format,
+    PackedWeights,
+    halves,
+    joined,
+    pack,
+    pack_blocks,
+    packed_in_turns,
+)
+from tokenleap.runtime.native.packed import (
     LAYOUT_VERSION,
+    QUANTIZED,
     MappedDecoder,
     MappedFile,
+    PackedLayer,
+    Packing,
     rest_file,
+    write,
+    write_layer,
 )
 from tokenleap.runtime.native.support import FORMATS, why_no_library, why_not_native
-from tokenleap.runtime.packing import NotFiniteError, RoundingPacker, fill_ends
-from tokenleap.runtime.packing_gguf import GgufPacker
+from tokenleap.runtime.probing import probe_tokens
 
-__all__ = ["PackedModel", "open_packed"]
+__all__ = [
+    "HEAD_ROWS",
+    "GgufPacker",
+    "NotFiniteError",
+    "PackedModel",
+    "RoundingPacker",
+    "fill_ends",
+    "open_packed",
+    "packing_progress",
+]
+
 
 _log = logging.getLogger(__name__)
 
@@ -256,7 +282,7 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
         needed=3 * sum(part.stat().st_size for part in parts),
         fill=fill,
     )
-    files = _kept(recipe, aside.build)
+    files = _kept(recipe, resolver.build_aside)
     return files, files
 
 
@@ -305,3 +331,286 @@ def _num_bytes(module: PreTrainedModel, form: str) -> int:
     per_weight = {"int8": 34 / 32, "int4": 20 / 32, DRAFTING: 20 / 32}[form]
     ends = embedding * (34 / 32 + module.dtype.itemsize)
     return int(1.01 * (layers * per_weight + ends)) + 1_000_000
+
+
+# Packs the weights of a model on disk in int8 or int4, layer by layer.
+#
+# A few tokens pass through the model's modules at the same time, each of which is given its weights
+# when the tokens reach it. Their logits are kept with the packed weights: they show whether
+# quantization spoils the model (see `probing.py`). `packed.py` keeps the files.
+
+
+HEAD_ROWS = 8192
+"""Rows of the output layer that are packed at once; a multiple of `PANEL`."""
+
+_SHOWN_BYTES = 200_000_000
+"""Models whose weights take less are packed within a second, without a word."""
+
+
+def fill_ends(module: Any, embedding: Tensor, norm: Tensor) -> None:
+    """Give the modules the weights that something besides the network reads."""
+    fill(module.model.embed_tokens, {"weight": embedding})
+    fill(module.model.norm, {"weight": norm})
+    if module.config.tie_word_embeddings:
+        module.lm_head.weight = module.model.embed_tokens.weight
+
+
+class NotFiniteError(ModelError):
+    """A weight is damaged, or the dtype too small."""
+
+
+class RoundingPacker:
+    """Writes the packed files of a model, while a few tokens pass through its modules.
+
+    Args:
+        source: the weights.
+        module: its modules, which are of no use afterwards: each layer is given its weights when
+            the tokens reach it.
+        quantization: how to pack.
+        folder: an empty folder to fill.
+    """
+
+    def __init__(
+        self, source: WeightSource, module: PreTrainedModel, quantization: str, folder: Path
+    ) -> None:
+        self._source, self._quantization, self._folder = source, quantization, folder
+        self._module: Any = module
+        self._report: Callable[[int], None] = _ignored
+        self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
+        self._done = 0.0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Write the files.
+
+        Raises:
+            ModelError: a weight cannot be read, or logits are not finite.
+            OSError: a file cannot be written.
+        """
+        source, body = self._source, self._module.model
+        with packing_progress(source, self._quantization) as self._report:
+            embedding = self._read("model.embed_tokens.weight")
+            norm = self._read("model.norm.weight")
+            fill_ends(self._module, embedding, norm)
+            sizes = LlamaWeights(self._module)
+            self._packing, self._traits = Packing(sizes, self._quantization), sizes.traits
+            for index, layer in enumerate(body.layers):
+                layer.register_forward_pre_hook(partial(self._fill, index))
+                layer.register_forward_hook(partial(self._finish, index))
+            tokens = torch.tensor([probe_tokens(self._module.config.vocab_size)])
+            logits, head = self._head(body(input_ids=tokens).last_hidden_state[0, 1:])
+            if not logits.isfinite().all():
+                raise NotFiniteError
+            tensors = {"embedding": embedding, "norm": norm, "logits": logits.float()}
+            write(rest_file(self._folder), tensors, {"head": head})
+
+    def _fill(self, index: int, layer: nn.Module, _inputs: object) -> None:
+        """Read the weights of a layer before it runs."""
+        names = [name for name, _ in layer.named_parameters()]
+        fill(layer, {name: self._read(f"model.layers.{index}.{name}") for name in names})
+
+    def _finish(self, index: int, layer: nn.Module, _inputs: object, _outputs: object) -> None:
+        """Pack a layer when it has run."""
+        write_layer(self._folder, index, self._packing.layer(index))
+        empty(layer)
+        return_freed()
+
+    def _head(self, states: Tensor) -> tuple[Tensor, PackedWeights]:
+        """The logits of states [n, E], and the packed output layer.
+
+        The output layer, which can be as large as ten others, is read piece by piece.
+        """
+        tied, size = self._module.config.tie_word_embeddings, self._module.config.vocab_size
+        logits, packed = [], []
+        for start in range(0, size, HEAD_ROWS):
+            if tied:
+                piece = self._module.model.embed_tokens.weight[start : start + HEAD_ROWS]
+            else:
+                piece = self._read("lm_head.weight", (start, min(start + HEAD_ROWS, size)))
+            logits.append(F.linear(states, piece))
+            packed.append(self._packing.pack_head(LinearWeights(piece, None)))
+        return self._traits.logits(torch.cat(logits, dim=-1)), joined(packed)
+
+    def _read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        tensor = self._source.read(name, self._module.dtype, rows)
+        self._done += tensor.numel() / self._elements * self._source.num_bytes
+        self._report(int(self._done))
+        return tensor
+
+
+def packing_progress(
+    source: WeightSource, form: str
+) -> AbstractContextManager[Callable[[int], None]]:
+    """Show the progress of packing a large model, in bytes of its weights on disk."""
+    if source.num_bytes < _SHOWN_BYTES:
+        return nullcontext(_ignored)
+    return progress(f"Packing {source.title} in {form}", "10 s per GB", source.num_bytes)
+
+
+def _ignored(_done: int) -> None:
+    """Progress that nobody sees."""
+
+
+# Packs a GGUF file in its own numbers (`native/pack.py`), layer by layer.
+#
+# A layer whose numbers no format has is dequantized and rounded to int8. Layers that are one in the
+# native runtime (query, key and value; gate and up) are several if their kinds differ. Beside one
+# in floats, they are all dequantized. `packed.py` keeps the files.
+
+
+class GgufPacker:
+    """Writes the packed files of a GGUF file.
+
+    Args:
+        source: its weights.
+        module: its modules, on the meta device.
+        folder: a folder to write to.
+    """
+
+    def __init__(self, source: GgufWeights, module: PreTrainedModel, folder: Path) -> None:
+        self._source, self._module, self._folder = source, module, folder
+        self._tied = bool(module.config.tie_word_embeddings)
+        self._floats = FORMATS[module.dtype]
+        self._family = FAMILIES[type(module).__name__]
+        self._runs: dict[str, set[str]] = {}
+        self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
+
+    def run(self) -> str:
+        """Write the files.
+
+        Returns:
+            What runs, for people: how each kind of numbers in the file is stored.
+
+        Raises:
+            ModelError: the file cannot be read, or is damaged.
+            OSError: a file cannot be written.
+        """
+        done = 0.0
+        with packing_progress(self._source, "its own numbers") as report:
+            for index in range(self._module.config.num_hidden_layers):
+                prefix = f"model.layers.{index}."
+                write_layer(self._folder, index, self._layer(prefix))
+                shapes = self._source.shapes
+                names = [name for name in shapes if name.startswith(prefix)]
+                done += sum(torch.Size(shapes[name]).numel() for name in names)
+                report(int(done / self._elements * self._source.num_bytes))
+            self._write_rest()
+        return "; ".join(f"{kind} {' and '.join(sorted(how))}" for kind, how in self._runs.items())
+
+    def _layer(self, prefix: str) -> PackedLayer:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        family, norms = self._family, self._family.norms
+        return PackedLayer(
+            attention_norm=self._norm(prefix, norms.attention),
+            qkv=self._parts(*(f"{attention}{name}" for name in family.qkv)),
+            query_norm=self._norm(attention, "q_norm"),
+            key_norm=self._norm(attention, "k_norm"),
+            output=self._alone(f"{attention}o_proj"),
+            mlp_norm=self._norm(prefix, norms.mlp),
+            gate_up=self._gate_up(*(f"{mlp}{name}" for name in family.gate_up)),
+            down=self._alone(f"{mlp}down_proj"),
+            attention_after=self._norm(prefix, norms.attention_after),
+            mlp_after=self._norm(prefix, norms.mlp_after),
+        )
+
+    def _write_rest(self) -> None:
+        dtype = self._module.dtype
+        embedding = "model.embed_tokens.weight"
+        head = embedding if self._tied else "lm_head.weight"
+        tensors = {
+            "embedding": self._source.read(embedding, dtype),
+            "norm": self._read("model.norm.weight"),
+        }
+        write(rest_file(self._folder), tensors, {"head": self._linear(head, self._form(head))})
+
+    def _alone(self, name: str) -> PackedWeights:
+        (packed,) = self._parts(name)
+        return packed
+
+    def _parts(self, *names: str) -> tuple[PackedWeights, ...]:
+        """Linear layers with the same input; neighbours in one format are one matrix."""
+        runs = groupby(zip(names, self._forms(*names), strict=True), key=itemgetter(1))
+        return tuple(self._merged(form, *(name for name, _ in run)) for form, run in runs)
+
+    def _gate_up(self, *names: str) -> tuple[PackedWeights, ...]:
+        forms = self._forms(*names)
+        parts = [self._linear(f"{n}.weight", form) for n, form in zip(names, forms, strict=True)]
+        gate, up = halves(*parts) if len(parts) == 1 else parts
+        return (packed_in_turns(gate, up),) if gate.format is up.format else (gate, up)
+
+    def _merged(self, form: Format, *names: str) -> PackedWeights:
+        """Linear layers with the same input, one below the other, with their biases."""
+        parts = [self._linear(f"{name}.weight", form) for name in names]
+        biases = [self._found(f"{name}.bias") for name in names]
+        if all(bias is None for bias in biases):
+            return joined(parts)
+        sizes = [part.outputs for part in parts]
+        both = zip(biases, sizes, strict=True)
+        bias = torch.cat([torch.zeros(size) if each is None else each for each, size in both])
+        whole = joined(parts)
+        return replace(whole, bias=F.pad(bias, (0, -len(bias) % PANEL)))
+
+    def _forms(self, *names: str) -> list[Format]:
+        """The formats of layers with the same input, which is either of floats or of int8."""
+        forms, floats = [self._form(f"{name}.weight") for name in names], self._floats
+        return [floats] * len(forms) if floats in forms else forms
+
+    def _form(self, name: str) -> Format:
+        """The format that holds a weight best."""
+        if self._source.is_float(name):
+            return self._floats
+        kind = self._source.kind(name)
+        return FORMAT_OF.get(kind, Format.INT8)
+
+    def _linear(self, name: str, form: Format) -> PackedWeights:
+        kind = self._source.kind(name)
+        packed = self._repacked(name) if FORMAT_OF.get(kind) is form else None
+        exact = packed or form is Format.FLOAT32 or (kind.name, form) == ("BF16", Format.BFLOAT16)
+        self._say(kind.name, form, "" if exact else ", rounded")
+        return packed or self._rounded(name, form)
+
+    def _repacked(self, name: str) -> PackedWeights | None:
+        """A weight in its own numbers, a piece at a time; None if one is not finite."""
+        kind, rows = self._source.kind(name), torch.from_numpy(self._source.blocks(name))
+        parts = []
+        for piece in torch.split(rows, HEAD_ROWS):
+            packed = pack_blocks(kind, piece, self._source.shapes[name][1])
+            if packed is None:
+                return None
+            parts.append(packed)
+        return joined(parts)
+
+    def _rounded(self, name: str, form: Format) -> PackedWeights:
+        """A weight that is dequantized, a piece at a time if that is possible, and packed.
+
+        Raises:
+            ModelError: it was to keep its own numbers, and one of them is not finite.
+        """
+        if form not in (self._floats, Format.INT8, Format.INT4):
+            raise ModelError(
+                f"{self._source.title}: {name} has numbers that are not finite: the file is "
+                "damaged; get it again."
+            )
+        outputs = self._source.shapes[name][0]
+        whole = name.startswith("model.layers.")  # rows may be in another order in the file
+        size = outputs if whole else HEAD_ROWS
+        dtype = torch.float32 if form is Format.INT8 else self._module.dtype
+        parts = []
+        for start in range(0, outputs, size):
+            rows = None if whole else (start, min(start + size, outputs))
+            parts.append(pack(LinearWeights(self._source.read(name, dtype, rows), None), form))
+        return joined(parts)
+
+    def _say(self, kind: str, form: Format, how: str) -> None:
+        self._runs.setdefault(kind, set()).add(f"as {form.name.lower()}{how}")
+
+    def _read(self, name: str) -> Tensor:
+        return self._source.read(name, torch.float32)
+
+    def _norm(self, prefix: str, name: str | None) -> Tensor | None:
+        """What a norm multiplies by; None if the model has none of this name."""
+        weight = None if name is None else self._found(f"{prefix}{name}.weight")
+        return None if weight is None else self._family.norm(weight)
+
+    def _found(self, name: str) -> Tensor | None:
+        return self._read(name) if name in self._source.shapes else None

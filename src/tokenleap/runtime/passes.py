@@ -1,8 +1,8 @@
 """`Passes`: forward passes of one network over the rows of its KV slab.
 
 `Target` runs a language model with it, and a drafting head (`drafters/heads/`) is a small network
-of its own kind. This file does not know about models, sampling, acceptance or drafting. `rows.py`
-manages the rows, and `source_rows.py` what they read.
+of its own kind. This file does not know about models, sampling, acceptance or drafting. `passes.py`
+manages the rows, and `passes.py` what they read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tokenleap.core.config import MIB
+from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
+from tokenleap.errors import ConfigError
+from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
 from tokenleap.runtime.choose import slab_for
 from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
+from tokenleap.runtime.kv_slab import KVBlock, KVSlab
 from tokenleap.runtime.network import (
     LOGITS,
     GrowingNetwork,
@@ -27,11 +32,271 @@ from tokenleap.runtime.network import (
     Need,
     Network,
     PassOutput,
+    RowState,
+    SourceNetwork,
 )
-from tokenleap.runtime.rows import INTERNAL_KEY
-from tokenleap.runtime.source_rows import SourceRows
 
-__all__ = ["Passes"]
+__all__ = ["INTERNAL_KEY", "Passes", "Rows", "SourceRows"]
+
+
+# `Rows`: the rows of a KV slab, addressed by keys. `Passes` adds passes to it.
+
+
+INTERNAL_KEY = -1
+"""Rows that belong to no request, such as those of checks and measurements, have this key and
+smaller ones. Requests have keys from 0."""
+
+MARGIN = ROW_MULTIPLE - 1
+"""Positions behind a row's tokens that padding may write to."""
+
+
+class Rows:
+    """The rows of a KV slab by their keys: request ids, or `INTERNAL_KEY` and below.
+
+    Args:
+        slab: holds the rows' KV.
+        max_model_len: most tokens of a row.
+    """
+
+    def __init__(self, slab: KVSlab, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self._slab = slab
+        self._keys: list[int] = []  # key of each slab row
+
+    def add(self, key: int) -> None:
+        """Open an empty row.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        assert key not in self._keys
+        self._slab.add_row()
+        self._keys.append(key)
+
+    def remove(self, key: int) -> None:
+        """Close a row."""
+        row = self._row(key)
+        moved = self._slab.remove_row(row)
+        self._keys[row] = self._keys[moved]
+        self._keys.pop()
+
+    def wipe(self, key: int) -> None:
+        """Zero a row that may hold NaN, before another request gets its memory."""
+        self._slab.wipe_row(self._row(key))
+
+    def fork(self, key: int, new_key: int) -> None:
+        """Copy the KV of `key` to the row `new_key`, which is opened if needed."""
+        if new_key not in self:
+            self.add(new_key)
+        self._slab.copy_row(self._row(key), self._row(new_key))
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._keys
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return len(self._keys)
+
+    def cached(self, key: int) -> int:
+        """Number of tokens whose KV is committed."""
+        return self._slab.lengths[self._row(key)]
+
+    def kept(self, key: int) -> int:
+        """Number of nodes whose KV the row keeps for its next tree (see `KVSlab.commit`)."""
+        return self._slab.kept[self._row(key)]
+
+    @property
+    def longest(self) -> int:
+        """Slots in use in the longest row: committed tokens and kept nodes."""
+        return self._slab.longest
+
+    def commit(self, key: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
+        """Keep the KV of these nodes of the last pass (see `KVSlab.commit`)."""
+        self._slab.commit(self._row(key), nodes, kept)
+
+    def rollback(self, key: int, length: int) -> None:
+        """Discard the KV behind the first `length` tokens."""
+        self._slab.rollback(self._row(key), length)
+
+    def read(self, key: int, start: int, stop: int) -> KVBlock:
+        """A copy of the KV at the committed positions `start` to `stop` - 1."""
+        return self._slab.read(self._row(key), start, stop)
+
+    def append(self, key: int, block: KVBlock) -> None:
+        """Commit KV that `read` returned, instead of computing it again."""
+        self._slab.append(self._row(key), block)
+
+    def set_state(self, key: int, state: Sequence[Tensor]) -> None:
+        """Give a row tensors that are written once and never rolled back (see `KVSlab`)."""
+        self._slab.set_state(self._row(key), state)
+
+    def state(self, key: int) -> Sequence[Tensor]:
+        """The row's state; empty if it has none."""
+        return self._slab.state(self._row(key))
+
+    def _row(self, key: int) -> int:
+        return self._keys.index(key)
+
+    # Memory
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Keep the KV slab within this many bytes.
+
+        Raises:
+            ConfigError: not even one sequence would fit.
+        """
+        cells = num_bytes // self._slab.cell_bytes
+        if cells < KEY_BLOCK:
+            least = KEY_BLOCK * self._slab.cell_bytes / MIB
+            raise ConfigError(
+                f"kv_cache_memory: one sequence of this model takes at least {least:.1f} MiB, got "
+                f"{num_bytes / MIB:.1f} MiB."
+            )
+        self._slab.limit = cells
+        if self._slab.cells > cells:
+            self._slab.shrink()
+
+    def shrink(self) -> None:
+        """Free the memory that no row uses."""
+        self._slab.shrink()
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a row that has all memory to itself."""
+        return self.most_tokens_beside(0)
+
+    def most_tokens_beside(self, state_bytes: int) -> int:
+        """The same for a row whose state takes so many bytes; 0 or less if there is no room."""
+        if self._slab.limit is None:
+            return self.max_model_len
+        taken = -(-state_bytes // self._slab.cell_bytes) if state_bytes else 0
+        cells = self._slab.limit - taken
+        return min(self.max_model_len, cells // KEY_BLOCK * KEY_BLOCK - MARGIN)
+
+    def has_room(self, rows: int, tokens: int, state_bytes: int = 0) -> bool:
+        """Whether the memory limit allows this many rows, the longest of this many tokens.
+
+        Args:
+            rows: number of rows, those in use included.
+            tokens: tokens of the longest row.
+            state_bytes: bytes of row state that is to be added.
+        """
+        return self._slab.has_room(rows, tokens + MARGIN, state_bytes)
+
+    @property
+    def slab(self) -> KVSlab:
+        """What holds the rows."""
+        return self._slab
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        return self._slab.cell_bytes
+
+
+# `SourceRows`: rows that read a source, if the network is that of an encoder-decoder.
+
+
+class SourceRows(Rows):
+    """The rows of a network's KV slab, and the sources that they read.
+
+    Args:
+        network: the rows are its.
+        slab: holds the rows' KV and state.
+        max_model_len: most tokens of a row.
+    """
+
+    def __init__(self, network: Network, slab: KVSlab, max_model_len: int) -> None:
+        super().__init__(slab, max_model_len)
+        self.network = network
+        self._probe_state: RowState | None = None
+
+    @property
+    def source_network(self) -> SourceNetwork | None:
+        """The network of an encoder-decoder; None of a decoder-only model."""
+        return self.network if isinstance(self.network, SourceNetwork) else None
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether rows need a source: the model is an encoder-decoder."""
+        return self.source_network is not None
+
+    def add(self, key: int) -> None:
+        """Open an empty row. Rows of checks and measurements read the network's `probe_source`.
+
+        Raises:
+            SlabFull: there is no room for it.
+        """
+        super().add(key)
+        network = self.source_network
+        if network is None or key > INTERNAL_KEY:
+            return
+        if self._probe_state is None:
+            self._probe_state = self._encoded(network.probe_source)
+        try:
+            self.set_state(key, self._probe_state)
+        except Exception:
+            self.remove(key)
+            raise
+
+    def encode(self, key: int, source: Source) -> None:
+        """Read a source: run the encoder, and give the row the state that its decoder reads.
+
+        Raises:
+            SlabFull: there is no room for the state.
+        """
+        self.share_state(key, self._encoded(source))
+
+    @torch.inference_mode()
+    def encoded(self, key: int, source: Source) -> Tensor:
+        """[n, E] what the encoder makes of a source: of this row, if it has that, else anew.
+
+        A row has it if the network `keeps_encoded`, unless its state was made before that.
+        """
+        if key in self and self.has_source(key) and len(kept := self.row_state(key).encoded):
+            return kept
+        return self._needed_source_network().encoded(source)
+
+    @torch.inference_mode()
+    def read_encoded(self, key: int, encoded: Tensor) -> None:
+        """Give the row the state that its decoder reads of another model's encoder [n, E].
+
+        Raises:
+            SlabFull: there is no room for the state.
+        """
+        self.share_state(key, self._needed_source_network().read(encoded))
+
+    def share_state(self, key: int, state: RowState) -> None:
+        """Give a row the state of a source that was read before, as `row_state` returned it.
+
+        Raises:
+            SlabFull: there is no room for the state.
+        """
+        self.set_state(key, state)
+
+    def row_state(self, key: int) -> RowState:
+        """The state of the source that the row has read."""
+        return RowState(*self.state(key))
+
+    def has_source(self, key: int) -> bool:
+        """Whether the row has read its source; True of a decoder-only model."""
+        return not self.reads_source or bool(self.state(key))
+
+    def state_bytes(self, source: Source | None) -> int:
+        """Bytes of the state of a row that has read this source; 0 of a decoder-only model."""
+        network = self.source_network
+        return 0 if network is None or source is None else network.state_bytes(source)
+
+    @torch.inference_mode()
+    def _encoded(self, source: Source) -> RowState:
+        return self._needed_source_network().encode(source)
+
+    def _needed_source_network(self) -> SourceNetwork:
+        network = self.source_network
+        assert network is not None, "a decoder-only model reads no source"
+        return network
+
 
 PREFILL_CHUNK = 256
 """Prompt tokens per pass: many enough to keep the kernels busy, few enough for a small mask."""

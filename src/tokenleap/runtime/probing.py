@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import CompatibilityError, TokenleapError
 from tokenleap.runtime.attention import SHORT_SPAN
-from tokenleap.runtime.network import Network, PassOutput, WindowedNetwork
-from tokenleap.runtime.rows import INTERNAL_KEY
-from tokenleap.runtime.share import share
-from tokenleap.runtime.source_network import SourceNetwork
-from tokenleap.runtime.windows import Window, layer_windows, resize_windows
+from tokenleap.runtime.cpu import share
+from tokenleap.runtime.inputs import Window, layer_windows, resize_windows
+from tokenleap.runtime.network import Network, PassOutput, SourceNetwork, WindowedNetwork
+from tokenleap.runtime.passes import INTERNAL_KEY
 
 __all__ = ["probe", "probe_tokens"]
 

@@ -10,7 +10,7 @@ import torch
 from tokenleap.core import clock
 from tokenleap.core.tree import chain
 from tokenleap.runtime.costs import CostCurve
-from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
 __all__ = ["measure_costs"]

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from tokenleap.models.support import check_supported, context_length
 from tokenleap.runtime.choices import AUTO, NONE
 from tokenleap.runtime.choose import network_for
-from tokenleap.runtime.group import peers_of, whole
 from tokenleap.runtime.packed import PackedModel
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.probing import probe
 from tokenleap.runtime.seq2seq.structure import describe
+from tokenleap.runtime.sharded import peers_of, whole
 
 __all__ = ["Target", "final_norm", "vocabulary_weights"]
 

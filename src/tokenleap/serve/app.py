@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from hashlib import sha256
+from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenleap import __version__
 from tokenleap.async_llm import AsyncLLM
-from tokenleap.serve import chat, completions, info, page, responses, stopping
-from tokenleap.serve.errors import APIError
-from tokenleap.serve.events import answer_of
-from tokenleap.serve.middleware import Authentication, Faults, RequestLog
-from tokenleap.serve.origins import Origins
-from tokenleap.serve.schema import describe
+from tokenleap.serve import chat, completions, info
+from tokenleap.serve.body import describe, fails
+from tokenleap.serve.errors import APIError, refuse
+from tokenleap.serve.rendering import answer_of
+from tokenleap.serve.running import ServerState, state_of
 from tokenleap.serve.settings import Settings
-from tokenleap.serve.state import ServerState
 
-__all__ = ["create_app", "endpoints", "guarded"]
+__all__ = [
+    "FILES",
+    "Authentication",
+    "Faults",
+    "Origins",
+    "RequestLog",
+    "create_app",
+    "endpoints",
+    "guarded",
+    "page_router",
+    "router",
+]
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
@@ -57,8 +81,8 @@ def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
         redoc_url=None,
     )
     app.state.server = ServerState(llm, settings, engine)
-    for each in (chat, completions, responses, stopping, info, page):
-        app.include_router(each.router)
+    for each in (chat.router, completions.router, router, info.router, page_router):
+        app.include_router(each)
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)
     app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
@@ -103,3 +127,264 @@ async def _of_routing(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.scope['path']}: {error.detail}."
     made = APIError(error.status_code, message, headers=error.headers)
     return await _answered(request, made)
+
+
+# The page at `/`: a chat and the trace viewer, from the files in `static/`.
+#
+# The page is a client of `/v1/chat/completions` like any other. Its files are read once, when the
+# app is made, so no request reads a file. A strict policy lets the page load these files and ask
+# this server, and nothing else.
+
+
+_STATIC = resources.files("tokenleap.serve") / "static"
+FILES = {
+    "/" if entry.name == "index.html" else f"/page/{entry.name}": entry
+    for entry in sorted(_STATIC.iterdir(), key=lambda entry: entry.name)
+    if entry.name != "trace.html"  # a template of `tokenleap trace --html`
+}
+"""The files by their paths."""
+
+_KINDS = {
+    "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
+_HEADERS = {
+    "Cache-Control": "no-cache",  # ask again, with the tag below
+    "Content-Security-Policy": "; ".join(
+        [
+            "default-src 'none'",
+            "connect-src 'self'",
+            "img-src data:",
+            "script-src 'self'",
+            "style-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def _router() -> APIRouter:
+    """A route for each file of the page."""
+    found = APIRouter(include_in_schema=False)
+    for path, entry in FILES.items():
+        respond = partial(_file, entry.read_bytes(), _KINDS[entry.name.rpartition(".")[2]])
+        found.add_route(path, respond, methods=["GET", "HEAD"], include_in_schema=False)
+    return found
+
+
+async def _file(content: bytes, kind: str, request: Request) -> Response:
+    """A file, or 304 if the browser has it."""
+    headers = {**_HEADERS, "ETag": f'"{sha256(content).hexdigest()[:32]}"'}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=kind, headers=headers)
+
+
+page_router = _router()
+
+
+# `POST .../ID/cancel`: a client stops an answer that it reads, and gets its end with the trace.
+#
+# OpenAI's API has this path for `/v1/responses`. Closing the connection stops an answer, too, but
+# then nobody is left to read its end.
+
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions/{response_id}/cancel", status_code=204, **fails(404))
+@router.post("/v1/completions/{response_id}/cancel", status_code=204, **fails(404))
+@router.post("/v1/responses/{response_id}/cancel", status_code=204, **fails(404))
+async def cancel(request: Request, response_id: str) -> Response:
+    """End the outputs of a response where they are; they have the finish reason "abort"."""
+    state_of(request).stop(response_id)
+    return Response(status_code=204)
+
+
+# Around every request: its id, its log line, the API key, and what becomes of errors.
+
+
+_log = logging.getLogger("tokenleap.serve.requests")
+_faults = logging.getLogger(__name__)
+
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_OPEN = frozenset({*FILES, "/health", "/live", "/version", "/openapi.json", "/metrics"})
+"""Paths that need no key, as the app's routes have them; all others need one, known or not."""
+
+
+class Faults:
+    """Answers a mistake of ours with 500: the traceback is in the log, and not in the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            _faults.exception("%s %s failed", scope["method"], scope["path"])
+            error = APIError(500, "an internal error: see the server's log.")
+            await refuse(error, scope, receive, send)
+
+
+class Authentication:
+    """Refuses requests without an API key, except to paths that are open to all.
+
+    The path is the one that the app routes by, wherever the app is mounted. So a path that is
+    written in another way, or that the app does not know, needs a key.
+
+    The state of requests with a key has the `caller`, which identifies the key.
+
+    Args:
+        app: the rest of the app.
+        keys: the keys, at least one.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._callers = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in keys}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        caller = None if scope["type"] == "lifespan" else self._caller(scope)
+        if caller is not None:
+            scope.setdefault("state", {})["caller"] = caller
+        open_to_all = scope["type"] == "lifespan" or get_route_path(scope) in _OPEN
+        if open_to_all or caller is not None:
+            await self._app(scope, receive, send)
+            return
+        error = APIError(
+            401,
+            "an API key is needed: send 'Authorization: Bearer KEY'.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await refuse(error, scope, receive, send)
+
+    def _caller(self, scope: Scope) -> str | None:
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        found = given.strip().encode("latin-1", errors="replace")
+        # All of them are compared, in constant time.
+        matches = [of for key, of in self._callers.items() if hmac.compare_digest(found, key)]
+        return matches[0] if kind.lower() == "bearer" and matches else None
+
+
+class RequestLog:
+    """Gives each request an id, and logs it as one line of JSON when it has ended.
+
+    The id is the header `X-Request-Id` of the request if it has a valid one, and of the response.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        began, status = time.perf_counter(), 0
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            line = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status or None,
+                "seconds": round(time.perf_counter() - began, 4),
+                **scope["state"].get("log", {}),
+            }
+            _log.info("%s", json.dumps(line))
+
+
+# Which web pages may use the server: a page must not reach it through its visitor's browser.
+
+
+class Origins:
+    """Refuses requests that a browser sends for the page of another server.
+
+    Browsers send simple requests anywhere, whether the page may read the answer or not (CORS), and
+    name the page in `Origin`. A page whose own name was made to lead to this machine (DNS
+    rebinding) has that name in `Host`. Other clients send no `Origin`.
+
+    Args:
+        app: the rest of the app.
+        host: the address that the server listens at; None if it is not known. At a loopback
+            address, `Host` has to name this machine.
+        allowed: origins of pages that may use it, whose hosts may be in `Host` too; "*" is any.
+    """
+
+    def __init__(self, app: ASGIApp, host: str | None, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = {origin.lower() for origin in allowed}
+        self._hosts = {urlsplit(origin).netloc for origin in self._allowed} - {""}
+        self._local = host is not None and _is_loopback(host) and "*" not in self._allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        refused = None if scope["type"] == "lifespan" else self._refused(Headers(scope=scope))
+        if refused is None:
+            await self._app(scope, receive, send)
+        else:
+            await refuse(refused, scope, receive, send)
+
+    def _refused(self, headers: Headers) -> APIError | None:
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        if self._local and host not in self._hosts and not _is_loopback(_name(host)):
+            return APIError(
+                403,
+                "this server answers requests to localhost only: --allowed-origins names others.",
+                code="host_not_allowed",
+            )
+        own = origin in (f"http://{host}", f"https://{host}")
+        if not origin or own or self._allowed & {origin, "*"}:
+            return None
+        return APIError(
+            403,
+            "pages of other servers may not use this one: --allowed-origins names those that may.",
+            code="origin_not_allowed",
+        )
+
+
+def _name(host: str) -> str:
+    """The name or address in a `Host` header."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # brackets that do not close
+        return ""
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -10,15 +10,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from tokenleap import __version__
-from tokenleap.core.checks import check_token_ids
+from tokenleap.core.sampler import check_token_ids
 from tokenleap.engine.prompts import needed
 from tokenleap.errors import TokenleapError
-from tokenleap.serve.body import read
-from tokenleap.serve.chat_prompt import chat_ids, refuse_special_tokens, text_ids
+from tokenleap.serve.body import read, takes
+from tokenleap.serve.chat import chat_ids, refuse_special_tokens, text_ids
 from tokenleap.serve.errors import APIError, invalid, of_engine
 from tokenleap.serve.fields import DetokenizeBody, TokenizeBody
-from tokenleap.serve.schema import takes
-from tokenleap.serve.state import MAX_CONTEXTS, ServerState, state_of
+from tokenleap.serve.running import MAX_CONTEXTS, ServerState, state_of
 
 __all__ = ["router"]
 

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from tokenleap.core.logprobs import PromptLogprobs, TokenLogprobs
 from tokenleap.core.sequence import Scope
+from tokenleap.errors import TokenleapError
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamedToken
-from tokenleap.serve.fields import Details
-from tokenleap.serve.running import Run
-from tokenleap.serve.state import Pieces
+from tokenleap.serve.errors import APIError, invalid
+from tokenleap.serve.fields import Details, SamplingBody
+from tokenleap.serve.running import GONE, Pieces, Run, ServerState, while_connected
 
 __all__ = [
+    "DONE",
+    "Answer",
+    "EventStream",
     "all_outputs",
+    "answer_of",
+    "as_json",
     "chat_logprobs",
+    "chunk_usage",
     "completion_logprobs",
+    "data",
     "details_of",
+    "event",
+    "last_events",
     "new_id",
     "prompt_logprobs",
+    "refuse_stream_options",
+    "responded",
     "stop_fields",
     "usage_of",
 ]
+
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI's API does the same."""
@@ -191,3 +212,156 @@ def details_of(
 def all_outputs(results: Sequence[RequestOutput]) -> list[CompletionOutput]:
     """The outputs of all prompts, in order."""
     return [output for result in results for output in result.outputs]
+
+
+# `responded`: sends a run's answer, in pieces or whole, and closes the run however that ends.
+
+
+class Answer(Protocol):
+    """What an endpoint makes of a run."""
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response when all outputs have ended; made off the loop."""
+        ...
+
+    def events(self) -> AsyncIterator[bytes]:
+        """The response in pieces."""
+        ...
+
+
+async def responded(
+    request: Request, state: ServerState, run: Run, answer: Answer, *, stream: bool | None
+) -> Response:
+    """The response to a request.
+
+    Args:
+        request: the HTTP request.
+        state: the server's.
+        run: the request's; it is closed in the end.
+        answer: makes the response.
+        stream: whether it is sent in pieces.
+
+    Raises:
+        APIError: an output has failed.
+    """
+    if stream:
+        return EventStream(run, answer.events(), state.settings.write_timeout)
+    try:
+        results = await while_connected(request, run.results())
+        if results is None:
+            return GONE
+        content = await state.llm.off_loop(lambda: as_json(answer.whole(results)))
+        return Response(content, media_type="application/json")
+    finally:
+        run.close()
+
+
+# Server-sent events: a response that ends its run however it ends.
+
+
+_log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of completions."""
+
+
+def as_json(value: Any) -> bytes:
+    """JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        errors="replace"
+    )
+
+
+def data(value: Mapping[str, Any]) -> bytes:
+    """An event without a name."""
+    return b"data: " + as_json(value) + b"\n\n"
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """An event whose name is its type."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + data(value)
+
+
+def answer_of(error: APIError) -> Response:
+    """An error as a response."""
+    content = as_json(error.as_dict())  # may quote text that has no encoding
+    return Response(content, error.status, error.headers, "application/json")
+
+
+class EventStream(StreamingResponse):
+    """Sends events while the client listens, and closes the run in the end.
+
+    A failure becomes a last event with OpenAI's error object.
+
+    Args:
+        run: what brings the events.
+        events: the events; they are not begun if the client has gone already.
+        write_timeout: see `Settings`.
+    """
+
+    def __init__(self, run: Run, events: AsyncIterator[bytes], write_timeout: float) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_told(events), headers=headers, media_type="text/event-stream")
+        self._run = run
+        self._write_timeout = write_timeout
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._write_timeout):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            _log.info("a client took nothing for %g s", self._write_timeout)
+        finally:
+            self._run.close()
+
+
+async def _told(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for each in events:
+            yield each
+    except APIError as error:
+        yield data(error.as_dict())
+    except TokenleapError as error:
+        yield data(APIError(500, str(error)).as_dict())
+    except Exception:
+        _log.exception("a stream failed")
+        yield data(APIError(500, "an internal error: see the server's log.").as_dict())
+
+
+# The usage in the chunks of a stream of completions, and the stream's last events.
+
+
+def refuse_stream_options(body: SamplingBody) -> None:
+    """Refuse options of a stream for a response that is none.
+
+    Raises:
+        APIError: there are some.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", 'stream_options need "stream": true.')
+
+
+def chunk_usage(body: SamplingBody, run: Run) -> dict[str, Any]:
+    """What a chunk has besides its choices: the usage so far, if the request wants it."""
+    options = body.stream_options
+    if options is None or not options.continuous_usage_stats:
+        return {}
+    return {"usage": usage_of(run)}
+
+
+def last_events(body: SamplingBody, run: Run, head: Mapping[str, Any]) -> Iterator[bytes]:
+    """The usage of all outputs, if the request wants it, and the end of the stream.
+
+    Args:
+        body: the request.
+        run: its run, which has ended.
+        head: what all chunks begin with.
+    """
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield data({**head, "choices": [], "usage": usage_of(run)})
+    yield DONE

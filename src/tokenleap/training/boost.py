@@ -27,10 +27,13 @@ from annotated_types import Ge, Le
 from tokenleap.core.config import Config
 from tokenleap.drafters.model_set import write_drafters
 from tokenleap.training.batches import FIRST_LEARNT, Batch, BatchSampler, TrainingSet, collate
-from tokenleap.training.distill import DraftModelTraining, DraftModelTrainingOptions
-from tokenleap.training.draft_lm import loaded, target_tokenizer
-from tokenleap.training.method import HeadParts
-from tokenleap.training.trainee import Trainee
+from tokenleap.training.distill import (
+    DraftModelTraining,
+    DraftModelTrainingOptions,
+    loaded,
+    target_tokenizer,
+)
+from tokenleap.training.method import HeadParts, Trainee
 
 __all__ = ["BoostTraining", "BoostTrainingOptions", "missed", "missed_parts"]
 

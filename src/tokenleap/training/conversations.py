@@ -9,15 +9,34 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tokenleap.core.files import parsed_json
-from tokenleap.errors import DataError
+from tokenleap.core.params import SamplingParams
+from tokenleap.errors import DataError, RequestError
+from tokenleap.llm import LLM
+from tokenleap.outputs import StreamChunk
 
-__all__ = ["Conversation", "ConversationFile", "Repeats", "loop_start", "opening"]
+__all__ = [
+    "FEWEST_ANSWER_TOKENS",
+    "MOST_TURNS",
+    "Answerer",
+    "Conversation",
+    "ConversationFile",
+    "Repeats",
+    "Talk",
+    "Wanted",
+    "Writer",
+    "Writing",
+    "Written",
+    "answered",
+    "loop_start",
+    "opening",
+    "usual_temperature",
+]
 
 
 @dataclass(frozen=True)
@@ -155,3 +174,222 @@ class Repeats:
         ngram = tuple(self._last)
         self._seen[ngram] = self._seen.get(ngram, 0) + 1
         return self._seen[ngram] > self._times
+
+
+# Conversations while they are written, and the target's answers in them.
+#
+# `self_data.py` lets the target write the users' messages, too; `prompt_data.py` takes them from
+# files.
+
+
+MOST_TURNS = 3
+"""Answers of a conversation."""
+
+FEWEST_ANSWER_TOKENS = 8
+_MOST_TOKENS = 512
+"""Of an answer."""
+
+_GREEDY = SamplingParams(temperature=0, max_tokens=_MOST_TOKENS)
+_SAMPLED = SamplingParams(top_p=0.95, top_k=400, max_tokens=_MOST_TOKENS)
+
+
+def usual_temperature(seed: int) -> float:
+    """Of the answers of a conversation: half of them are greedy."""
+    return 0.0 if seed % 2 == 0 else 0.7
+
+
+@dataclass
+class Talk:
+    """A conversation that is being written.
+
+    Args:
+        seed: everything that is sampled in it follows from this.
+        temperature: of its answers; 0 is greedy.
+        tokens: so far, chat template included.
+        answers: [start, stop) of each answer.
+        finished: whether the last answer ended by itself.
+    """
+
+    seed: int
+    temperature: float
+    tokens: list[int]
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def noise_seed(self) -> int:
+        """Seed of its next message or answer."""
+        return MOST_TURNS * self.seed + len(self.answers)
+
+    def answer_params(self) -> SamplingParams:
+        """Of the next answer."""
+        if self.temperature == 0:
+            return _GREEDY
+        changed = {"temperature": self.temperature, "seed": self.noise_seed}
+        return _SAMPLED.model_copy(update=changed)
+
+    def written(self) -> Conversation:
+        """The conversation up to the end of its last answer."""
+        stop = self.answers[-1][1]
+        tokens, answers = tuple(self.tokens[:stop]), tuple(self.answers)
+        return Conversation(tokens, answers, self.seed, self.temperature)
+
+
+def answered(talk: Talk, length: int) -> Writing[bool]:
+    """Add an answer to a conversation; where it begins to loop it is cut off.
+
+    Args:
+        talk: the conversation.
+        length: most tokens that it may have afterwards.
+
+    Returns:
+        Whether there is a useful answer.
+    """
+    params = talk.answer_params()
+    most = min(params.max_tokens or length, length - len(talk.tokens))
+    if most < 1:
+        return False
+    params = params.model_copy(update={"max_tokens": most})
+    written = yield Wanted(tuple(talk.tokens), params)
+    if len(written.tokens) < FEWEST_ANSWER_TOKENS:
+        return False
+    begin = len(talk.tokens)
+    talk.tokens += written.tokens
+    talk.answers.append((begin, len(talk.tokens)))
+    talk.finished = written.finish == "stop"
+    return True
+
+
+class Answerer:
+    """Lets a model answer.
+
+    Args:
+        llm: the model.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._writer, self._length = Writer(llm), llm.max_model_len
+
+    def answer(self, talks: Sequence[Talk]) -> list[Talk]:
+        """Add an answer to each, see `answered`.
+
+        Returns:
+            Those with a useful answer.
+        """
+        useful = self._writer.run(answered(talk, self._length) for talk in talks)
+        return [talk for talk, is_useful in zip(talks, useful, strict=True) if is_useful]
+
+
+# Lets a target write many texts at a time, and stops those that begin to repeat themselves.
+#
+# What is written is described by generators: one yields a `Wanted`, and gets a `Written` back. So a
+# conversation of several turns is one function, although others are written at the same time.
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text to be written.
+
+    Args:
+        prompt: in front of it.
+        params: how it is sampled.
+        loop: n of the n-grams that may not occur three times.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    loop: int = 12
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text that was written.
+
+    Args:
+        tokens: its tokens, up to where it begins to loop.
+        finish: why it ended: "stop", "length" or "loop".
+    """
+
+    tokens: tuple[int, ...]
+    finish: str
+
+
+Writing = Generator[Wanted, Written, _T]
+"""Something that needs texts, one after the other, and makes a result of them."""
+
+
+@dataclass
+class _Running(Generic[_T]):
+    """A writing whose current text is being written."""
+
+    place: int
+    writing: Writing[_T]
+    wanted: Wanted
+    repeats: Repeats
+    tokens: list[int] = field(default_factory=list)
+
+    def read(self, chunk: StreamChunk) -> Written | None:
+        """Take in a chunk; returns the text once it is complete."""
+        for token in chunk.tokens:
+            self.tokens.append(token.token_id)
+            if self.repeats.add(token.token_id):
+                return Written(tuple(self.tokens[: len(self.tokens) - self.wanted.loop]), "loop")
+        if chunk.output is None:
+            return None
+        reason = chunk.output.finish_reason
+        if reason not in ("stop", "length"):
+            raise RequestError("the target failed while it wrote text to learn from.", [])
+        return Written(tuple(self.tokens), reason)
+
+
+class Writer:
+    """Writes with a target.
+
+    Args:
+        llm: the target.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.engine
+        self._most = 2 * llm.engine.options.max_num_seqs  # so that a row never waits for the next
+
+    def run(self, writings: Iterable[Writing[_T]]) -> list[_T]:
+        """The results of these, in order.
+
+        Raises:
+            RequestError: the engine failed at one of the texts.
+        """
+        left = iter(enumerate(writings))
+        results: dict[int, _T] = {}
+        running: dict[str, _Running[_T]] = {}
+
+        def go_on(place: int, writing: Writing[_T], written: Written | None) -> None:
+            try:
+                wanted = next(writing) if written is None else writing.send(written)
+            except StopIteration as end:
+                results[place] = end.value
+                return
+            name = self._engine.add_request(list(wanted.prompt), wanted.params)
+            running[name] = _Running(place, writing, wanted, Repeats(wanted.loop))
+
+        def fill() -> None:
+            while len(running) < self._most and (new := next(left, None)) is not None:
+                go_on(*new, None)
+
+        try:
+            fill()
+            while running:
+                for chunk in self._engine.step():
+                    name = chunk.request_id
+                    if name in running and (written := running[name].read(chunk)) is not None:
+                        ended = running.pop(name)
+                        if written.finish == "loop":
+                            self._engine.abort(name)
+                        go_on(ended.place, ended.writing, written)
+                fill()
+        finally:
+            self._engine.abort(running)
+        return [results[place] for place in sorted(results)]

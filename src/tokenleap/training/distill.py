@@ -5,7 +5,7 @@
 for the target's distribution p and the draft model's q behind every token in front of a part to
 learn. D is one of `losses`; the paper recommends to try several, since the best one depends on task
 and temperature. The answers are those that the target writes (`teacher`), those of the draft model
-(`on_policy`, see `on_policy.py`), some of both (`mixed`), or the user's own (`fixed`). p is
+(`on_policy`, see `distill.py`), some of both (`mixed`), or the user's own (`fixed`). p is
 that of the target, whoever wrote the text.
 
 The draft model is a causal LM with the target's vocabulary. It reads nothing of the target but its
@@ -16,36 +16,59 @@ other places, and are for evaluation only.
 
 from __future__ import annotations
 
+import random
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import FiniteFloat, model_validator
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from tokenleap.core.config import Config
-from tokenleap.errors import ConfigError
-from tokenleap.models.support import context_length
-from tokenleap.training.batches import Batch
-from tokenleap.training.draft_lm import (
-    Sizes,
-    decoder,
-    embedding,
-    first_layers,
-    loaded,
-    new_lm,
-    output_layer,
-    target_tokenizer,
-    write_lm,
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
-from tokenleap.training.losses import LOSSES, Loss, LossName
-from tokenleap.training.method import HeadParts, OnPolicy, TrainingMethod
+
+from tokenleap import models
+from tokenleap.core.config import Config
+from tokenleap.core.files import write_whole
+from tokenleap.errors import CompatibilityError, ConfigError, ModelError, TrainingError, in_one_line
+from tokenleap.llm import LLM
+from tokenleap.models.load import silent
+from tokenleap.models.support import check_supported, context_length
+from tokenleap.training.batches import Batch, Examples, Joined, TrainingSet
+from tokenleap.training.conversations import (
+    Answerer,
+    Conversation,
+    ConversationFile,
+    Talk,
+    opening,
+    usual_temperature,
+)
+from tokenleap.training.features import FeatureCache, compute_features
+from tokenleap.training.method import (
+    LOSSES,
+    HeadParts,
+    Loss,
+    LossName,
+    OnPolicy,
+    Trainee,
+    TrainingMethod,
+    at_roots,
+)
 from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainee import Trainee, at_roots
 
 __all__ = [
     "DistillTrainee",
@@ -53,7 +76,19 @@ __all__ = [
     "DistillTrainingOptions",
     "DraftModelTraining",
     "DraftModelTrainingOptions",
+    "OnPolicyRounds",
+    "Sizes",
+    "checked",
+    "decoder",
+    "embedding",
+    "first_layers",
+    "loaded",
+    "new_lm",
+    "output_layer",
+    "target_tokenizer",
+    "write_lm",
 ]
+
 
 SCRATCH, TARGET = "scratch", "target"
 
@@ -256,3 +291,382 @@ class DistillTraining(DraftModelTraining):
     def serving(self, folder: Path) -> dict[str, Any]:
         """See `TrainingMethod.serving`."""
         return {"method": "draft_model", "model": str(folder)}
+
+
+# Causal LMs that become draft models: made, checked, and written. `distill.py` trains them.
+
+
+_GENERATION = "generation_config.json"
+_SCRATCH = ": start from 'scratch'"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a draft model; None means that they follow from the target's.
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_layers: decoder layers.
+        num_heads: attention heads of each layer.
+        intermediate_size: of the MLPs.
+    """
+
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    intermediate_size: int | None = None
+
+    def layers_for(self, target: PreTrainedConfig) -> int:
+        """Decoder layers; by default an eighth of the target's."""
+        return self.num_layers or max(1, target.num_hidden_layers // 8)
+
+
+def new_lm(target: PreTrainedConfig, sizes: Sizes) -> PreTrainedModel:
+    """A Llama with random weights, tied embeddings, and the target's vocabulary and context.
+
+    Args:
+        target: the configuration of its text part.
+        sizes: by default half of the target's width, in multiples of 64, with its head size and
+            the proportion of its MLPs.
+    """
+    width = target.hidden_size
+    head_dim = getattr(target, "head_dim", None) or width // target.num_attention_heads
+    hidden_size = sizes.hidden_size or max(64, width // 128 * 64)
+    proportion = (getattr(target, "intermediate_size", None) or 4 * width) / width
+    rope = dict(getattr(target, "rope_parameters", None) or {})
+    config = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=sizes.intermediate_size
+        or 64 * max(1, round(hidden_size * proportion / 64)),
+        num_hidden_layers=sizes.layers_for(target),
+        num_attention_heads=sizes.num_heads or max(1, hidden_size // head_dim),
+        head_dim=head_dim,
+        max_position_embeddings=context_length(target, None),
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        tie_word_embeddings=True,
+        **_special_tokens(target),
+    )
+    return _made(LlamaForCausalLM, config)
+
+
+def _special_tokens(config: PreTrainedConfig) -> dict[str, Any]:
+    """The ids of the special tokens, for another configuration."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _made(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model with random weights in float32."""
+    lm: PreTrainedModel = kind(config).float()
+    return lm
+
+
+def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
+    """A copy of a model with only its first layers.
+
+    Args:
+        name: a folder or an alias.
+        sizes: `num_layers`.
+
+    Raises:
+        ModelError: there is no such model.
+        ConfigError: it does not have so many layers.
+        CompatibilityError: its logits are more than its output layer's.
+    """
+    whole = models.load_model(models.resolve(name), torch.float32, torch.device("cpu"))
+    config = deepcopy(whole.config)
+    text = config.get_text_config()
+    wanted, there = sizes.layers_for(text), text.num_hidden_layers
+    if wanted > there:
+        raise ConfigError(f"num_layers: the target has {there} layers, got {wanted}.")
+    text.num_hidden_layers = wanted
+    if kinds := getattr(text, "layer_types", None):
+        text.layer_types = kinds[:wanted]
+    lm = _made(type(whole), config)
+    missing = lm.load_state_dict(whole.state_dict(), strict=False).missing_keys
+    assert not missing, missing
+    return checked(lm, f"start: {name}", _SCRATCH)
+
+
+def loaded(
+    name: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedModel:
+    """A model to start from.
+
+    Args:
+        name: a folder or an alias.
+        vocab_size: the target's.
+        tokenizer: the target's, if it has one.
+
+    Raises:
+        ModelError: there is no such model.
+        CompatibilityError: it has another vocabulary, or cannot draft.
+    """
+    folder = models.resolve(name)
+    own = models.load_tokenizer(folder)
+    lm = models.load_model(folder, torch.float32, torch.device("cpu"))
+    if own is None or tokenizer is None:
+        same = lm.config.get_text_config().vocab_size == vocab_size
+    else:  # padding behind the last token may differ
+        same = own.get_vocab() == tokenizer.get_vocab()
+    if not same:
+        raise CompatibilityError(
+            f"start: {name} has another vocabulary than the target: start from a model with the "
+            "target's tokenizer, or from 'scratch'."
+        )
+    return checked(lm.requires_grad_(True), f"start: {name}", _SCRATCH)
+
+
+@torch.no_grad()
+def checked(lm: PreTrainedModel, name: str, advice: str = "") -> PreTrainedModel:
+    """The same model, if it can draft, and its logits are its output layer's.
+
+    Args:
+        lm: the model.
+        name: its name, for the message.
+        advice: what to do instead, for the message.
+
+    Raises:
+        CompatibilityError: it cannot, or they are scaled or capped.
+    """
+    check_supported(lm, context_length(lm.config, None))
+    tokens = torch.arange(4, device=lm.device).unsqueeze(0)
+    lm.train(False)
+    states = decoder(lm)(input_ids=tokens, use_cache=False).last_hidden_state
+    if not torch.allclose(lm(input_ids=tokens).logits, output_layer(lm)(states), atol=1e-4):
+        raise CompatibilityError(
+            f"{name} changes the logits of its output layer, which is not supported{advice}."
+        )
+    return lm
+
+
+def decoder(lm: Any) -> Any:
+    """The part of a causal LM that computes hidden states."""
+    return lm.get_decoder()
+
+
+def embedding(lm: Any) -> Any:
+    """The part that looks tokens up."""
+    return lm.get_input_embeddings()
+
+
+def output_layer(lm: Any) -> Any:
+    """The part that makes logits of them."""
+    return lm.get_output_embeddings()
+
+
+def target_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target; None if it has none, or no folder."""
+    folder = _folder(name)
+    return models.load_tokenizer(folder) if folder else None
+
+
+def _folder(name: str) -> Path | None:
+    """Of a target; None if it was not loaded by name."""
+    try:
+        return models.resolve(name)
+    except ModelError:
+        return None
+
+
+def write_lm(
+    lm: PreTrainedModel,
+    target: str,
+    folder: Path,
+    notes: Mapping[str, Any],
+    more: Sequence[Callable[[Path], None]] = (),
+) -> None:
+    """Write a model in bfloat16, with the tokenizer and the generation config of the target.
+
+    Each file appears complete or not at all, `config.json` last.
+
+    Args:
+        lm: the model; it is not changed.
+        target: name of the target; without a folder of this name, neither of the two is written.
+        folder: made if it does not exist.
+        notes: on the training, for `config.json`.
+        more: they write further files into a folder.
+
+    Raises:
+        ModelError: the folder cannot be written.
+    """
+    beside = folder / ".writing"
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir(parents=True)
+        _save(lm, target, beside, notes)
+        for write in more:
+            write(beside)
+        for file in sorted(beside.iterdir(), key=lambda path: path.name == "config.json"):
+            file.replace(folder / file.name)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder} cannot be written: {in_one_line(error)}.") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _save(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str, Any]) -> None:
+    copy: Any = deepcopy(lm)
+    copy.to(device="cpu", dtype=torch.bfloat16)
+    copy.config.tokenleap = {"target": target, **notes}
+    own = lm.config.get_text_config()
+    generation: Any = GenerationConfig  # which has no type hints
+    copy.generation_config = generation(**_special_tokens(own))
+    with silent():  # it would write into the progress of training
+        copy.save_pretrained(folder, max_shard_size="1000GB")  # one file, whole or not there
+    if (tokenizer := target_tokenizer(target)) is not None:
+        tokenizer.save_pretrained(folder)
+    given = _folder(target)
+    if given and (given / _GENERATION).is_file():
+        shutil.copyfile(given / _GENERATION, folder / _GENERATION)
+
+
+# On-policy text: what the draft model writes while it learns (DistillSpec, section 4.1).
+#
+# While it drafts, a draft model continues its own tokens. So it also learns from its own answers to
+# the prompts, with the target's distribution p behind every token. The paper samples every batch
+# anew. Here the steps are cut into rounds: where a round begins, the draft model, as it then is,
+# answers the next prompts, and the passes of the runtime that serves compute p. Half of the answers
+# are greedy, as those of the target (`conversations.py`).
+#
+# The text of a round follows from the seed and the weights with which the round begins. Those are
+# in a checkpoint, and the text stays on disk until the next round, so a run that was stopped learns
+# from the same text.
+
+
+class OnPolicyRounds:
+    """See `rounds.Rounds`: answers of the draft model, beside those that are there.
+
+    Args:
+        llm: the target.
+        training: conversations with the prompts, and the other answers.
+        plan: how many of them the draft model writes, and how often.
+        settings: of the training.
+        num_processes: that train together.
+        folder: for the text of a round.
+        rows: sequences that are written at a time.
+        say: tells the user.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        training: Examples,
+        plan: OnPolicy,
+        settings: TrainingSettings,
+        num_processes: int,
+        folder: Path,
+        rows: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._llm, self._training, self._share = llm, training, plan.share
+        self._length, self._seed = settings.max_length, settings.seed
+        self._folder, self._rows, self._say = folder, rows, say
+        self.steps = plan.every
+        tokens = plan.every * settings.accumulation * settings.batch_tokens * num_processes
+        mean = sum(training.sizes) / len(training)
+        self._count = min(len(training), ceil(tokens / mean))
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def begin(self, number: int, trainee: Trainee) -> None:
+        """See `Rounds.begin`."""
+        assert isinstance(trainee, DistillTrainee)
+        folder = self._folder / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in self._folder.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+        self._write(number, trainee)
+        texts = list(ConversationFile(self._text(number)))
+        for _ in compute_features(self._llm.engine.target, texts, (), self._features(number)):
+            pass
+
+    def examples(self, number: int) -> Examples:
+        """See `Rounds.examples`.
+
+        Raises:
+            TrainingError: there is nothing.
+        """
+        if not self._text(number).exists():
+            raise TrainingError(
+                f"{self._text(number)} is gone: delete {self._folder.parent / 'checkpoints'} to "
+                "train from the beginning."
+            )
+        own = TrainingSet(FeatureCache(self._features(number)), self._length)
+        others = [at for index, at in self._places(number) if not self._is_own(index)]
+        found = Joined((own, range(len(own))), (self._training, others))
+        if not len(found):
+            raise TrainingError(
+                "the draft model writes nothing that can be learnt: its answers are too short. "
+                "Let the target write some of them, too (answers=mixed), or start from a better "
+                "model."
+            )
+        return found
+
+    def _text(self, number: int) -> Path:
+        return self._folder / str(number) / "text.jsonl"
+
+    def _features(self, number: int) -> Path:
+        return self._folder / str(number) / "features"
+
+    # Which prompts
+
+    def _places(self, number: int) -> Iterator[tuple[int, int]]:
+        """(index, place in the training set) of each prompt of a round; indices go on forever."""
+        for index in range(number * self._count, (number + 1) * self._count):
+            epoch, at = divmod(index, len(self._training))
+            yield index, self._order(epoch)[at]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._training)))
+        random.Random(f"order {self._seed} {epoch}").shuffle(order)
+        return order
+
+    def _is_own(self, index: int) -> bool:
+        """Whether the draft model answers this prompt."""
+        return random.Random(f"writer {self._seed} {index}").random() < self._share
+
+    # Writing
+
+    def _write(self, number: int, trainee: DistillTrainee) -> None:
+        """Write the text of a round, unless it is there."""
+        path = self._text(number)
+        if path.exists():
+            return
+        talks = [
+            Talk(index, usual_temperature(index), self._prompt(at))
+            for index, at in self._places(number)
+            if self._is_own(index)
+        ]
+        self._say(f"Step {number * self.steps}: the draft model answers {len(talks)} prompts ...")
+        written = self._answers(trainee, talks) if talks else []
+        write_whole(path, lambda to: ConversationFile(to).append(written))
+
+    def _prompt(self, at: int) -> list[int]:
+        features = self._training[at]
+        return list(opening(features.tokens.tolist(), features.answers))
+
+    def _answers(self, trainee: DistillTrainee, talks: list[Talk]) -> list[Conversation]:
+        devices = [self._llm.device] if self._llm.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # training goes on with the same noise as without
+            writer = Answerer(self._writer(trainee.lm))
+            return [talk.written() for talk in writer.answer(talks)]
+
+    def _writer(self, lm: PreTrainedModel) -> LLM:
+        """A copy of the draft model that writes; training does not change it."""
+        target = self._llm.engine.target
+        copy: Any = deepcopy(lm)
+        copy.requires_grad_(False).eval().to(target.dtype)
+        if copy.config.get_text_config().vocab_size > target.vocab_size:
+            copy.resize_token_embeddings(target.vocab_size)  # the rest is padding
+        generation: Any = GenerationConfig  # which has no type hints
+        copy.generation_config = generation(eos_token_id=list(self._llm.eos_token_ids) or None)
+        return LLM(
+            copy,
+            speculative_config={"method": "none"},
+            max_model_len=min(self._length, context_length(copy.config, None)),
+            max_num_seqs=self._rows,
+            enable_prefix_caching=False,
+        )

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenleap.training.boost import BoostTraining
-from tokenleap.training.choices import check_trainable
 from tokenleap.training.distill import DistillTraining
-from tokenleap.training.eagle import EagleTraining
-from tokenleap.training.eagle1 import Eagle1Training
-from tokenleap.training.early_exit import EarlyExitTraining
+from tokenleap.training.eagle import Eagle1Training, EagleTraining, ParallelTraining
 from tokenleap.training.method import TrainingMethod
-from tokenleap.training.pad import PadTraining
-from tokenleap.training.parallel import ParallelTraining
-from tokenleap.training.pass_tokens import PassTraining
+from tokenleap.training.pad import PadTraining, PassTraining
+from tokenleap.training.settings import check_trainable
 from tokenleap.training.spec_drafter import SpecDrafterTraining
 from tokenleap.training.state_heads import (
     BlockwiseTraining,
@@ -22,7 +18,7 @@ from tokenleap.training.state_heads import (
     MedusaTraining,
     MlpSpeculatorTraining,
 )
-from tokenleap.training.tuned_heads import TunedBlockwiseTraining, TunedMedusaTraining
+from tokenleap.training.tuned import EarlyExitTraining, TunedBlockwiseTraining, TunedMedusaTraining
 
 __all__ = ["TRAINING_METHODS", "training_method"]
 

@@ -21,8 +21,7 @@ from typing import Any
 from tokenleap.core.files import parsed_json
 from tokenleap.errors import DataError, TokenleapError
 from tokenleap.llm import LLM, Prompt
-from tokenleap.training.conversations import Conversation
-from tokenleap.training.talks import Talk, usual_temperature
+from tokenleap.training.conversations import Conversation, Talk, usual_temperature
 
 __all__ = ["FileData"]
 

@@ -7,16 +7,200 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
-from tokenleap.core.files import write_whole
-from tokenleap.training.diversity import Diversity
-from tokenleap.training.method import TrainingMethod
-from tokenleap.training.new_target import Perplexity
-from tokenleap.training.progress import Evaluation, Step
-from tokenleap.training.serving import Served
+import torch
+from torch import Tensor
 
-__all__ = ["Reporter", "TrainingReport", "advice", "evaluation_text", "step_text", "usage_text"]
+from tokenleap.core.files import write_whole
+from tokenleap.core.params import SamplingParams
+from tokenleap.errors import TrainingError
+from tokenleap.llm import LLM, Prompt
+from tokenleap.outputs import Metrics
+from tokenleap.runtime.network import Need
+from tokenleap.runtime.target import Target
+from tokenleap.training.collect import Diversity
+from tokenleap.training.conversations import Conversation
+from tokenleap.training.features import passes
+from tokenleap.training.method import TrainingMethod
+from tokenleap.training.progress import Evaluation, Step
+
+__all__ = [
+    "Perplexity",
+    "Reporter",
+    "Served",
+    "TrainingReport",
+    "advice",
+    "evaluation_text",
+    "measure",
+    "perplexity",
+    "served_alike",
+    "step_text",
+    "usage_text",
+]
+
+
+# What a trained drafter brings, measured by the engine that serves it.
+
+
+_TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Served:
+    """Drafts of a fixed length, and the default controller, on held-out prompts.
+
+    Args:
+        prompts: number.
+        mean_length: mean acceptance length of chains of as many tokens as were asked for.
+        by_position: how often each of their positions was accepted, given those before.
+        draft_share: time of drafting a level, as a share of a plain pass.
+        speed_up: median over the prompts: tokens per second with the default controller, over
+            those of plain decoding.
+    """
+
+    prompts: int
+    mean_length: float
+    by_position: tuple[float, ...]
+    draft_share: float
+    speed_up: float
+
+
+def measure(
+    llm: LLM,
+    config: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    length: int,
+    nodes_per_token: int = 1,
+) -> Served:
+    """Measure a drafter, in turn with plain decoding.
+
+    Args:
+        llm: the target without speculation.
+        config: of the drafter.
+        prompts: held-out prompts.
+        length: tokens of a chain.
+        nodes_per_token: nodes of a draft for each token of its chain.
+
+    Raises:
+        TrainingError: the drafter failed, or an output differs.
+    """
+    fixed = {**config, "num_speculative_tokens": length * nodes_per_token, "controller": "fixed"}
+    ratios, plain_metrics, drafted = [], [], []
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        params = SamplingParams(temperature=0, max_tokens=_TOKENS)
+        (plain,) = llm.generate([prompt], params)
+        (chain,) = llm.generate([prompt], params, speculative_config=fixed)
+        (default,) = llm.generate([prompt], params, speculative_config=config)
+        if failure := chain.metrics.drafter_failure or default.metrics.drafter_failure:
+            raise TrainingError(f"the trained drafter cannot draft: {failure}")
+        if llm.engine.target.bit_exact and not plain.token_ids == chain.token_ids:
+            raise TrainingError("the output with the trained drafter differs from plain decoding.")
+        if not number:
+            continue  # the first run builds the drafters and measures the costs of passes
+        ratios.append(_decoding(default.metrics) / _decoding(plain.metrics))
+        plain_metrics.append(plain.metrics)
+        drafted.append(chain.metrics)
+    passed = [sum(_accepted_at(m, i) for m in drafted) for i in range(length)]
+    drafts = sum(m.num_drafts for m in drafted)
+    levels = max(1, sum(m.num_draft_tokens for m in drafted) / nodes_per_token)
+    plain_pass = sum(m.verify_seconds for m in plain_metrics) / max(
+        1, sum(m.target_passes for m in plain_metrics)
+    )
+    reached = [drafts, *passed]
+    return Served(
+        len(prompts),
+        1 + sum(m.num_accepted_tokens - m.num_cut_drafts for m in drafted) / max(1, drafts),
+        tuple(n / max(1, of) for n, of in zip(passed, reached, strict=False)),
+        sum(m.draft_seconds for m in drafted) / levels / plain_pass,
+        median(ratios),
+    )
+
+
+def _accepted_at(metrics: Metrics, position: int) -> int:
+    """How often the drafted token at a position was accepted."""
+    counts = metrics.accepted_per_position
+    return counts[position] if position < len(counts) else 0
+
+
+def _decoding(metrics: Metrics) -> float:
+    """Tokens per second of the steps."""
+    return metrics.generated_tokens / max(1e-9, metrics.step_seconds)
+
+
+# The model that a training wrote in place of the target: served as the target is, and compared.
+#
+# It writes something else than the target, and no drafter can make up for what it lost. So its
+# perplexity on the held-out answers is set beside the target's:
+#
+#     exp(-mean over all tokens of log p(token | tokens before)).
+#
+# The target wrote these answers, half of them by its most probable tokens, so its own is low.
+
+
+_CONVERSATIONS = 64
+"""Most conversations that are compared."""
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of the target and of the new model, on the same held-out answers.
+
+    Args:
+        target: that of the target.
+        new: that of the model that was made of it.
+    """
+
+    target: float
+    new: float
+
+    @classmethod
+    def of(cls, target: LLM, new: LLM, held_out: Sequence[Conversation]) -> Perplexity:
+        """Both of them, on the first conversations."""
+        chosen = held_out[:_CONVERSATIONS]
+        return cls(*(perplexity(each.engine.target, chosen) for each in (target, new)))
+
+
+def served_alike(llm: LLM, folder: Path) -> LLM:
+    """A model in a folder, with the options with which another one is served.
+
+    Args:
+        llm: the other one.
+        folder: of the model.
+    """
+    options = llm.engine.options
+    return LLM(
+        folder,
+        speculative_config={"method": "none"},
+        dtype=llm.dtype,
+        device=llm.device,
+        max_model_len=options.max_model_len,
+        max_num_seqs=1,
+        quantization=options.quantization,
+        runtime=options.runtime,
+    )
+
+
+def perplexity(target: Target, conversations: Sequence[Conversation]) -> float:
+    """A model's perplexity on the parts of conversations that are to be learnt."""
+    found = []
+    for each in conversations:
+        logprobs = _logprobs(target, each.tokens)
+        found += [logprobs[max(0, first - 1) : stop - 1] for first, stop in each.answers]
+    return float((-torch.cat(found).mean()).exp())
+
+
+@torch.inference_mode()
+def _logprobs(target: Target, tokens: Sequence[int]) -> Tensor:
+    """[n - 1] the log-probability of every token but the first one."""
+    following, found, at = torch.tensor(tokens[1:]), [], 0
+    for output in passes(target, tokens[:-1], Need()):
+        logits = output.scores.float().cpu()
+        chosen = following[at : at + len(logits)].unsqueeze(-1)
+        found.append(logits.log_softmax(-1).gather(1, chosen).squeeze(-1))
+        at += len(logits)
+    return torch.cat(found)
 
 
 class Reporter(Protocol):

@@ -1,4 +1,4 @@
-"""`TrainingRun`: everything between a target and a drafter for it, in one folder (`folder.py`).
+"""`TrainingRun`: everything between a target and a drafter for it, in one folder.
 
 Every part continues where it stopped. The command line calls it (`cli/train.py`).
 """
@@ -12,27 +12,56 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
+from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.heads.folder import vocabulary_weights
-from tokenleap.errors import CompatibilityError, ConfigError, DataError
+from tokenleap.drafters.heads.probe import LENGTH, look
+from tokenleap.errors import CompatibilityError, ConfigError, DataError, TrainingError
 from tokenleap.llm import LLM, Prompt
+from tokenleap.training.batches import TrainingSet
+from tokenleap.training.checkpoints import DrafterFolder, TrainingFolder
+from tokenleap.training.collect import (
+    Chooser,
+    FileSource,
+    PairData,
+    PairSource,
+    SelfSource,
+    Source,
+    Unseen,
+    collect,
+    diversity,
+    texts_in,
+)
 from tokenleap.training.conversations import Conversation, ConversationFile, opening
-from tokenleap.training.diversity import diversity
-from tokenleap.training.draft_vocabulary import draft_vocabulary
-from tokenleap.training.estimate import Estimate, estimate, measure_speeds
-from tokenleap.training.features import FeatureCache
-from tokenleap.training.folder import TrainingFolder
-from tokenleap.training.memory import training_bytes
-from tokenleap.training.method import HeadParts, TrainingMethod
-from tokenleap.training.new_target import Perplexity, served_alike
-from tokenleap.training.processes import processes
-from tokenleap.training.report import Reporter, TrainingReport, advice, usage_text
-from tokenleap.training.series import DrafterSeries
-from tokenleap.training.serving import Served, measure
+from tokenleap.training.distill import OnPolicyRounds
+from tokenleap.training.estimate import Estimate, estimate, measure_speeds, training_bytes
+from tokenleap.training.features import (
+    FeatureCache,
+    bytes_per_token,
+    compute_features,
+    draft_vocabulary,
+)
+from tokenleap.training.method import HeadParts, Rounds, Trainee, TrainingMethod
+from tokenleap.training.progress import Evaluation, save_curves
+from tokenleap.training.prompt_data import FileData
+from tokenleap.training.report import (
+    Perplexity,
+    Reporter,
+    Served,
+    TrainingReport,
+    advice,
+    evaluation_text,
+    measure,
+    served_alike,
+    step_text,
+    usage_text,
+)
 from tokenleap.training.settings import DataSettings, TrainingSettings
-from tokenleap.training.text import TrainingText
+from tokenleap.training.trainer import Trainer, processes
 
-__all__ = ["TrainingRun"]
+__all__ = ["DrafterSeries", "TrainingRun", "TrainingText"]
+
 
 _ROWS = 32
 """Sequences that the target writes at a time."""
@@ -283,3 +312,285 @@ def _prompt(conversation: Conversation) -> Prompt:
     if not conversation.source:
         return start
     return {"encoder_prompt": list(conversation.source), "decoder_prompt": start}
+
+
+# `DrafterSeries`: the training of all drafters of a method, one after the other.
+#
+# Most methods have one. `boost` has several, and each learns what those before it missed.
+
+
+_FEW = 20
+"""Held-out texts of which one becomes the probe."""
+
+
+class DrafterSeries:
+    """Trains the drafters of a method.
+
+    Args:
+        llm: the target without speculation.
+        method: the kind of drafter.
+        parts: what each is made of.
+        settings: how they are trained.
+        folder: has the features, and gets the drafters.
+        reporter: shows how it goes.
+        processes: that train together.
+        rows: sequences that are written at a time.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        method: TrainingMethod,
+        parts: HeadParts,
+        settings: TrainingSettings,
+        folder: TrainingFolder,
+        reporter: Reporter,
+        processes: PartialState,
+        rows: int,
+    ) -> None:
+        self._llm, self._method, self._parts, self._settings = llm, method, parts, settings
+        self._folder, self._reporter, self._processes = folder, reporter, processes
+        self._rows = rows
+
+    def trainee(self, number: int = 0) -> Trainee:
+        """A new drafter, by its number from 0; its random weights follow from the seed."""
+        torch.manual_seed(self._settings.seed + number)
+        return self._method.trainee(self._parts).to(self._llm.device)
+
+    def train(self) -> Evaluation:
+        """Train all of them; each continues where it stopped.
+
+        Returns:
+            The best evaluation of the first, which learns from everything.
+
+        Raises:
+            DataError: there is nothing to learn.
+            TrainingError: there is nothing to learn for a second one, or a loss is not finite.
+        """
+        training, held_out = self._examples("train"), self._examples("held_out")
+        number = self._method.num_drafters
+        trained = [self._folder.drafter(0, number)]
+        best = self._train(self.trainee(), training, held_out, trained[0])
+        for at in range(1, number):
+            total, before = training.num_learnt, trained[-1].out
+            training = self._method.missed(before, self._parts, training)
+            if not training:
+                break
+            held_out = self._method.missed(before, self._parts, held_out) or held_out
+            self._reporter.say(
+                f"Drafter {at + 1} of {number} learns what the one before it missed: "
+                f"{training.num_learnt:,} of {total:,} tokens."
+            )
+            trained.append(self._folder.drafter(at, number))
+            self._train(self.trainee(at), training, held_out, trained[-1])
+        if len(trained) < min(2, number):
+            raise TrainingError(
+                f"the draft model in {trained[0].out} misses nothing that another could learn: use "
+                "it alone, as a draft_model, or learn more tokens."
+            )
+        if self._processes.is_main_process:
+            self._method.finish(self._folder.out, [each.out for each in trained])
+        return best
+
+    def _examples(self, name: str) -> TrainingSet:
+        length = self._settings.max_length
+        found = TrainingSet(FeatureCache(self._folder.features(name)), length)
+        if not found:
+            raise DataError(
+                f"no conversation has something to learn in its first {length} tokens: raise "
+                "max_length, or give more data."
+            )
+        return found
+
+    def _train(
+        self, trainee: Trainee, training: TrainingSet, held_out: TrainingSet, folder: DrafterFolder
+    ) -> Evaluation:
+        """Train one of them.
+
+        Returns:
+            Its best evaluation.
+        """
+        layers = self._method.layers(self._parts.num_layers)
+        seen = look(self._llm.engine.target, _probe_text(held_out), layers)
+
+        def save_best(best: Trainee, found: Evaluation) -> None:
+            seed = self._settings.seed
+            notes = {"seed": seed, "step": found.step, "mean_length": found.score}
+            probed = self._method.probed(best, seen)
+            self._method.write(best, self._parts, folder.out, {**notes, **probed})
+
+        trainer = Trainer(
+            trainee,
+            training,
+            held_out,
+            self._settings,
+            folder.checkpoints,
+            save_best,
+            self._rounds(training, folder),
+        )
+        with self._reporter.stage("Training", trainer.total_steps) as done:
+            remark, evaluated = "", -1
+            for event in trainer.run():
+                if isinstance(event, Evaluation):
+                    if self._processes.is_main_process:
+                        save_curves(folder.work, trainer.history)
+                    averaged = event.step == evaluated
+                    beginning = "mean of the last weights, " if averaged else ""
+                    self._reporter.say(beginning + evaluation_text(event))
+                    remark, evaluated = f", mean acceptance length {event.score:.2f}", event.step
+                else:
+                    done(event.step, step_text(event) + remark)
+        return next(each for each in reversed(trainer.history) if each.best)
+
+    def _rounds(self, training: TrainingSet, folder: DrafterFolder) -> Rounds | None:
+        """Text that the drafter writes itself, if the method asks for it."""
+        if (plan := self._method.on_policy) is None:
+            return None
+        return OnPolicyRounds(
+            self._llm,
+            training,
+            plan,
+            self._settings,
+            self._processes.num_processes,
+            folder.rounds,
+            self._rows,
+            self._reporter.say,
+        )
+
+
+def _probe_text(held_out: TrainingSet) -> list[int]:
+    """The tokens by which a head will tell its target: up to the middle of an answer.
+
+    It is the longest of a few: two or three tokens would tell little.
+    """
+    few = [held_out[number] for number in range(min(_FEW, len(held_out)))]
+    text = max(few, key=lambda each: len(each.tokens))
+    stop = min(len(text.tokens), text.answers[0][0] + LENGTH * 3 // 4)
+    tokens: list[int] = text.tokens[max(0, stop - LENGTH) : stop].tolist()
+    return tokens
+
+
+# `TrainingText`: what one training learns: conversations, and the target's features of them.
+#
+# Every part continues where it stopped. `run.py` calls it.
+
+
+class TrainingText:
+    """The conversations of one training.
+
+    Args:
+        llm: the target, which writes the answers.
+        method: the kind of drafter.
+        data: what is learnt.
+        max_length: most tokens of a conversation.
+        rows: sequences that the target writes at a time.
+        folder: of the training.
+        reporter: shows how it goes.
+
+    Raises:
+        ConfigError: the data do not suit the target or the method.
+        CompatibilityError: the target has no chat template, and there is no data.
+        DataError: a file is malformed.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        method: TrainingMethod,
+        data: DataSettings,
+        max_length: int,
+        rows: int,
+        folder: TrainingFolder,
+        reporter: Reporter,
+    ) -> None:
+        self._llm, self._method, self._data = llm, method, data
+        self._max_length, self._rows = max_length, rows
+        self._folder, self._reporter = folder, reporter
+        self._source = self._made_source()
+
+    def _made_source(self) -> Source:
+        given = self._method.learns_given_answers
+        if self._llm.engine.target.reads_source:
+            return self._pairs(given)
+        if self._data.parallel:
+            raise ConfigError("--source and --target are for encoder-decoders: give --data.")
+        length = self._max_length
+        if not self._data.files:
+            if given:
+                raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
+            return SelfSource(self._llm, self._rows, length)
+        found = FileData(self._llm, self._data.files, length, given_answers=given)
+        if found.too_long:
+            self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
+        return FileSource(self._llm, found, self._rows)
+
+    def _pairs(self, given: bool) -> PairSource:
+        """The sources of an encoder-decoder, which it answers."""
+        if not (self._data.files or self._data.parallel):
+            raise ConfigError(
+                "an encoder-decoder cannot write sources by itself: give --data FILE, or --source."
+            )
+        found = PairData(self._llm, self._data)
+        if found.left_out:
+            self._reporter.say(f"{found.left_out} sources are left out. {found.reason}")
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=self._max_length,
+            beam_width=self._method.beam_width,
+        )
+        return PairSource(self._llm, found, self._rows, params, given_answers=given)
+
+    def conversations(
+        self, name: str, tokens: int, others: Sequence[Conversation] = ()
+    ) -> list[Conversation]:
+        """Conversations that are there, and new ones until there are enough.
+
+        Args:
+            name: `train` or `held_out`.
+            tokens: of answers.
+            others: conversations whose prompts must not be used again.
+        """
+        path, held_out = self._folder.conversations(name), name == "held_out"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        what = "Held-out conversations" if held_out else "Conversations"
+        chooser = Chooser(tokens, self._unseen, others)
+        with self._reporter.stage(what, tokens) as done:
+            for total in collect(self._source, path, chooser, held_out=held_out):
+                done(min(total, tokens), f"{total:,} tokens of answers")
+        found = diversity(chooser.kept)
+        self._reporter.say(
+            f"{what}: {found.conversations:,} with {found.answer_tokens:,} tokens of answers, "
+            f"{found.prompt_tokens:.0f} tokens in front of an answer, {found.turns:.2f} turns, "
+            f"{found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
+            f"{', '.join(f'{share:.1%}' for share in found.distinct)}; left out: {chooser.twice} "
+            f"twice, {chooser.overlapping} for prompts that must stay unseen."
+        )
+        return chooser.kept
+
+    @cached_property
+    def _unseen(self) -> Unseen:
+        if not self._data.unseen:
+            return Unseen(())
+        assert self._llm.tokenizer is not None
+        texts = [text for path in self._data.unseen for text in texts_in(path)]
+        encode = self._llm.tokenizer.encode
+        return Unseen(encode(text, add_special_tokens=False) for text in texts)
+
+    def compute_features(
+        self, name: str, conversations: Sequence[Conversation], layers: Sequence[int]
+    ) -> None:
+        """Run the target over conversations; complete features stay as they are.
+
+        Args:
+            name: `train` or `held_out`.
+            conversations: these.
+            layers: ids of the layers whose hidden states are kept.
+        """
+        target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
+        encoder = self._method.reads_encoder
+        size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)
+        doing = f"Features ({size / 1e9:.2f} GB)"
+        folder = self._folder.features(name)
+        with self._reporter.stage(doing, total) as done:
+            for count in compute_features(target, conversations, layers, folder, encoder=encoder):
+                done(count, f"{count:,} tokens")

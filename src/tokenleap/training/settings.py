@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import FiniteFloat, model_validator
 
-from tokenleap.core.config import Config
+from tokenleap.core.config import Config, nearest
 from tokenleap.errors import ConfigError
 
-__all__ = ["DataSettings", "TrainingSettings"]
+__all__ = ["TRAINABLE", "DataSettings", "TrainingSettings", "check_trainable"]
+
 
 _Share = Annotated[FiniteFloat, Ge(0), Le(1)]
 _Beta = Annotated[FiniteFloat, Ge(0), Lt(1)]
@@ -152,3 +153,37 @@ class TrainingSettings(Config):
         for name in names:
             if name in self.model_fields_set:
                 raise ConfigError(f"{name}: {reason}")
+
+
+# Names of what can be trained; without PyTorch, for help pages.
+
+
+TRAINABLE = (
+    "eagle",
+    "eagle1",
+    "parallel",
+    "medusa",
+    "hydra",
+    "blockwise",
+    "mlp_speculator",
+    "distill",
+    "boost",
+    "early_exit",
+    "pad",
+    "pass",
+    "spec_drafter",
+    "medusa_2",
+    "blockwise_tuned",
+)
+"""The names in `methods.TRAINING_METHODS`."""
+
+
+def check_trainable(name: str) -> None:
+    """Refuse a name that stands for nothing that can be trained.
+
+    Raises:
+        ConfigError: it is none of `TRAINABLE`.
+    """
+    if name not in TRAINABLE:
+        known = nearest(name, list(TRAINABLE))
+        raise ConfigError(f"nothing can be trained as '{name}': {known}")

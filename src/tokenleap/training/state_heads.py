@@ -19,21 +19,22 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from tokenleap.core.config import Config
-from tokenleap.drafters.heads.blockwise import BlockwiseNet
-from tokenleap.drafters.heads.hydra import HydraNet
-from tokenleap.drafters.heads.medusa import MedusaNet
-from tokenleap.drafters.heads.mlp_speculator import MlpSpeculatorNet
 from tokenleap.drafters.heads.probe import Probe, Seen
 from tokenleap.drafters.heads.state_file import write_state_file
-from tokenleap.drafters.heads.state_net import StateNet, normed
+from tokenleap.drafters.heads.state_net import (
+    BlockwiseNet,
+    HydraNet,
+    MedusaNet,
+    MlpSpeculatorNet,
+    StateNet,
+    normed,
+)
 from tokenleap.errors import CompatibilityError
 from tokenleap.training.batches import Batch
+from tokenleap.training.eagle import DraftOptions, NoiseOptions
 from tokenleap.training.features import dequantize, noisy
-from tokenleap.training.head_options import DraftOptions, NoiseOptions
-from tokenleap.training.losses import LOSSES, Loss
-from tokenleap.training.method import HeadParts, TrainingMethod
+from tokenleap.training.method import LOSSES, HeadParts, Loss, Trainee, TrainingMethod, at_roots
 from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainee import Trainee, at_roots
 
 __all__ = [
     "BlockwiseTraining",

@@ -5,39 +5,41 @@ Its state is saved at every evaluation and when it is interrupted. A run that wa
 from there and gets the same weights as one that was not: batches follow from the seed, and the
 state has that of the random number generators.
 
-The text may change on the way (`rounds.py`).
+The text may change on the way (`method.py`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from tokenleap.core.files import write_whole
 from tokenleap.engine.turns import Uninterrupted
-from tokenleap.errors import ConfigError, TrainingError
-from tokenleap.training.acceptance import Acceptance
-from tokenleap.training.averaging import Averages
+from tokenleap.errors import ConfigError, TrainingError, in_one_line
 from tokenleap.training.batches import Batch, BatchSampler, Examples, collate
 from tokenleap.training.checkpoints import Checkpoints
-from tokenleap.training.optimizers import optimizers_of, schedules
+from tokenleap.training.method import Current, Learnt, Rounds, Trainee
 from tokenleap.training.progress import Evaluation, Progress, Step
-from tokenleap.training.rounds import Current, Rounds
 from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainee import Learnt, Trainee
 
-__all__ = ["Trainer"]
+__all__ = ["Acceptance", "Averages", "Trainer", "optimizers_of", "processes", "schedules"]
 
 
 class Trainer:
@@ -332,3 +334,191 @@ def _loader(
         # or a run that was resumed would get other noise.
         generator=torch.Generator(),
     )
+
+
+# The optimizers of a drafter, and how their learning rates go.
+
+
+def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimizer]:
+    """One for the matrices, one for everything else, and one for `Trainee.own_rate`."""
+    matrices = trainee.matrices
+    chosen = {id(each) for each in matrices}
+    own = trainee.own_rate
+    chosen.update(id(each) for each in (own.weights if own else ()))
+    vectors = [p for p in trainee.parameters() if p.requires_grad and id(p) not in chosen]
+    rate, decay = settings.learning_rate, settings.weight_decay
+    optimizers: list[Optimizer] = []
+    if matrices and settings.optimizer == "muon":
+        optimizers.append(
+            Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        )
+    elif matrices:
+        optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=settings.betas))
+    if vectors:
+        vector_rate = settings.vector_learning_rate
+        optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=settings.betas))
+    if own:
+        optimizers.append(
+            AdamW(own.weights, lr=own.learning_rate, weight_decay=0, betas=settings.betas)
+        )
+    return optimizers
+
+
+def schedules(
+    optimizers: Sequence[Optimizer], total: int, settings: TrainingSettings
+) -> list[LambdaLR]:
+    """The learning rates of each optimizer: they rise linearly, and fall as the settings say.
+
+    Args:
+        optimizers: with their highest learning rates.
+        total: number of steps of the whole training.
+        settings: of the training.
+    """
+    rising = max(1.0, settings.rising_steps(total))
+    falls = {"cosine": partial(_cosine, total=total), "inverse_sqrt": partial(_root, rising=rising)}
+    rate = partial(_rate, rising=rising, fall=falls[settings.schedule])
+    return [LambdaLR(each, rate) for each in optimizers]
+
+
+def _rate(step: int, rising: float, fall: Callable[[int], float]) -> float:
+    """The learning rate of a step, relative to its highest value."""
+    return min(1.0, (step + 1) / rising) * fall(step)
+
+
+def _cosine(step: int, total: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+
+
+def _root(step: int, rising: float) -> float:
+    """1 while the rate rises, then one over the square root (Vaswani et al., 2017)."""
+    return math.sqrt(rising / max(rising, step + 1))
+
+
+# `Averages`: the weights of the last evaluations, and their mean (checkpoint averaging).
+#
+# Vaswani et al., "Attention Is All You Need" (2017), section 6.1. The weights are files beside the
+# checkpoints, so a run that was killed finds them again.
+
+
+_SUFFIX = ".safetensors"
+
+
+class Averages:
+    """Keeps the weights of the last evaluations.
+
+    Args:
+        folder: for the files.
+        number: how many are kept.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._folder, self._number = folder, number
+
+    def _files(self) -> list[Path]:
+        """In the order of their steps."""
+        return sorted(self._folder.glob(f"*{_SUFFIX}"), key=lambda path: int(path.stem))
+
+    def keep(self, step: int, weights: Mapping[str, Tensor]) -> None:
+        """Keep the weights after a step, and forget the oldest.
+
+        Raises:
+            TrainingError: they cannot be written.
+        """
+        tensors = {name: each.detach().cpu().contiguous() for name, each in weights.items()}
+        path = self._folder / f"{step}{_SUFFIX}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, partial(save_file, tensors))
+        except OSError as error:
+            raise TrainingError(f"{path} cannot be written: {in_one_line(error)}.") from None
+        for old in self._files()[: -self._number]:
+            old.unlink()
+
+    def mean(self) -> dict[str, Tensor]:
+        """The mean of what is kept, in float32."""
+        files = self._files()
+        total = {name: each.float() for name, each in load_file(files[0]).items()}
+        for file in files[1:]:
+            for name, each in load_file(file).items():
+                total[name] += each.float()
+        return {name: each / len(files) for name, each in total.items()}
+
+    @torch.no_grad()
+    def load_into(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite weights with the mean."""
+        for name, mean in self.mean().items():
+            weights[name].copy_(mean)
+
+
+# How often a drafter's greedy drafts are right, and the mean acceptance length that follows.
+#
+# The drafts of all roots are known from one pass of training. A chain of n tokens is simulated on
+# them as decoding would use it: it accepts the right tokens in front of the first wrong one, adds
+# the target's own token, and goes on from there.
+
+
+class Acceptance:
+    """Counts over batches.
+
+    Args:
+        num_levels: L, levels of the drafts.
+
+    Attributes:
+        totals: [4, L] counts that may be added to those of other processes: how often a level
+            was reached, how often it was right then, and tokens and passes of such chains.
+    """
+
+    def __init__(self, num_levels: int) -> None:
+        self.totals = torch.zeros(4, num_levels, dtype=torch.long)
+
+    def add(self, right: Tensor, valid: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            right: [B, L, Q] whether the draft's token is the target's.
+            valid: [B, L, Q] whether there is a token to guess.
+        """
+        accepted = right.cumprod(1).bool()
+        above = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], dim=1) & valid
+        self.totals[0] += above.sum((0, 2)).cpu()
+        self.totals[1] += (above & accepted).sum((0, 2)).cpu()
+        lengths, counts = accepted.sum(1).tolist(), valid[:, 0].sum(-1).tolist()
+        for row, count in zip(lengths, counts, strict=True):
+            for index in range(self.totals.shape[1]):
+                self.totals[2, index] += count
+                self.totals[3, index] += _passes(row[:count], index + 1)
+
+    def by_position(self) -> list[float]:
+        """[L] the probability that a level is accepted, given that the levels before were."""
+        rates: list[float] = (self.totals[1] / self.totals[0].clamp(min=1)).tolist()
+        return rates
+
+    def mean_length(self, num_speculative_tokens: int) -> float:
+        """Tokens per pass with chains of this length, bonus token included."""
+        tokens, passes = self.totals[2:, num_speculative_tokens - 1].tolist()
+        return float(tokens / max(1, passes))
+
+
+def _passes(accepted: Sequence[int], length: int) -> int:
+    """Passes that chains of `length` tokens need; `accepted` is how many are right at each root."""
+    at = passes = 0
+    while at < len(accepted):
+        at += min(accepted[at], length) + 1
+        passes += 1
+    return passes
+
+
+# The processes of one training, as `accelerate launch` starts them; usually there is only one.
+
+
+_PATIENCE = timedelta(days=30)
+"""How long processes wait for the one that writes the data."""
+
+
+def processes(*, on_cpu: bool) -> PartialState:
+    """The state that Accelerate keeps of them; the first call joins them.
+
+    Args:
+        on_cpu: whether they compute on a CPU. Else each makes its own GPU the current one.
+    """
+    return PartialState(cpu=on_cpu, timeout=_PATIENCE)

@@ -26,7 +26,7 @@ from tokenleap.core.params import SamplingParams
 from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.tree import chain
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.none import NoDrafter
+from tokenleap.drafters.lookups import NoDrafter
 from tokenleap.drafters.self_draft import leave_out
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.llm import LLM
@@ -35,7 +35,7 @@ from tokenleap.runtime.cuda import eager_network
 from tokenleap.runtime.inputs import PassInputs, RowNodes
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.network import LOGITS, Network
-from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Strategy
 from tokenleap.tuning.skip_sets import KINDS, Run, SkipSet

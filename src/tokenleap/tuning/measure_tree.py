@@ -15,7 +15,7 @@ from statistics import median
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.registry import METHODS
-from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import ConfigError
 from tokenleap.llm import LLM, Prompt
 from tokenleap.runtime.costs import CostCurve

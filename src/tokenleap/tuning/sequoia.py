@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenleap.analysis.domain import cost, count
-from tokenleap.drafters.tree_file import closed
+from tokenleap.drafters.shapes import closed
 from tokenleap.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -24,8 +24,12 @@ from tests.drafters.heads.folders import (
 from tests.heads import save_head, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, TokenleapError
-from tokenleap.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
-from tokenleap.drafters.heads.config_file import Description, Verifier
+from tokenleap.drafters.heads.checkpoint import (
+    Description,
+    Verifier,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tokenleap.runtime.target import vocabulary_weights
 
 LINE = SamplingParams(temperature=0, max_tokens=6)

@@ -17,11 +17,8 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.heads.checkpoint import read_checkpoint
-from tokenleap.drafters.heads.eagle import EagleHead, head_net, load_head
-from tokenleap.drafters.heads.eagle_layer import EagleConfig, KeysValues
-from tokenleap.drafters.heads.eagle_net import EagleNet
-from tokenleap.drafters.heads.eagle_weights import head_passes
-from tokenleap.drafters.heads.fusion import Fusion
+from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_net, head_passes, load_head
+from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from tokenleap.request import Request
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import Passes

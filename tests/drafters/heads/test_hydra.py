@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
-from tokenleap.drafters.heads.hydra import HydraNet
+from tokenleap.drafters.heads.state_net import HydraNet
 
 
 def test_a_head_reads_the_root_and_all_tokens_behind_it() -> None:

@@ -18,9 +18,13 @@ from torch import Tensor
 from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams, TokenleapError
-from tokenleap.drafters.heads.medusa import MedusaNet
-from tokenleap.drafters.heads.state_file import StateFile, read_state_file
-from tokenleap.drafters.heads.state_layouts import fasterdecoding_medusa, vllm_medusa
+from tokenleap.drafters.heads.state_file import (
+    StateFile,
+    fasterdecoding_medusa,
+    read_state_file,
+    vllm_medusa,
+)
+from tokenleap.drafters.heads.state_net import MedusaNet
 
 E, V, HEADS = 64, 96, 3
 NAMED = {"base_model_name_or_path": "lab/tiny"}

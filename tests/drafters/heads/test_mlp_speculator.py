@@ -18,10 +18,8 @@ from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorNet
-from tokenleap.drafters.heads.state_file import StateFile, read_state_file
-from tokenleap.drafters.heads.state_layouts import ibm_mlp_speculator
-from tokenleap.drafters.heads.state_net import StateNet
+from tokenleap.drafters.heads.state_file import StateFile, ibm_mlp_speculator, read_state_file
+from tokenleap.drafters.heads.state_net import MlpSpeculatorConfig, MlpSpeculatorNet, StateNet
 
 E, INNER, V, K = 64, 80, 96, 3
 

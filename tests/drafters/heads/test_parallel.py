@@ -27,11 +27,14 @@ from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, CompatibilityError, SamplingParams, TokenleapError
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.heads.checkpoint import read_checkpoint, write_checkpoint
-from tokenleap.drafters.heads.config_file import Description, Verifier
-from tokenleap.drafters.heads.eagle_layer import EagleLayer
-from tokenleap.drafters.heads.parallel import ParallelHead, load_parallel_head
-from tokenleap.drafters.heads.parallel_net import ParallelNet
+from tokenleap.drafters.heads.checkpoint import (
+    Description,
+    Verifier,
+    read_checkpoint,
+    write_checkpoint,
+)
+from tokenleap.drafters.heads.eagle import ParallelHead, load_parallel_head
+from tokenleap.drafters.heads.eagle_net import EagleLayer, ParallelNet
 from tokenleap.request import Request
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target

@@ -27,8 +27,8 @@ from tokenleap import LLM, CompatibilityError, TokenleapError
 from tokenleap.drafters.heads import probe
 from tokenleap.drafters.heads.checkpoint import read_checkpoint
 from tokenleap.drafters.heads.eagle import load_parts
+from tokenleap.drafters.heads.export import check_folder, record_probe
 from tokenleap.drafters.heads.probe import Probe, accepted, look, our_text
-from tokenleap.drafters.heads.record import check_folder, record_probe
 from tokenleap.drafters.heads.shipped import shipped_head
 from tokenleap.runtime.target import Target
 

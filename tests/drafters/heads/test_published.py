@@ -27,10 +27,8 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams, TokenleapError
 from tokenleap.drafters.heads.checkpoint import read_checkpoint
 from tokenleap.drafters.heads.eagle import head_net
-from tokenleap.drafters.heads.eagle_layer import EagleConfig
-from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig
 from tokenleap.drafters.heads.export import export_head
-from tokenleap.drafters.heads.feature_net import FeatureConfig
 from tokenleap.drafters.heads.folder import read_tensors
 from tokenleap.errors import ModelError
 from tokenleap.runtime.target import Target, vocabulary_weights

@@ -21,12 +21,9 @@ from tests.drafters.heads.test_eagle import LEVELS, levels
 from tests.drafters.heads.test_parallel import FORMS as SERVED_BLOCKS
 from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
-from tokenleap.drafters.heads.config_file import read_description
-from tokenleap.drafters.heads.eagle_layer import EagleConfig
-from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.drafters.heads.checkpoint import read_checkpoint, read_description
+from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, ParallelConfig, ParallelNet
 from tokenleap.drafters.heads.export import export_head
-from tokenleap.drafters.heads.parallel_net import ParallelConfig, ParallelNet
 from tokenleap.runtime.target import vocabulary_weights
 
 with warnings.catch_warnings():

@@ -27,7 +27,7 @@ from tokenleap.drafters.heads.state_head import KEPT, StateHead
 from tokenleap.drafters.heads.state_net import StateConfig
 from tokenleap.request import Request
 from tokenleap.runtime.network import Need
-from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 from tokenleap.training.methods import training_method
 

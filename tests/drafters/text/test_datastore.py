@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import ascii_tokenizer
 from tokenleap import TokenleapError
-from tokenleap.drafters.text import tensor_file
+from tokenleap.drafters.text import corpus
 from tokenleap.drafters.text.corpus import fingerprint
 from tokenleap.drafters.text.datastore import FILE, Datastore, build_datastore, index_texts
 
@@ -270,7 +270,7 @@ def test_nothing_is_half_written(
         beside.write_text("half")
         raise interruption
 
-    monkeypatch.setattr(tensor_file, "save_file", interrupted)
+    monkeypatch.setattr(corpus, "save_file", interrupted)
     expected = TokenleapError if isinstance(interruption, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         index_texts([[0, 1, 2]], V).save(path)

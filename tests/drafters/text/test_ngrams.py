@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.cli.conftest import ascii_tokenizer
 from tokenleap import TokenleapError
-from tokenleap.drafters.text import corpus, tensor_file
-from tokenleap.drafters.text import ngrams as module
+from tokenleap.drafters.text import corpus, ngrams
 from tokenleap.drafters.text.corpus import fingerprint
 from tokenleap.drafters.text.ngrams import FILE, NgramTables, build_ngrams, count_ngrams
 
@@ -63,7 +62,7 @@ def test_counts_are_those_of_the_texts(listed: list[list[int]]) -> None:
     sizes=st.lists(st.integers(0, 9), max_size=20),
 )
 def test_pieces_of_a_text_count_like_the_whole(text: list[int], sizes: list[int]) -> None:
-    counter = module._Counter(V)
+    counter = ngrams._Counter(V)
     start = 0
     for size in [*sizes, len(text)]:
         counter.add(np.array(text[start : start + size], dtype=np.int64))
@@ -112,7 +111,7 @@ def test_saved_and_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) ->
     path = tmp_path / "a.ngrams"
     tables.save(path)
     loaded = NgramTables.load(path)
-    for name in module._DTYPES:
+    for name in ngrams._DTYPES:
         assert np.array_equal(getattr(loaded, name), getattr(tables, name))
     assert loaded.fingerprint == tables.fingerprint
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["a.ngrams", "text"]
@@ -179,7 +178,7 @@ def test_a_cut_file(tmp_path: Path, file: Path) -> None:
             NgramTables.load(tmp_path / "cut")
 
 
-@pytest.mark.parametrize("name", list(module._DTYPES))
+@pytest.mark.parametrize("name", list(ngrams._DTYPES))
 def test_arrays_that_do_not_fit_together(tmp_path: Path, file: Path, name: str) -> None:
     """Nothing that is loaded leads outside the arrays or outside the vocabulary."""
     metadata = {"format": FILE.format, "version": "1"}
@@ -207,7 +206,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_file, "save_file", full)
+    monkeypatch.setattr(corpus, "save_file", full)
     with pytest.raises(TokenleapError, match=r"cannot write .*a\.ngrams: No space left"):
         tables.save(path)
     assert path.read_text() == "what was there"

@@ -7,14 +7,16 @@ Each rule has its own file. This registry is the only place that knows the rules
 from __future__ import annotations
 
 from tokenleap.core.acceptance.base import AcceptanceRule, Accepted, Origin, TargetDistributions
-from tokenleap.core.acceptance.block import Block
-from tokenleap.core.acceptance.coupled import Coupled
-from tokenleap.core.acceptance.distance import Distance
-from tokenleap.core.acceptance.k_sequential import KSequential
-from tokenleap.core.acceptance.lenient import Lenient
-from tokenleap.core.acceptance.rejection import Rejection
-from tokenleap.core.acceptance.top_beta import TopBeta
-from tokenleap.core.acceptance.typical import Typical
+from tokenleap.core.acceptance.rules import (
+    Block,
+    Coupled,
+    Distance,
+    KSequential,
+    Lenient,
+    Rejection,
+    TopBeta,
+    Typical,
+)
 from tokenleap.core.config import nearest
 from tokenleap.core.plugins import plugin, plugin_names
 from tokenleap.errors import ConfigError

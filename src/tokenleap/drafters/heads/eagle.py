@@ -8,30 +8,125 @@ head's own outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from tokenleap.core.tree import TokenTree
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.blocks import BlockDrafter, BlockScorer
 from tokenleap.drafters.draft_model import OwnModel, scored
 from tokenleap.drafters.heads.checkpoint import Checkpoint
-from tokenleap.drafters.heads.eagle_net import EagleNet
-from tokenleap.drafters.heads.eagle_weights import head_passes
-from tokenleap.drafters.heads.feature_net import FeatureNet
+from tokenleap.drafters.heads.eagle_net import (
+    EagleLayer,
+    EagleNet,
+    FeatureNet,
+    ParallelNet,
+    RMSNorm,
+)
 from tokenleap.drafters.heads.folder import check_layers, vocabulary_weights
-from tokenleap.drafters.heads.fusion import Fusion
-from tokenleap.drafters.heads.head_drafter import HeadDrafter
 from tokenleap.drafters.heads.probe import check_head
+from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
+from tokenleap.drafters.shapes import Shape, TreeOptions
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
-from tokenleap.runtime.native.decoder import NativeDecoder
-from tokenleap.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Network, PassOutput
+from tokenleap.runtime.choose import head_network
+from tokenleap.runtime.cpu import linear_layer
+from tokenleap.runtime.lean import DenseLinear, LinearLayer
+from tokenleap.runtime.llama import (
+    JointInput,
+    LayerWeights,
+    LinearWeights,
+    MixedInput,
+    Rotary,
+    Traits,
+)
+from tokenleap.runtime.native.network import NativeDecoder, NativeFusion
+from tokenleap.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Need, Network, PassOutput
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
-__all__ = ["EagleDrafter", "EagleHead", "head_net", "load_head", "load_parts"]
+__all__ = [
+    "EagleDrafter",
+    "EagleHead",
+    "EagleWeights",
+    "Fusion",
+    "Head",
+    "HeadDrafter",
+    "ParallelDrafter",
+    "ParallelHead",
+    "head_net",
+    "head_passes",
+    "load_head",
+    "load_parallel_head",
+    "load_parts",
+    "network_of",
+]
+
+
+# `HeadDrafter`: a drafting model that reads the target's hidden states of all committed tokens.
+
+
+class Head(Scorer, Protocol):
+    """A `Scorer` that is shown hidden states."""
+
+    def keep(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Keep what is needed of the states of the committed tokens from `start` on.
+
+        Args:
+            request: the request.
+            start: index of the first of n tokens.
+            hidden: layer id -> [n, E] the target's hidden states.
+        """
+        ...
+
+    def rewind(self, request: Request) -> None:
+        """Forget what belongs to tokens that were taken back."""
+        ...
+
+
+class HeadDrafter(ModelDrafter):
+    """Chains and trees from a trained head.
+
+    Args:
+        head: the head.
+        layers: ids of the target's layers whose hidden states it reads.
+        options, shape, coupled: see `ModelDrafter`.
+    """
+
+    _scorer: Head
+
+    def __init__(
+        self,
+        head: Head,
+        layers: Sequence[int],
+        options: TreeOptions,
+        shape: Shape,
+        *,
+        coupled: bool,
+    ) -> None:
+        super().__init__(head, options, shape, coupled=coupled)
+        self.hidden_layers = tuple(sorted(layers))
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """See `Drafter.observe_prefill`."""
+        self._scorer.keep(request, start, hidden)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Take the hidden states of the committed nodes."""
+        for outcome in outcomes:
+            hidden, kept = outcome.hidden, len(outcome.committed)
+            if kept <= len(outcome.accepted.path):  # the end of the output cut the accepted path
+                hidden = {layer: states[:kept] for layer, states in hidden.items()}
+            self._scorer.keep(outcome.request, outcome.root, hidden)
+
+    def rewind(self, request: Request) -> None:
+        """See `Drafter.rewind`."""
+        self._scorer.rewind(request)
 
 
 class _States:
@@ -291,3 +386,237 @@ def load_head(
     """The head of a checkpoint for a target, and its KV rows: see `load_parts`."""
     net, passes, fusion = load_parts(checkpoint, target, tokenizer, quantization)
     return EagleHead(passes, fusion, net.draft_tokens), passes
+
+
+# The weights of an `EagleNet` in the form that the networks of `runtime/` use.
+
+
+class EagleWeights:
+    """See `runtime.llama.DecoderWeights`.
+
+    Args:
+        net: the head. Its embedding is shared; all other weights are converted to its dtype.
+    """
+
+    def __init__(self, net: EagleNet) -> None:
+        config = net.config
+        self._layers = cast("list[EagleLayer]", list(net.layers))
+        self.embedding = net.embedding.detach()
+        self._dtype = self.embedding.dtype
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.hidden_size, self.inner_size = config.hidden_size, config.intermediate_size
+        self.width, self.epsilon = config.head_dim, config.rms_norm_eps
+        self.scaling: float = self._layers[0].self_attn.scaling
+        self.num_layers = len(net.layers)
+        self.head = LinearWeights(self._of(net.head), None)
+        self.rotary = Rotary(net.rotary, self.embedding.device)
+        self.local_rotary: Rotary | None = None
+        self.traits = Traits()
+        self.norm: Tensor | None = None
+        self.joint: JointInput | MixedInput | None
+        if isinstance(net, FeatureNet):
+            self.joint = MixedInput(self._merged(net.fc))
+        else:
+            self.norm = self._of(net.norm.weight)
+            self.joint = JointInput(
+                self._of(self._layers[0].input_layernorm.weight),
+                self._of(self._layers[0].hidden_norm.weight),
+                config.norm_before_residual,
+                config.norm_output,
+            )
+
+    def layer(self, index: int) -> LayerWeights:
+        """The weights of a layer; the attention of the first one has norms of its own."""
+        layer = self._layers[index]
+        attention, mlp = layer.self_attn, layer.mlp
+        return LayerWeights(
+            attention_norm=self._norm(getattr(layer, "input_layernorm", None)),
+            qkv=self._merged(attention.q_proj, attention.k_proj, attention.v_proj),
+            query_norm=self._norm(attention.q_norm),
+            key_norm=self._norm(attention.k_norm),
+            output=self._merged(attention.o_proj),
+            mlp_norm=self._of(layer.post_attention_layernorm.weight),
+            gate_up=self._merged(mlp.gate_proj, mlp.up_proj),
+            down=self._merged(mlp.down_proj),
+        )
+
+    def _merged(self, *parts: torch.nn.Linear) -> LinearWeights:
+        merged = LinearWeights.of(*parts)
+        bias = None if merged.bias is None else self._of(merged.bias)
+        return LinearWeights(self._of(merged.weight), bias)
+
+    def _norm(self, norm: RMSNorm | None) -> Tensor | None:
+        return None if norm is None else self._of(norm.weight)
+
+    def _of(self, weight: Tensor) -> Tensor:
+        return weight.detach().to(self.embedding.device, self._dtype)
+
+
+def network_of(net: EagleNet, target: Target, quantization: str | None) -> Network:
+    """The network that computes a head; see `head_network`."""
+    weights, own = EagleWeights(net), target.quantization
+    return head_network(weights, target.network, quantization, of_target=own)
+
+
+def head_passes(net: EagleNet, target: Target, quantization: str | None = None) -> Passes:
+    """The head over KV rows of its own, computed by the kind of network that the target has.
+
+    Args:
+        net: the head.
+        target: the target.
+        quantization: of the head; see `head_network`.
+    """
+    network = network_of(net, target, quantization)
+    length = min(target.max_model_len, net.config.max_position_embeddings)
+    passes = Passes(network, length, target.dtype, target.device)
+    passes.allocate(net.embedding[:1])
+    return passes
+
+
+# The states of an EAGLE head's committed tokens, from the target's hidden states.
+#
+# A state has the same bits for any number of tokens that are computed with it. So drafts do not
+# depend on how the tokens came to be committed (invariant 4).
+
+
+class Fusion:
+    """`EagleNet.fuse` for serving, in the target's dtype.
+
+    Args:
+        net: the head.
+        dtype: of the target's hidden states.
+        device: where they are.
+        native: whether native code computes it.
+
+    Attributes:
+        layers: ids of the layers whose hidden states it reads.
+    """
+
+    def __init__(
+        self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
+    ) -> None:
+        self.layers = net.config.aux_layers
+        if isinstance(net, FeatureNet):
+            self._fuse: Callable[[Sequence[Tensor]], Tensor] = _Features(net.final_norm)
+            return
+        norms = [
+            n.weight.detach().to(device, dtype) for n in cast("list[RMSNorm]", list(net.fc_norm))
+        ]
+        kind = NativeFusion if native else _Fusion
+        self._fuse = kind(net.fc.weight.detach().to(device, dtype), norms, net.config.rms_norm_eps)
+
+    def __call__(self, hidden: Mapping[int, Tensor]) -> Tensor:
+        """Layer id -> [n, E] hidden states of n tokens -> [n, E] their states."""
+        return self.of_parts([hidden[layer] for layer in self.layers])
+
+    def of_parts(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[A] of [n, E] hidden states, in the order of the layers -> [n, E] states."""
+        return self._fuse(hidden)
+
+
+class _Features:
+    """The states of EAGLE-1: hidden states after the target's final norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self._norm = norm
+
+    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[1] of [n, E] hidden states -> [n, E] features."""
+        (last,) = hidden
+        features: Tensor = self._norm(last)
+        return features
+
+
+class _Fusion:
+    """`NativeFusion` in PyTorch's operations."""
+
+    def __init__(self, fc: Tensor, norms: Sequence[Tensor], epsilon: float) -> None:
+        kind: type[LinearLayer] = linear_layer(fc.dtype, fc.device, None) or DenseLinear
+        self._least_rows = kind.LEAST_ROWS
+        self._fc = kind(fc, None).forward
+        self.norms, self._epsilon = norms, epsilon
+
+    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[A] of [n, E] hidden states -> [n, E] states."""
+        parts = hidden
+        if self.norms:
+            parts = [self._normed(*each) for each in zip(hidden, self.norms, strict=True)]
+        joined = torch.cat(list(parts), dim=-1)
+        missing = self._least_rows - len(joined)
+        if missing > 0:
+            joined = F.pad(joined, (0, 0, 0, missing))
+        return self._fc(joined)[: len(parts[0])]
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._epsilon)
+
+
+# `parallel`: one pass of a trained head drafts a whole block (P-EAGLE, arXiv 2602.01469).
+#
+# The head is an EAGLE-3 head with learnt masks behind the root (see `eagle_net.py`). Every level
+# of a draft is one node of its pass (see `block.py`).
+
+
+class ParallelHead(BlockScorer, EagleHead):
+    """A head with KV rows of its own whose first pass computes all levels (see `Scorer`).
+
+    Args:
+        head: computes pairs of token and state.
+        fusion: makes states of hidden states.
+        net: the head's tokens and its mask.
+    """
+
+    def __init__(self, head: Passes, fusion: Fusion, net: ParallelNet) -> None:
+        EagleHead.__init__(self, head, fusion, net.draft_tokens)
+        self.prepare_blocks(net.config.depths, net.draft_tokens.to(head.device))
+        self._mask_token = net.config.mask_token_id
+        self._mask_state = _mask_state(net, fusion, head)
+
+    def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
+        """See `BlockScorer.block`: as many masks as each draft needs."""
+        blocks, states = [], []
+        for key, tokens in zip(keys, pending, strict=True):
+            masks = self._depths[key] - 1
+            blocks.append(chain((*tokens, *[self._mask_token] * masks)))
+            known = self._states[key][-len(tokens) :]
+            states.append(torch.cat([known, self._mask_state.expand(masks, -1)]))
+        need = Need(last=max(self._depths[key] for key in keys))
+        outputs = self._model.verify(keys, blocks, None, need, states)
+        return [
+            output.scores[-self._depths[key] :] for key, output in zip(keys, outputs, strict=True)
+        ]
+
+
+@torch.inference_mode()
+def _mask_state(net: ParallelNet, fusion: Fusion, head: Passes) -> Tensor:
+    """[1, E] the state of a mask, from its features like that of a token."""
+    features = net.mask_features().detach().to(head.device, head.dtype)
+    return fusion.of_parts([row.unsqueeze(0) for row in features])
+
+
+class ParallelDrafter(BlockDrafter, HeadDrafter):
+    """Chains and trees from a head that drafts all levels at once; no deeper than it has learnt.
+
+    Args:
+        head: the head.
+        layers, options, shape, coupled: see `HeadDrafter`.
+    """
+
+    _scorer: ParallelHead
+
+
+def load_parallel_head(
+    checkpoint: Checkpoint,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quantization: str | None = None,
+) -> tuple[ParallelHead, Passes]:
+    """The head of a checkpoint for a target, and its KV rows: see `eagle.load_parts`.
+
+    Raises:
+        CompatibilityError: it was trained for another model.
+        ModelError: its file is damaged.
+    """
+    net, passes, fusion = load_parts(checkpoint, target, tokenizer, quantization)
+    assert isinstance(net, ParallelNet), "read_checkpoint was asked for such a head"
+    return ParallelHead(passes, fusion, net), passes

@@ -7,24 +7,30 @@ without which it computes with whatever is in memory. See `checkpoint.py` for th
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from tokenleap.core.files import write_whole
 from tokenleap.drafters.heads.checkpoint import (
     EMBEDDING,
+    KINDS,
     OUTPUT_ROWS,
+    fields_of,
     file_tensors,
     read_checkpoint,
 )
-from tokenleap.drafters.heads.config_file import KINDS
-from tokenleap.drafters.heads.feature_net import FeatureNet
-from tokenleap.drafters.heads.folder import check_layers, write_folder
-from tokenleap.drafters.heads.published import fields_of
-from tokenleap.errors import ModelError
+from tokenleap.drafters.heads.eagle import load_parts
+from tokenleap.drafters.heads.eagle_net import FeatureNet
+from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json, write_folder
+from tokenleap.drafters.heads.probe import Probe, look, our_text
+from tokenleap.errors import CompatibilityError, ModelError
+from tokenleap.runtime.target import Target
 
-__all__ = ["export_head"]
+__all__ = ["check_folder", "export_head", "record_probe"]
 
 
 def export_head(
@@ -61,3 +67,39 @@ def export_head(
         del vocabulary[OUTPUT_ROWS]  # the layout has none
     shared = {name: tensor.detach().contiguous() for name, tensor in vocabulary.items()}
     write_folder(to, {**file_tensors(net), **shared}, fields_of(named))
+
+
+# Records what a head that was trained elsewhere, or long ago, does with its target.
+
+
+def check_folder(folder: Path, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Probe:
+    """What an EAGLE head and a target do on our text, after the checks of loading it.
+
+    Raises:
+        CompatibilityError: it was trained for another model, or there is no text.
+        ModelError: the folder is damaged.
+    """
+    net, _, fusion = load_parts(read_checkpoint(folder, list(KINDS)), target, tokenizer)
+    tokens = our_text(tokenizer)
+    if len(tokens) < 2 or len(tokens) >= target.max_model_len:
+        raise CompatibilityError(
+            "a head is checked with a text of a few dozen tokens, and this model has no tokenizer, "
+            "or no room for them."
+        )
+    return Probe.of(look(target, tokens, fusion.layers), net)
+
+
+def record_probe(folder: Path, probe: Probe) -> None:
+    """Add it to the head's `config.json`.
+
+    Raises:
+        ModelError: the file cannot be read or written.
+    """
+    path = folder / CONFIG
+    fields = read_json(path)
+    fields["tokenleap"] = {**fields.get("tokenleap", {}), **probe.note()}
+    text = json.dumps(fields, indent=2) + "\n"
+    try:
+        write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be written: {error}.") from None

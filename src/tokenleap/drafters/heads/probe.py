@@ -26,15 +26,13 @@ from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.tree import chain
 from tokenleap.drafters.heads.checkpoint import Checkpoint
-from tokenleap.drafters.heads.eagle_net import EagleNet, default_layers
-from tokenleap.drafters.heads.feature_net import FeatureNet
+from tokenleap.drafters.heads.eagle_net import EagleNet, FeatureNet, ParallelNet, default_layers
 from tokenleap.drafters.heads.folder import CONFIG, Verifier, validated
-from tokenleap.drafters.heads.parallel_net import ParallelNet
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.chat_template import rendered
 from tokenleap.runtime.kv_slab import SlabFull
 from tokenleap.runtime.network import Need
-from tokenleap.runtime.rows import INTERNAL_KEY
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
 __all__ = ["Probe", "Seen", "accepted", "check_head", "check_target", "look", "our_text"]

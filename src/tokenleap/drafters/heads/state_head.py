@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.heads.head_drafter import HeadDrafter
+from tokenleap.drafters.heads.eagle import HeadDrafter
 from tokenleap.drafters.heads.state_net import FrozenLinear, StateNet
-from tokenleap.drafters.options.models import StateHeadOptions
-from tokenleap.drafters.shapes import Shape
-from tokenleap.drafters.tree_options import TreeOptions
+from tokenleap.drafters.options import StateHeadOptions
+from tokenleap.drafters.shapes import Shape, TreeOptions
 from tokenleap.request import Request
 from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.network import PassOutput

@@ -22,7 +22,24 @@ import torch.nn.functional as F
 from annotated_types import Gt, Le
 from torch import Tensor, nn
 
-__all__ = ["Depth", "FrozenLinear", "Size", "StateConfig", "StateNet", "linear", "normed"]
+__all__ = [
+    "BlockwiseConfig",
+    "BlockwiseNet",
+    "Depth",
+    "FrozenLinear",
+    "HydraConfig",
+    "HydraNet",
+    "MedusaConfig",
+    "MedusaNet",
+    "MlpSpeculatorConfig",
+    "MlpSpeculatorNet",
+    "Size",
+    "StateConfig",
+    "StateNet",
+    "linear",
+    "normed",
+]
+
 
 Size = Annotated[int, Gt(0)]
 Depth = Annotated[int, Gt(0), Le(256)]
@@ -219,3 +236,378 @@ class StateNet(nn.Module, ABC):
     def wanted(self) -> Mapping[str, Tensor]:
         """Tensors of the names and shapes that a file has to have, `d2t` apart."""
         return {name: tensor for name, tensor in self.state_dict().items() if name != "d2t"}
+
+
+# `medusa`: K heads on one hidden state, one for each position (Cai et al., arXiv 2401.10774).
+#
+# The head for depth k predicts from the hidden state h alone (equation 1 of the paper):
+#
+#     logits = W_k (x + SiLU(U_k x + b_k)),  x = h;  of several blocks, each reads the last one's x.
+#
+# It does not know the tokens drafted before it, so all nodes of a depth have the same children. W_k
+# is a head's own output layer, as published, or the target's own one over a draft vocabulary, which
+# costs no space and is what we train.
+
+
+@dataclass(frozen=True)
+class MedusaConfig(StateConfig):
+    """See `StateConfig`.
+
+    Args:
+        num_layers: residual blocks of each head.
+        bias: whether the blocks have biases.
+    """
+
+    num_layers: Depth = 1
+    bias: bool = True
+
+
+class _Block(nn.Module):
+    """The blocks of one head; the names of its tensors are vLLM's."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        layers = [linear(size, size, bias=config.bias) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaNet(StateNet):
+    """See `StateNet`. A state is the hidden state itself."""
+
+    METHOD = "medusa"
+    Config: ClassVar[type[StateConfig]] = MedusaConfig
+    reads_tokens = False
+
+    def __init__(
+        self, config: MedusaConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
+    ) -> None:
+        super().__init__(config, embedding, rows, draft_tokens)
+        self.blocks = nn.ModuleList([_Block(config) for _ in range(config.num_heads)])
+
+    def initialise(self) -> None:
+        """Zero the blocks, so that every head begins as the target's own output layer."""
+        for block in self.blocks:
+            for layer in cast("_Block", block).layers:
+                for parameter in layer.parameters():
+                    nn.init.zeros_(parameter)
+
+    def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """See `StateNet.start`."""
+        return hidden
+
+    def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        """See `StateNet.advance`."""
+        return states
+
+    def outputs(self, states: Tensor, depth: int) -> Tensor:
+        """See `StateNet.outputs`."""
+        x: Tensor = self.blocks[depth](states)
+        return x
+
+
+# `hydra`: Medusa's heads, which also read the tokens drafted before (Ankner et al., 2402.05109).
+#
+# The head for depth k reads the hidden state h and the embeddings of the root and of the k tokens
+# drafted behind it:
+#
+#     x = R_k s + SiLU(U_k s + b_k),  s = [h; e(t_0); ...; e(t_k)],  then Medusa's blocks,
+#     logits = W_k x.
+#
+# The embedding is the target's. W_k is a head's own output layer, or the target's own one over a
+# draft vocabulary. Hydra++ adds a decoder layer before the heads (its prefix layer), which is not
+# part of this: a head that wants attention is `eagle`'s.
+
+
+@dataclass(frozen=True)
+class HydraConfig(StateConfig):
+    """See `StateConfig`.
+
+    Args:
+        num_layers: blocks of each head, the one that reads the tokens included.
+    """
+
+    num_layers: Depth = 1
+
+
+class _HydraHead(nn.Module):
+    def __init__(self, config: HydraConfig, depth: int) -> None:
+        super().__init__()
+        size, joined = config.hidden_size, (depth + 2) * config.hidden_size
+        self.residual = linear(joined, size, bias=True)
+        widths = [joined, *[size] * (config.num_layers - 1)]
+        self.layers = nn.ModuleList([linear(width, size, bias=True) for width in widths])
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., (k + 2) E] -> [..., E]."""
+        first, *others = self.layers
+        x: Tensor = self.residual(states) + F.silu(first(states))
+        for layer in others:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class HydraNet(StateNet):
+    """See `StateNet`. A state is [h; e(t_0); ...; e(t_k)]."""
+
+    METHOD = "hydra"
+    Config: ClassVar[type[StateConfig]] = HydraConfig
+    reads_tokens = True
+
+    def __init__(
+        self, config: HydraConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
+    ) -> None:
+        super().__init__(config, embedding, rows, draft_tokens)
+        self.heads = nn.ModuleList([_HydraHead(config, depth) for depth in range(config.num_heads)])
+
+    def initialise(self) -> None:
+        """Every head begins as the target's own output layer on h."""
+        for head in cast("list[_HydraHead]", list(self.heads)):
+            for parameter in head.parameters():
+                nn.init.zeros_(parameter)
+            size = self.config.hidden_size
+            nn.init.eye_(head.residual.weight.data[:, :size])
+
+    def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """See `StateNet.start`."""
+        return self.advance(hidden, tokens, 0)
+
+    def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        """See `StateNet.advance`."""
+        return torch.cat([states, self.embedding[tokens].to(states.dtype)], dim=-1)
+
+    def outputs(self, states: Tensor, depth: int) -> Tensor:
+        """See `StateNet.outputs`."""
+        x: Tensor = self.heads[depth](states)
+        return x
+
+
+# `blockwise`: heads that extend the target's output layer (Stern et al., arXiv 1811.03115).
+#
+# Section 4 of the paper puts one feed-forward layer with a residual connection for each of the next
+# positions between the decoder's output h and the output layer, which all positions share:
+#
+#     logits_k = W (h + V_k relu(U_k h + a_k) + b_k),  W the target's output rows.
+#
+# The paper counts the target's own prediction as p_1; the heads here are its p_2 to p_(K+1). The
+# target's pass that verifies a block also gives the h for the next one, so prediction and
+# verification are one pass (section 4, "combined scoring and proposal model").
+
+
+@dataclass(frozen=True)
+class BlockwiseConfig(StateConfig):
+    """See `StateConfig`.
+
+    Args:
+        inner_size: I, of each head's hidden layer.
+    """
+
+    inner_size: Size = 1024
+
+
+class _BlockwiseHead(nn.Module):
+    def __init__(self, config: BlockwiseConfig) -> None:
+        super().__init__()
+        self.hidden = linear(config.hidden_size, config.inner_size, bias=True)
+        self.output = linear(config.inner_size, config.hidden_size, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., E]."""
+        y: Tensor = x + self.output(F.relu(self.hidden(x)))
+        return y
+
+
+class BlockwiseNet(StateNet):
+    """See `StateNet`. A state is the hidden state itself."""
+
+    METHOD = "blockwise"
+    Config: ClassVar[type[StateConfig]] = BlockwiseConfig
+    reads_tokens = False
+
+    def __init__(
+        self, config: BlockwiseConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
+    ) -> None:
+        super().__init__(config, embedding, rows, draft_tokens)
+        self.heads = nn.ModuleList([_BlockwiseHead(config) for _ in range(config.num_heads)])
+
+    def initialise(self) -> None:
+        """Random hidden layers behind zeros, so that every head begins as the target's own."""
+        for head in cast("list[_BlockwiseHead]", list(self.heads)):
+            nn.init.normal_(head.hidden.weight, std=self.config.hidden_size**-0.5)
+            for zero in (head.hidden.bias, head.output.weight, head.output.bias):
+                nn.init.zeros_(zero)
+
+    def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """See `StateNet.start`."""
+        return hidden
+
+    def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        """See `StateNet.advance`."""
+        return states
+
+    def outputs(self, states: Tensor, depth: int) -> Tensor:
+        """See `StateNet.outputs`."""
+        x: Tensor = self.heads[depth](states)
+        return x
+
+
+# `mlp_speculator`: a recurrent MLP over drafted tokens (Wertheimer et al., arXiv 2404.19124).
+#
+# The state z_k at depth k comes from the state above, which is h for the root, and the token's
+# embedding e_k(t_k):
+#
+#     z_k = GELU(norm_k(P_k z_(k-1) + (w_e / w_s) e_k(t_k))),  logits = W_k z_k,
+#     w_s = 0.5^(0.5 / K),  w_e = sqrt((1 - w_s^2) I / 2),
+#
+# with an RMSNorm that has a bias, as in IBM's implementation. Weights may be tied over the depths
+# (P_0 apart, whose input is h). In the form that we train, the embedding is the target's, brought
+# to the scale of the published ones, and W_k is the target's output rows times a layer of the
+# head's own, as states are not hidden states of the target.
+
+
+EPSILON = 1e-6
+"""Of all norms, as in IBM's implementation."""
+
+
+@dataclass(frozen=True)
+class MlpSpeculatorConfig(StateConfig):
+    """See `StateConfig`.
+
+    Args:
+        inner_size: I, of the states.
+        tie_weights: whether all depths share their weights.
+        scale_input: whether hidden states are normalised and scaled by sqrt(1/2) first.
+        own_embedding: whether the head has an embedding of its own, not the target's.
+    """
+
+    inner_size: Size = 1024
+    tie_weights: bool = True
+    scale_input: bool = True
+    own_embedding: bool = False
+
+    def fault(self) -> str | None:
+        """See `StateConfig.fault`."""
+        if not self.own_embedding and self.inner_size != self.hidden_size:
+            return (
+                f"inner_size must be the hidden_size of {self.hidden_size} with the target's "
+                "embedding"
+            )
+        return super().fault()
+
+    @property
+    def emb_weight(self) -> float:
+        """w_e / w_s, the weight of the embedding beside the projected state."""
+        state_weight: float = 0.5 ** (0.5 / self.num_heads)
+        variance = (1 - state_weight**2) * self.inner_size / 2
+        return float(variance**0.5 / state_weight)
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Tensor(size))
+        self.bias = nn.Parameter(Tensor(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., I] in the dtype of the weights, whatever autocast says."""
+        x = x.to(self.weight.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, EPSILON) + self.bias
+
+
+class MlpSpeculatorNet(StateNet):
+    """See `StateNet`; tensor names are IBM's, with lm_heads for head."""
+
+    METHOD = "mlp_speculator"
+    Config: ClassVar[type[StateConfig]] = MlpSpeculatorConfig
+    reads_tokens = True
+    config: MlpSpeculatorConfig
+
+    def __init__(
+        self,
+        config: MlpSpeculatorConfig,
+        embedding: Tensor,
+        rows: Tensor,
+        draft_tokens: Tensor,
+    ) -> None:
+        super().__init__(config, embedding, rows, draft_tokens)
+        size, own = config.hidden_size, config.inner_size
+        count = 1 if config.tie_weights else config.num_heads
+        later = min(count, config.num_heads - 1) if config.tie_weights else count - 1
+        projections = [linear(size, own), *(linear(own, own) for _ in range(later))]
+        self.proj = nn.ModuleList(projections)
+        self.ln = nn.ModuleList([_Norm(own) for _ in range(count)])
+        owned = count if config.own_embedding else 0
+        self.emb = nn.ModuleList([_embedding(config.vocab_size, own) for _ in range(owned)])
+        self.out = None if config.own_rows else linear(own, size)
+
+    @classmethod
+    def reads_embedding(cls, config: StateConfig) -> bool:
+        """See `StateNet.reads_embedding`."""
+        assert isinstance(config, MlpSpeculatorConfig)
+        return not config.own_embedding
+
+    @property
+    def output_width(self) -> int:
+        """See `StateNet.output_width`."""
+        return self.config.inner_size if self.config.own_rows else self.config.hidden_size
+
+    @property
+    def num_own_rows(self) -> int:
+        """See `StateNet.num_own_rows`."""
+        return min(1, super().num_own_rows) if self.config.tie_weights else super().num_own_rows
+
+    def initialise(self) -> None:
+        """Draw weights as IBM's implementation does."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=self.config.inner_size**-0.5)
+        for norm in cast("list[_Norm]", list(self.ln)):
+            nn.init.ones_(norm.weight)
+            nn.init.zeros_(norm.bias)
+
+    def copy_rows(self, rows: Tensor) -> None:
+        """See `StateNet.copy_rows`: states are no hidden states, so rows stay random."""
+
+    def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """See `StateNet.start`."""
+        if self.config.scale_input:
+            hidden = F.rms_norm(hidden, hidden.shape[-1:], None, EPSILON) * 0.5**0.5
+        return self.advance(hidden, tokens, 0)
+
+    def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        """See `StateNet.advance`."""
+        projected: Tensor = _of(self.proj, depth)(states)
+        embedded = self._embedded(tokens, depth).to(projected.dtype)
+        mixed = projected + self.config.emb_weight * embedded
+        return F.gelu(_of(self.ln, depth)(mixed))
+
+    def _embedded(self, tokens: Tensor, depth: int) -> Tensor:
+        """[...] -> [..., I]."""
+        if self.config.own_embedding:
+            own: Tensor = _of(self.emb, depth)(tokens)
+            return own
+        rows = self.embedding[tokens]
+        scale = float(self.config.inner_size**-0.5)
+        return F.rms_norm(rows, rows.shape[-1:], None, EPSILON) * scale
+
+    def outputs(self, states: Tensor, depth: int) -> Tensor:
+        """See `StateNet.outputs`."""
+        x: Tensor = states if self.out is None else self.out(states)
+        return x
+
+
+def _of(modules: nn.ModuleList, depth: int) -> nn.Module:
+    """The module of a depth; the last one is that of all later depths."""
+    return modules[min(depth, len(modules) - 1)]
+
+
+def _embedding(vocab_size: int, size: int) -> nn.Embedding:
+    """A layer whose weights are set later."""
+    skip_init: Any = nn.utils.skip_init
+    layer: nn.Embedding = skip_init(nn.Embedding, vocab_size, size)
+    return layer

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tokenleap.models.disk import CacheError, disk_errors
-from tokenleap.models.store import cache_dir
+from tokenleap.models.store import CacheError, cache_dir, disk_errors
 
 __all__ = ["NativeLibraryError", "compiler_version", "library"]
 

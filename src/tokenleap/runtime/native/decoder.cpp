@@ -55,7 +55,7 @@ size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {
     return tokenleap::row_bytes(*layer);
 }
 
-// Sizes of the structures that c_structures.py and pack.py repeat, and the largest hidden size.
+// Sizes of the structures that structures.py and pack.py repeat, and the largest hidden size.
 void tokenleap_sizes(int32_t* sizes) {
     using namespace tokenleap;
     sizes[0] = sizeof(Linear);

@@ -67,7 +67,7 @@ public:
     // Put the `width` tokens with the largest scores first into `best`, in descending order.
     //
     // `shown` gets their probabilities before truncation. Their values become the same; or, if the draw is
-    // coupled, how clearly the noise decides for them (drafters/drawing.py). Returns false if the
+    // coupled, how clearly the noise decides for them (drafters/growth.py). Returns false if the
     // logits are not numbers, or if rounding might decide which tokens these are; but not if `rough`, which
     // lets it decide between tokens of nearly equal scores.
     bool choose(const Draw& draw, const float* logits, const float* noise, long vocabulary, int width, bool rough,

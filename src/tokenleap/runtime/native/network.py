@@ -1,6 +1,6 @@
 """`NativeNetwork`: runs a decoder through the C++ code in this folder (see `Network`).
 
-`decoder.py` makes one of a model of the Llama family, and `seq2seq.py` of an encoder-decoder.
+`network.py` makes one of a model of the Llama family, and `seq2seq.py` of an encoder-decoder.
 
 Every kernel sums in one order, whatever else the pass computes. So invariant 7 holds for any number
 of nodes (down to one), rows and threads, and for trees, too. Logits are float32. With bfloat16,
@@ -9,19 +9,11 @@ int8 and int4, numbers between linear layers are rounded less often than in PyTo
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Collection, Sequence
 from copy import copy
-from ctypes import (
-    CDLL,
-    Array,
-    addressof,
-    byref,
-    c_float,
-    c_int32,
-    c_size_t,
-    sizeof,
-)
+from ctypes import CDLL, Array, addressof, byref, c_float, c_int32, c_size_t, sizeof
 from dataclasses import dataclass
 from threading import Lock
 from typing import Self
@@ -29,11 +21,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tokenleap.runtime.cores import available_cores
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
-from tokenleap.runtime.native.angles import AngleTables
-from tokenleap.runtime.native.arguments import NodeArrays, TreeArrays
-from tokenleap.runtime.native.c_structures import (
+from tokenleap.runtime.llama import DecoderWeights, LinearWeights
+from tokenleap.runtime.native.build import library
+from tokenleap.runtime.native.pack import CLinear, pack
+from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, Packing
+from tokenleap.runtime.native.structures import (
+    AngleTables,
     CBlockChain,
     CBuffers,
     CDecoder,
@@ -44,11 +40,11 @@ from tokenleap.runtime.native.c_structures import (
     CSource,
     CTree,
     CTrees,
+    NodeArrays,
+    TreeArrays,
+    structures,
 )
-from tokenleap.runtime.native.kept_weights import KeptWeights
-from tokenleap.runtime.native.pack import CLinear
-from tokenleap.runtime.native.support import MOST_HIDDEN_SIZE
-from tokenleap.runtime.native.threads import num_threads
+from tokenleap.runtime.native.support import FORMATS, MOST_HIDDEN_SIZE
 from tokenleap.runtime.network import (
     CHAIN_CANDIDATES,
     MOST_ADDED,
@@ -61,7 +57,15 @@ from tokenleap.runtime.network import (
     PassOutput,
 )
 
-__all__ = ["DecoderParts", "NativeNetwork", "checked"]
+__all__ = [
+    "DecoderParts",
+    "NativeDecoder",
+    "NativeFusion",
+    "NativeNetwork",
+    "checked",
+    "num_threads",
+    "set_num_threads",
+]
 
 
 @dataclass(frozen=True)
@@ -308,3 +312,136 @@ def checked(loaded: CDLL) -> CDLL:
     ours = [sizeof(each) for each in structures]
     assert list(sizes) == [*ours, MOST_HIDDEN_SIZE]
     return loaded
+
+
+# `NativeDecoder`: the Llama family, and drafting heads with such layers, in C++.
+
+
+class NativeDecoder(NativeNetwork):
+    """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
+
+    Args:
+        weights: its weights, in float32 or bfloat16; those of a model for which `why_not_native`
+            returns None. Linear layers are packed copies, unless they are packed already.
+        quantization: "int8", "int4" (with the head in int8), or None; not for packed weights.
+        *flags: further flags for the compiler (see `library`).
+        beside: a network that stays in memory. What has the same bits in its embedding or linear
+            layers is in memory once.
+
+    Raises:
+        NativeLibraryError: the library is not available.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights | PackedDecoder,
+        quantization: str | None = None,
+        *flags: str,
+        beside: NativeDecoder | None = None,
+    ) -> None:
+        loaded = checked(library(*flags))
+        packed = weights if isinstance(weights, PackedDecoder) else Packing(weights, quantization)
+        sizes = packed.sizes
+        rotaries = [sizes.rotary, *([] if sizes.local_rotary is None else [sizes.local_rotary])]
+        kept = KeptWeights(None if beside is None else beside._kept)
+        decoder, layers = structures(packed, kept)
+        kept.close()
+        parts = DecoderParts(
+            decoder,
+            layers,
+            kept,
+            AngleTables(rotaries, sizes.width),
+            sizes.traits.learnt_scale,
+            reads_states=sizes.joint is not None,
+        )
+        super().__init__(loaded, parts)
+
+    def between(self, first: int, last: int) -> NativeDecoder:
+        """See `ContinuingNetwork.between`."""
+        return self._with(self._layers[first:last])
+
+    def feed(self, states: Tensor) -> int:
+        """See `ContinuingNetwork.feed`."""
+        self._more = states.to(self._more).contiguous()
+        self._decoder.more = self._more.data_ptr()
+        return int(self._decoder.vocabulary)
+
+    def narrowed(self, size: int) -> NativeDecoder:
+        """See `WindowedNetwork.narrowed`."""
+        layers = [CLayer.from_buffer_copy(layer) for layer in self._layers]
+        for layer in layers:
+            layer.window = size if layer.window else 0
+        return self._with(layers)
+
+
+# `NativeFusion`: the states of a drafting head's committed tokens, by the code in this folder.
+
+
+class NativeFusion:
+    """`fc [norm(h_1); ...; norm(h_A)]` of the hidden states of A layers.
+
+    A state has the same bits for any number of tokens.
+
+    Args:
+        fc: [E, A E] in float32 or bfloat16, the dtype of hidden states; E as in `wrong_sizes`.
+        norms: [A] weights [E] of RMSNorms, or empty.
+        epsilon: of the norms.
+    """
+
+    def __init__(self, fc: Tensor, norms: Sequence[Tensor], epsilon: float) -> None:
+        self._library = checked(library())
+        self._size, self._dtype = len(fc), fc.dtype
+        self._fc = pack(LinearWeights(fc, None), FORMATS[fc.dtype])
+        self._norms = torch.cat([norm.float() for norm in norms]) if norms else None
+        self._row_bytes = int(self._library.tokenleap_row_bytes(byref(self._fc.c)))
+        self._epsilon = epsilon
+
+    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[A] of [n, E] hidden states -> [n, E] states."""
+        hidden = [states.contiguous() for states in hidden]
+        addresses = array("Q", [states.data_ptr() for states in hidden])
+        count = len(hidden[0])
+        states = torch.empty(count, self._size, dtype=self._dtype)
+        inputs = torch.empty(count * self._row_bytes, dtype=torch.uint8)
+        arguments = CFusion(
+            fc=self._fc.c,
+            norms=None if self._norms is None else self._norms.data_ptr(),
+            hidden=addresses.buffer_info()[0],
+            inputs=inputs.data_ptr(),
+            states=states.data_ptr(),
+            layers=len(hidden),
+            nodes=count,
+            threads=num_threads(),
+            is_bf16=self._dtype == torch.bfloat16,
+            epsilon=self._epsilon,
+        )
+        self._library.tokenleap_fuse(byref(arguments))
+        return states
+
+
+# How many threads a pass has.
+
+
+_default: int | None = torch.get_num_threads()
+"""PyTorch does not tell whether somebody has set it, so this counts as its own number."""
+_CORES = available_cores()
+
+
+def num_threads() -> int:
+    """PyTorch's number; but the one it had when this module was imported is cut to the cores.
+
+    PyTorch chooses by the cores of the machine and does not know the quotas of containers. More
+    threads than that would use up the quota by waiting for each other. To have more than the
+    quota, set `OMP_NUM_THREADS` or call `set_num_threads`.
+    """
+    asked = torch.get_num_threads()
+    if asked != _default or "OMP_NUM_THREADS" in os.environ:
+        return asked
+    return min(asked, _CORES)
+
+
+def set_num_threads(count: int) -> None:
+    """Let this process compute with so many threads, whatever its quota."""
+    global _default
+    torch.set_num_threads(count)
+    _default = None

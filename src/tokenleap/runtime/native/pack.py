@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, c_int32, c_void_p
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from tokenleap.runtime.llama import LinearWeights
 
 __all__ = [
+    "FORMAT_OF",
     "GROUP",
+    "K_FORMATS",
     "PANEL",
     "CLinear",
     "Format",
@@ -23,12 +27,15 @@ __all__ = [
     "in_turns",
     "joined",
     "pack",
+    "pack_blocks",
+    "pack_k_blocks",
     "pack_steps",
     "packed_in_turns",
     "panel_bytes",
     "quads",
     "split_bits",
 ]
+
 
 PANEL = 32
 """Outputs of a panel; `PANEL` in formats.h."""
@@ -283,3 +290,197 @@ def quads(steps: Tensor) -> Tensor:
 def _bytes(scales: Tensor) -> Tensor:
     """[P, 32, G] float16 -> [P, G, 64] bytes."""
     return scales.transpose(1, 2).contiguous().view(torch.uint8)
+
+
+# Packs GGUF's K-quants in their own numbers; `k_blocks.h` describes the formats.
+#
+# A weight of a K-quant is `d s q - e m`: d and e are float16 and belong to a block of 256 weights;
+# s and m are whole numbers of a group of 32 weights (16 in Q6_K), and q has four to six bits.
+
+
+K_FORMATS = {Kind.Q4_K: Format.Q4K, Kind.Q5_K: Format.Q5K, Kind.Q6_K: Format.Q6K}
+"""The formats of the kinds."""
+
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The numbers of B blocks.
+
+    Args:
+        steps: [B, 256] uint8: q.
+        whole: [B, 8, 2] uint8: s and m of a group (Q6_K: s of its halves, as two's complement).
+        factors: [B, 1 or 2] float16: d, and e if the kind has it.
+    """
+
+    steps: Tensor
+    whole: Tensor
+    factors: Tensor
+
+
+def pack_k_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
+    """Pack a layer's blocks; arguments and result as in `pack_blocks`."""
+    size, read = _K_QUANTS[kind]
+    blocks = read(rows.view(-1, size))
+    if not blocks.factors.isfinite().all():
+        return None
+    outputs, groups = len(rows), inputs // GROUP
+    missing = -outputs % PANEL
+
+    def panels(numbers: Tensor, *shape: int) -> Tensor:
+        """[B, ...] -> [P, 32, *shape], padded with zeros."""
+        return F.pad(numbers.reshape(outputs, -1), (0, 0, 0, missing)).view(-1, PANEL, *shape)
+
+    steps = panels(blocks.steps, groups, GROUP)
+    whole = panels(blocks.whole, groups, 2).permute(0, 2, 3, 1).flatten(2)  # [P, G, 2 * 32]
+    factors = panels(blocks.factors, inputs // _BLOCK, blocks.factors.shape[1])
+    bits = {Kind.Q4_K: 4, Kind.Q5_K: 5, Kind.Q6_K: 6}[kind]
+    parts = [*split_bits(quads(steps), bits), whole]
+    ends = factors.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # [P, K/256, 1 or 2, 64]
+    packed = torch.cat([torch.cat(parts, dim=-1).flatten(1), ends.flatten(1)], dim=1)
+    return PackedWeights(packed, None, K_FORMATS[kind], inputs, outputs)
+
+
+def _q4_k(blocks: Tensor) -> _Blocks:
+    return _Blocks(_nibbles_of_quarters(blocks[:, 16:]), _six_bits(blocks), _factors(blocks[:, :4]))
+
+
+def _q5_k(blocks: Tensor) -> _Blocks:
+    groups = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = blocks[:, None, 16:48] >> groups & 1  # [B, 8, 32]
+    steps = _nibbles_of_quarters(blocks[:, 48:]) | fifth.flatten(1) << 4
+    return _Blocks(steps, _six_bits(blocks), _factors(blocks[:, :4]))
+
+
+def _q6_k(blocks: Tensor) -> _Blocks:
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)  # two halves of the block
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3  # [B, 2, 4, 32]
+    steps = torch.cat([low & 15, low >> 4], dim=2).view(-1, 2, 4, 32) | high << 4
+    whole = blocks[:, 192:208].reshape(-1, 8, 2)
+    return _Blocks(steps.flatten(1), whole, _factors(blocks[:, 208:]))
+
+
+_K_QUANTS: dict[Kind, tuple[int, Callable[[Tensor], _Blocks]]] = {
+    Kind.Q4_K: (144, _q4_k),
+    Kind.Q5_K: (176, _q5_k),
+    Kind.Q6_K: (210, _q6_k),
+}
+"""Bytes of a block, and what reads blocks."""
+
+
+def _nibbles_of_quarters(quarters: Tensor) -> Tensor:
+    """[B, 128] -> [B, 256]: the low nibbles of 32 bytes are a group, the high ones the next."""
+    chunks = quarters.reshape(-1, 4, 1, 32)
+    return torch.cat([chunks & 15, chunks >> 4], dim=2).flatten(1)
+
+
+def _six_bits(blocks: Tensor) -> Tensor:
+    """[B, 8, 2] eight scales and eight least numbers of 6 bits, from 12 bytes."""
+    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, (both & 15) | (first >> 2 & 48)], dim=1)
+    least = torch.cat([second & 63, (both >> 4) | (second >> 2 & 48)], dim=1)
+    return torch.stack([scales, least], dim=2)
+
+
+def _factors(blocks: Tensor) -> Tensor:
+    """The float16 numbers in bytes."""
+    return blocks.contiguous().view(torch.float16)
+
+
+# Packs blocks of a GGUF file in their own numbers, where a kernel's format has them.
+#
+#     Q4_0, Q4_1       -> int4           a scale and a least number (Q4_0: -8 scales) per 32 weights
+#     Q5_1             -> int5           the same
+#     Q8_0, Q5_0       -> int8           a scale per 32 weights
+#     Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see `pack.py`
+#
+# Everything else is dequantized and rounded to int8, which is finer (`runtime/packed.py`).
+
+
+_Steps: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Steps [B, 32] uint8, scales [B] and least numbers [B] float16, of B groups."""
+
+FORMAT_OF = {
+    Kind.Q4_0: Format.INT4,
+    Kind.Q4_1: Format.INT4,
+    Kind.Q5_0: Format.INT8,
+    Kind.Q5_1: Format.INT5,
+    Kind.Q8_0: Format.INT8,
+    **K_FORMATS,
+}
+"""The format of kinds whose numbers it has."""
+
+
+def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
+    """Pack a layer's blocks.
+
+    Args:
+        kind: of `FORMAT_OF`.
+        rows: [N, bytes of a row] uint8, contiguous.
+        inputs: K.
+
+    Returns:
+        None if a scale is not finite: the file is damaged, or has numbers beyond float16.
+    """
+    if kind in K_FORMATS:
+        return pack_k_blocks(kind, rows, inputs)
+    size, steps_of = _KINDS[kind]
+    steps, scales, least = steps_of(rows.view(-1, size))
+    if not scales.isfinite().all() or not (least is None or least.isfinite().all()):
+        return None
+    count, groups = len(rows), inputs // GROUP
+    return pack_steps(
+        FORMAT_OF[kind],
+        steps.view(count, inputs),
+        scales.view(count, groups),
+        None if least is None else least.view(count, groups),
+    )
+
+
+def _q4_0(blocks: Tensor) -> _Steps:
+    scales = _half(blocks, 0)
+    return _nibbles(blocks[:, 2:]), scales, (-8 * scales.float()).half()
+
+
+def _q4_1(blocks: Tensor) -> _Steps:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> _Steps:
+    return _five_bits(blocks[:, 2:]) + (128 - 16), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> _Steps:
+    return _five_bits(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> _Steps:
+    return blocks[:, 2:] ^ 128, _half(blocks, 0), None
+
+
+_KINDS: dict[Kind, tuple[int, Callable[[Tensor], _Steps]]] = {
+    Kind.Q4_0: (18, _q4_0),
+    Kind.Q4_1: (20, _q4_1),
+    Kind.Q5_0: (22, _q5_0),
+    Kind.Q5_1: (24, _q5_1),
+    Kind.Q8_0: (34, _q8_0),
+}
+"""Bytes of a block, and what reads blocks."""
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """[B] the float16 numbers at a place of every block."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)[:, 0]
+
+
+def _five_bits(blocks: Tensor) -> Tensor:
+    """[B, 20] -> [B, 32]: the fifth bits, then the nibbles."""
+    bits = torch.arange(8, dtype=torch.uint8)
+    return _nibbles(blocks[:, 4:]) | (blocks[:, :4, None] >> bits & 1).flatten(1) << 4
+
+
+def _nibbles(halves: Tensor) -> Tensor:
+    """[B, 16] -> [B, 32]: the low nibbles, then the high ones."""
+    return torch.cat([halves & 15, halves >> 4], dim=1)

@@ -1,22 +1,49 @@
 """The packed weights of a decoder: packed from its modules' weights here, or mapped from files.
 
-`NativeDecoder` reads either. `packed_files.py` writes and maps files.
+`NativeDecoder` reads either. `packed.py` writes and maps files.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tokenleap.errors import ModelError
 from tokenleap.runtime.choices import DRAFTING
-from tokenleap.runtime.llama import DecoderWeights, LinearWeights, MixedInput
-from tokenleap.runtime.native.pack import Format, PackedWeights, in_turns, pack
+from tokenleap.runtime.inputs import Window
+from tokenleap.runtime.llama import (
+    DecoderWeights,
+    LayerWeights,
+    LinearWeights,
+    LlamaWeights,
+    MixedInput,
+)
+from tokenleap.runtime.native.pack import PANEL, Format, PackedWeights, in_turns, pack, panel_bytes
 from tokenleap.runtime.native.support import FORMATS
-from tokenleap.runtime.windows import Window
 
-__all__ = ["QUANTIZED", "PackedDecoder", "PackedLayer", "Packing"]
+__all__ = [
+    "LAYOUT_VERSION",
+    "QUANTIZED",
+    "KeptWeights",
+    "MappedDecoder",
+    "MappedFile",
+    "PackedDecoder",
+    "PackedLayer",
+    "Packing",
+    "layer_file",
+    "rest_file",
+    "write",
+]
+
 
 QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4, DRAFTING: Format.INT4}
 """The format of linear layers by the name of a quantization."""
@@ -113,3 +140,314 @@ class Packing(PackedDecoder):
 
     def _pack(self, weights: LinearWeights) -> PackedWeights:
         return pack(weights, self._form)
+
+
+# Files of packed weights: one per layer, and one for the rest, in safetensors.
+#
+#     layer-00000.safetensors, ...   a layer's linear layers as the kernels read them, and its norms
+#     rest.safetensors               embedding, final norm, output layer, and reference logits
+#
+# Every tensor begins at a multiple of 64 bytes, so that a kernel's loads do not straddle cache
+# lines. The files are mapped: the system reads what is used, and processes share its memory.
+# `runtime/packed.py` keeps them in the cache.
+
+
+LAYOUT_VERSION = 4
+"""Increased when the files are others: in layout, in numbers, or in what is known about them."""
+
+_ALIGNMENT = 64
+_NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
+_LINEAR = ("output", "down")
+_IN_PARTS = {"qkv": 3, "gate_up": 2}  # and at most so many parts
+_NORMS = (
+    "attention_norm",
+    "query_norm",
+    "key_norm",
+    "mlp_norm",
+    "attention_after",
+    "mlp_after",
+)
+
+
+def layer_file(folder: Path, index: int) -> Path:
+    """The file of a layer."""
+    return folder / f"layer-{index:05d}.safetensors"
+
+
+def rest_file(folder: Path) -> Path:
+    """The file of what belongs to no layer."""
+    return folder / "rest.safetensors"
+
+
+def write_layer(folder: Path, index: int, layer: PackedLayer) -> None:
+    """Write the file of a layer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    norms = {name: getattr(layer, name) for name in _NORMS}
+    given = {name: norm for name, norm in norms.items() if norm is not None}
+    linear = {name: getattr(layer, name) for name in _LINEAR}
+    for name in _IN_PARTS:
+        linear |= {f"{name}.{place}": part for place, part in enumerate(getattr(layer, name))}
+    write(layer_file(folder, index), given, linear)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], linear: Mapping[str, PackedWeights]) -> None:
+    """Write a file of tensors and packed linear layers.
+
+    The library's own function would need the tensors at other places, and their bytes twice.
+
+    Args:
+        path: the file.
+        tensors: contiguous; the sizes of all but the last are multiples of 64 bytes.
+        linear: the linear layers by name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole = {f"{name}.weight": packed.weight for name, packed in linear.items()}
+    whole |= {f"{name}.bias": x.bias for name, x in linear.items() if x.bias is not None}
+    whole |= tensors
+    about = {name: [int(x.format), x.inputs, x.outputs] for name, x in linear.items()}
+    header: dict[str, object] = {
+        "__metadata__": {name: json.dumps(numbers) for name, numbers in about.items()}
+    }
+    end = 0
+    for name, tensor in whole.items():
+        assert end % _ALIGNMENT == 0
+        assert tensor.is_contiguous()
+        start, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        offsets = {"data_offsets": [start, end]}
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, **offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in whole.values():
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+        if hasattr(os, "posix_fadvise"):  # the system writes it to disk while others are packed
+            file.flush()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class MappedFile:
+    """A file that `write` wrote, mapped into memory.
+
+    The kernels read as many bytes as the sizes say, so whatever is asked for must have the shape
+    that the model has. `store` compares the files' content with their checksums.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tensors: dict[str, Tensor] = {}
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    self._tensors[name] = file.get_tensor(name)
+                self._linear = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"cannot read {path}: {error}; delete it, to pack again") from error
+        for name, tensor in self._tensors.items():
+            if tensor.data_ptr() % _ALIGNMENT:
+                raise self.damaged(name)
+
+    def tensor(self, name: str, like: Tensor) -> Tensor:
+        """A tensor.
+
+        Args:
+            name: its name.
+            like: of the shape that it must have; of any dtype.
+
+        Raises:
+            ModelError: it is missing, or has another shape.
+        """
+        found = self._tensors.get(name)
+        if found is None or found.shape != like.shape or not found.is_floating_point():
+            raise self.damaged(name)
+        return found
+
+    def optional(self, name: str, like: Tensor | None) -> Tensor | None:
+        """The same of a tensor that some models have; there must be none where `like` is None."""
+        if like is not None:
+            return self.tensor(name, like)
+        if name in self._tensors:
+            raise self.damaged(name)
+        return None
+
+    def linear(self, name: str, like: LinearWeights) -> PackedWeights:
+        """A packed linear layer.
+
+        Args:
+            name: its name.
+            like: of the shapes that it must have.
+
+        Raises:
+            ModelError: it is missing, or its sizes are others.
+        """
+        packed = self._part(name)
+        if (packed.outputs, packed.inputs) != like.weight.shape:
+            raise self.damaged(name)
+        if (packed.bias is None) != (like.bias is None):
+            raise self.damaged(name)
+        return packed
+
+    def parts(self, name: str, like: LinearWeights, most: int) -> tuple[PackedWeights, ...]:
+        """At most so many packed linear layers that are parts of one, one below the other.
+
+        Raises:
+            ModelError: one is missing, or their sizes are others.
+        """
+        names = sorted(each for each in self._linear if each.startswith(f"{name}."))
+        found = tuple(map(self._part, names))
+        outputs, inputs = like.weight.shape
+        if not 1 <= len(found) <= most or sum(each.outputs for each in found) != outputs:
+            raise self.damaged(name)
+        if all(each.bias is None for each in found) != (like.bias is None):
+            raise self.damaged(name)
+        for each in found:
+            mixed = len(found) > 1 and each.format <= Format.BFLOAT16
+            if each.inputs != inputs or each.outputs % PANEL or mixed:
+                raise self.damaged(name)
+        return found
+
+    def _part(self, name: str) -> PackedWeights:
+        """A packed linear layer that has as many bytes as the kernels will read."""
+        try:
+            form, inputs, outputs = json.loads(self._linear[name])
+            panel = panel_bytes(Format(form), inputs)
+            panels = -(-outputs // PANEL)
+            weight, bias = self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise self.damaged(name) from error
+        whole = type(inputs) is type(outputs) is int and min(inputs, outputs) > 0
+        if not whole or panel is None or weight.nbytes != panels * panel:
+            raise self.damaged(name)
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (panels * PANEL,)):
+            raise self.damaged(name)
+        return PackedWeights(weight, bias, Format(form), inputs, outputs)
+
+    def damaged(self, name: str) -> ModelError:
+        """The error that says that a part of the file does not fit the model."""
+        return ModelError(
+            f"{self._path} is damaged: {name} does not fit the model; delete it, to pack again"
+        )
+
+
+class MappedDecoder(PackedDecoder):
+    """A language model whose packed weights are files.
+
+    Args:
+        folder: the files.
+        rest: that of `rest_file`.
+        sizes: everything but the linear layers.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+
+    sizes: LlamaWeights
+
+    def __init__(self, folder: Path, rest: MappedFile, sizes: LlamaWeights) -> None:
+        self.sizes, self._head = sizes, rest.linear("head", sizes.head)
+        like = sizes.layer(0)  # all have the same shapes
+        # All are mapped now: a folder that is out of date may be deleted at any time.
+        self._layers = [
+            _mapped_layer(MappedFile(layer_file(folder, index)), like)
+            for index in range(sizes.num_layers)
+        ]
+
+    def head(self) -> PackedWeights:
+        """See `PackedDecoder.head`."""
+        return self._head
+
+    def mix(self) -> None:
+        """None: a language model reads no states."""
+
+    def layer(self, index: int) -> PackedLayer:
+        """See `PackedDecoder.layer`."""
+        windows, rotates = self.sizes.windows, self.sizes.rotates
+        return replace(self._layers[index], window=windows[index], rotates=rotates[index])
+
+
+def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
+    """The weights of a layer in a file.
+
+    Args:
+        file: the file.
+        like: of the shapes that they must have.
+    """
+    found: dict[str, Any] = {name: file.optional(name, getattr(like, name)) for name in _NORMS}
+    found |= {name: file.linear(name, getattr(like, name)) for name in _LINEAR}
+    found |= {name: file.parts(name, getattr(like, name), most) for name, most in _IN_PARTS.items()}
+    if len(found["gate_up"]) == 2 and found["gate_up"][0].outputs != found["gate_up"][1].outputs:
+        raise file.damaged("gate_up")
+    return PackedLayer(**found)
+
+
+# The memory of a network's weights. What has the same bits in another network is in memory once.
+#
+# A draft model may have the embedding, the output layer or whole layers of its target: heads that
+# draft with the target's output layer do, and so do draft models that were cut from their target,
+# or trained with its embedding.
+
+
+_Kind: TypeAlias = tuple[torch.dtype, torch.Size, bytes]
+"""What tensors with the same bits have in common, and few others: their first bytes, too."""
+
+_FIRST_BYTES = 256
+
+
+class KeptWeights:
+    """The tensors that the kernels of a network read. They stay as long as this object.
+
+    Args:
+        beside: the weights of another network, which are looked through for the same ones. They
+            must never change, and stay in memory as long as something here uses them.
+    """
+
+    def __init__(self, beside: KeptWeights | None = None) -> None:
+        self._tensors: list[Tensor] = []
+        self._beside: dict[_Kind, list[Tensor]] = {}
+        for tensor in () if beside is None else beside:
+            self._beside.setdefault(_kind(tensor), []).append(tensor)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Keep a tensor, and return it."""
+        self._tensors.append(tensor)
+        return tensor
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """Keep a contiguous tensor, or instead the one from `beside` that has the same bits.
+
+        Returns:
+            The one that is kept.
+        """
+        alike = self._beside.get(_kind(tensor), ()) if self._beside else ()
+        return self.keep(next((other for other in alike if _same_bits(tensor, other)), tensor))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """All tensors, in the order in which they were kept."""
+        return iter(self._tensors)
+
+    def close(self) -> None:
+        """Look through the other network's weights no more, and let go of them."""
+        self._beside = {}
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    first: bytes = _bits(tensor)[:_FIRST_BYTES].numpy().tobytes()
+    return tensor.dtype, tensor.shape, first
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether all bits are equal; equal numbers are not enough, since 0 equals -0."""
+    return one.data_ptr() == other.data_ptr() or torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)

@@ -1,4 +1,4 @@
-// The arguments of a pass. c_structures.py repeats the structures.
+// The arguments of a pass. structures.py repeats the structures.
 
 #pragma once
 
@@ -35,7 +35,7 @@ struct Decoder {
     int32_t num_layers, hidden_size, heads, key_heads, width, intermediate;
     int32_t is_bf16;  // dtype of embedding and slab; float32 otherwise
     float epsilon, scaling;
-    // `Traits` in families.py, with Llama's values in brackets.
+    // `Traits` in runtime/llama.py, with Llama's values in brackets.
     float embedding_scale, residual_scale, logit_scale;  // (1)
     float logit_cap, score_cap;                          // c of c tanh(x / c); none (0)
     Activation activation;

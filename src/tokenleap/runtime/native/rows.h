@@ -38,7 +38,7 @@ inline void rms_norm(const float* from, const float* weight, float epsilon, int 
 }
 
 // RMSNorm, or LayerNorm where there is a bias; rows stay as they are without a weight. `Norm` has the same layout in
-// c_structures.py.
+// structures.py.
 struct Norm {
     const float *weight, *bias;
 };

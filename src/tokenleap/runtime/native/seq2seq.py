@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import CDLL
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tokenleap.core.source import Source
+from tokenleap.core.references import Source
 from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.inputs import PassInputs, RowNodes
 from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.llama import Activation, LinearWeights
 from tokenleap.runtime.native.build import library
-from tokenleap.runtime.native.c_structures import CPass, CSource
-from tokenleap.runtime.native.network import NativeNetwork, checked
-from tokenleap.runtime.native.stacks import packed_stack, wrong_stack
-from tokenleap.runtime.native.support import wrong_place
-from tokenleap.runtime.network import Need
-from tokenleap.runtime.seq2seq.cross import are_same, states_of
-from tokenleap.runtime.seq2seq.encoder import EncoderSide, TorchEncoder, probe_source
-from tokenleap.runtime.seq2seq.positions import TablePositions
-from tokenleap.runtime.seq2seq.structure import Stack, describe, describe_encoder
-from tokenleap.runtime.source_network import RowState
+from tokenleap.runtime.native.network import DecoderParts, NativeNetwork, checked
+from tokenleap.runtime.native.pack import CLinear, Format, in_turns, pack
+from tokenleap.runtime.native.packed import QUANTIZED, KeptWeights
+from tokenleap.runtime.native.structures import AngleTables, CDecoder, CLayer, CNorm, CPass, CSource
+from tokenleap.runtime.native.support import FORMATS, wrong_place, wrong_shape
+from tokenleap.runtime.network import Need, RowState
+from tokenleap.runtime.seq2seq.network import (
+    EncoderSide,
+    TorchEncoder,
+    are_same,
+    probe_source,
+    states_of,
+)
+from tokenleap.runtime.seq2seq.structure import (
+    AttentionParts,
+    DecoderLayerParts,
+    LayerParts,
+    RelativePositions,
+    Scaled,
+    Stack,
+    Structure,
+    TablePositions,
+    describe,
+    describe_encoder,
+)
 
-__all__ = ["NativeEncoder", "NativeSeq2Seq", "why_not_native_seq2seq"]
+__all__ = [
+    "NativeEncoder",
+    "NativeSeq2Seq",
+    "packed_stack",
+    "why_not_native_seq2seq",
+    "wrong_stack",
+]
 
 
 def why_not_native_seq2seq(model: PreTrainedModel) -> str | None:
@@ -139,3 +163,265 @@ def _source(state: RowState | None) -> CSource:
     assert all(part.is_contiguous() for part in (state.keys, state.values))
     positions = int((state.mask == 0).sum())
     return CSource(state.keys.data_ptr(), state.values.data_ptr(), state.keys.shape[2], positions)
+
+
+# Encoders and decoders of encoder-decoders, as the C++ code takes them.
+#
+# Norms and activations are known by what they compute, not by their classes.
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Activation.GELU: F.gelu,
+    Activation.RELU: F.relu,
+}
+
+
+def wrong_stack(parts: Stack, dtype: torch.dtype) -> str | None:
+    """What of an encoder or a decoder the kernels do not support; None if they support all."""
+    first = parts.layers[0]
+    size, width = first.attention.query.in_features, _width(first.attention)
+    if (reason := wrong_shape(width, size, first.down.in_features)) is not None:
+        return reason
+    alike: tuple[set[Any], ...] = (
+        {_shape(each) for layer in parts.layers for each in _attentions(layer)},
+        {(_activation(layer), len(layer.up)) for layer in parts.layers},
+        {None if (norm := _Norm.of(each)) is None else norm.epsilon for each in _norms(parts)},
+        {layer.down.weight.dtype for layer in parts.layers} | {dtype},
+    )
+    known = _activation(first) is not None and _embedding_scale(parts) is not None
+    if any(len(kinds) > 1 or None in kinds for kinds in alike) or not known:
+        return "it does not support this configuration"
+    return None
+
+
+def packed_stack(parts: Stack, dtype: torch.dtype, quantization: str | None) -> DecoderParts:
+    """Pack an encoder or a decoder.
+
+    Args:
+        parts: for which `wrong_stack` returns None.
+        dtype: of the model.
+        quantization: "int8", "int4" (with the output layer in int8), `DRAFTING`, or None.
+    """
+    return _Packing(parts, dtype, quantization).parts()
+
+
+def _width(attention: AttentionParts) -> int:
+    """D, of a head."""
+    return attention.query.out_features // attention.heads
+
+
+def _attentions(layer: LayerParts) -> Sequence[AttentionParts]:
+    own = (layer.attention,)
+    return (*own, layer.cross) if isinstance(layer, DecoderLayerParts) else own
+
+
+def _shape(attention: AttentionParts) -> tuple[int, int, float]:
+    return attention.heads, _width(attention), attention.scaling
+
+
+def _norms(parts: Stack) -> Iterator[nn.Module]:
+    for norm in (parts.embedding_norm, parts.final_norm):
+        if norm is not None and not isinstance(norm, nn.Identity):
+            yield norm
+    for layer in parts.layers:
+        yield from (layer.attention_norm, layer.mlp_norm)
+        if isinstance(layer, DecoderLayerParts):
+            yield layer.cross_norm
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A norm, known by what it does: RMSNorm, or LayerNorm if there is a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Norm | None:
+        """None if it does something else."""
+        if isinstance(module, Scaled):
+            inner = cls.of(module.norm)
+            return inner and inner.times(module.factor)
+        epsilon = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if weight is None or epsilon is None:
+            return None
+        found = cls(
+            weight.detach().float(), None if bias is None else bias.detach().float(), float(epsilon)
+        )
+        given = torch.linspace(-1, 2, len(weight), device=weight.device, dtype=weight.dtype)
+        close = 16 * torch.finfo(weight.dtype).eps
+        same = torch.allclose(found._computed(given.float()), module(given).float(), close, close)
+        return found if same else None
+
+    def _computed(self, x: Tensor) -> Tensor:
+        """[E] -> [E]."""
+        centred = x if self.bias is None else x - x.mean()
+        normal = centred * (centred.square().mean() + self.epsilon).rsqrt() * self.weight
+        return normal if self.bias is None else normal + self.bias
+
+    def times(self, factor: float) -> _Norm:
+        """The norm with a factor on its results."""
+        bias = None if self.bias is None else self.bias * factor
+        return _Norm(self.weight * factor, bias, self.epsilon)
+
+
+def _activation(layer: LayerParts) -> Activation | None:
+    """The activation of a layer, known by what it does; None for others."""
+    given = torch.linspace(-6, 6, 49)
+    found = layer.activation(given)
+    alike = (
+        kind for kind, known in _ACTIVATIONS.items() if torch.allclose(found, known(given), 0, 1e-6)
+    )
+    return next(alike, None)
+
+
+def _embedding_scale(parts: Stack) -> float | None:
+    """The factor between rows of the embedding's weights and what begins the residual stream.
+
+    None if it is not one factor.
+    """
+    embedding = parts.embedding
+    weight = getattr(embedding, "weight", None)
+    if weight is None:
+        return None
+    tokens = torch.arange(min(4, len(weight)), device=weight.device)
+    factor = float(getattr(embedding, "embed_scale", 1.0))
+    same = torch.allclose(embedding(tokens).float(), weight[tokens].float() * factor, 0.01, 1e-6)
+    return factor * parts.embedding_scale if same else None
+
+
+def _gate_up(layer: LayerParts) -> LinearWeights:
+    merged = LinearWeights.of(*layer.up)
+    return merged if len(layer.up) == 1 else in_turns(merged)
+
+
+class _Packing:
+    """Makes the C structures; arguments as in `packed_stack`."""
+
+    def __init__(self, parts: Stack, dtype: torch.dtype, quantization: str | None) -> None:
+        self._parts, self._dtype, self._kept = parts, dtype, KeptWeights()
+        self._format = FORMATS[dtype] if quantization is None else QUANTIZED[quantization]
+        self._head_format = Format.INT8 if quantization == "int4" else self._format
+
+    def parts(self) -> DecoderParts:
+        """All of it."""
+        layers = [self._layer(index, layer) for index, layer in enumerate(self._parts.layers)]
+        scale = _embedding_scale(self._parts)
+        assert scale is not None
+        learnt = self._parts.embedding_scale  # what the embedding does itself is in learnt rows
+        angles = AngleTables((), 0)
+        return DecoderParts(self._decoder(scale), layers, self._kept, angles, learnt_scale=learnt)
+
+    def _decoder(self, scale: float) -> CDecoder:
+        parts = self._parts
+        first = parts.layers[0]
+        norm = _Norm.of(first.attention_norm)
+        activation = _activation(first)
+        assert norm is not None
+        assert activation is not None
+        embedding = parts.embedding.weight
+        assert isinstance(embedding, Tensor)
+        return CDecoder(
+            norm=self._norm(parts.final_norm),
+            embedding=self._kept.keep(embedding.detach().contiguous()).data_ptr(),
+            vocabulary=len(embedding),
+            hidden_size=first.attention.query.in_features,
+            heads=first.attention.heads,
+            key_heads=first.attention.heads,
+            width=_width(first.attention),
+            intermediate=first.down.in_features,
+            is_bf16=self._dtype == torch.bfloat16,
+            epsilon=norm.epsilon,
+            scaling=first.attention.scaling,
+            embedding_scale=scale,
+            residual_scale=1.0,
+            logit_scale=1.0,
+            activation=activation,
+            ungated=len(first.up) == 1,
+            norms_sums=not parts.norm_first,
+            embedding_norm=self._norm(parts.embedding_norm),
+            **self._positions(),
+            **self._output(),
+        )
+
+    def _positions(self) -> dict[str, Any]:
+        """The fields of `CDecoder` that say how it knows positions."""
+        positions = self._parts.positions
+        if isinstance(positions, RelativePositions):
+            return {
+                "unplaced_token": -1,
+                "distance_bias": self._floats(positions.by_distance),
+                "distances_behind": positions.behind,
+                "distances_before": positions.by_distance.shape[2] - 1 - positions.behind,
+                "distance_bias_stride": positions.by_distance[0].numel()
+                if len(positions.by_distance) > 1
+                else 0,
+            }
+        assert isinstance(positions, TablePositions)
+        return {
+            "position_embedding": self._floats(positions.table),
+            "embedded_positions": len(positions.table),
+            "unplaced_token": -1 if positions.without is None else positions.without,
+        }
+
+    def _output(self) -> dict[str, Any]:
+        """A decoder's output layer. An encoder returns what lies before it."""
+        if not isinstance(self._parts, Structure):
+            return {"norm_output": True}
+        head, more = LinearWeights.of(self._parts.head), self._parts.logits_bias
+        if more is not None:
+            head = LinearWeights(head.weight, more if head.bias is None else head.bias + more)
+        return {"head": self._linear(head, self._head_format)}
+
+    def _layer(self, index: int, layer: LayerParts) -> CLayer:
+        attention = layer.attention
+        qkv = self._linears(attention.query, attention.key, attention.value)
+        return CLayer(
+            qkv=(CLinear * 3)(qkv),
+            output=self._linears(attention.output),
+            gate_up=(CLinear * 2)(self._linear(_gate_up(layer), self._format)),
+            down=self._linears(layer.down),
+            attention_norm=self._norm(layer.attention_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            index=index,
+            attends=True,
+            computes=True,
+            angles=-1,
+            **self._reading(layer),
+        )
+
+    def _reading(self, layer: LayerParts) -> dict[str, Any]:
+        """The fields of `CLayer` for what reads a source."""
+        if not isinstance(layer, DecoderLayerParts):
+            return {}
+        return {
+            "source_query": self._linears(layer.cross.query),
+            "source_output": self._linears(layer.cross.output),
+            "source_norm": self._norm(layer.cross_norm),
+        }
+
+    def _linears(self, *linears: nn.Linear) -> CLinear:
+        return self._linear(LinearWeights.of(*linears), self._format)
+
+    def _linear(self, weights: LinearWeights, form: Format) -> CLinear:
+        packed = pack(weights, form)
+        for kept in (packed.weight, packed.bias):
+            if kept is not None:
+                self._kept.keep(kept)
+        return packed.c
+
+    def _norm(self, module: nn.Module | None) -> CNorm:
+        if module is None or isinstance(module, nn.Identity):
+            return CNorm()
+        norm = _Norm.of(module)
+        assert norm is not None
+        return CNorm(
+            self._floats(norm.weight), None if norm.bias is None else self._floats(norm.bias)
+        )
+
+    def _floats(self, weight: Tensor) -> int:
+        return self._kept.keep(weight.detach().float().contiguous()).data_ptr()

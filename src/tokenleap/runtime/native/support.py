@@ -7,8 +7,7 @@ from collections.abc import Collection
 import torch
 from transformers import PreTrainedModel
 
-from tokenleap.runtime.families import family_of
-from tokenleap.runtime.llama import DecoderWeights, LlamaWeights
+from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, family_of
 from tokenleap.runtime.native.build import NativeLibraryError, library
 from tokenleap.runtime.native.pack import GROUP, Format
 

@@ -8,26 +8,354 @@ for one of the layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tokenleap.core.references import Source
 from tokenleap.runtime.attention import attend_by_head, key_span
-from tokenleap.runtime.cpu import Int8Linear, PackedLinear
-from tokenleap.runtime.embedding import extended
-from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.cpu import Int8Linear, PackedLinear, pack, share
+from tokenleap.runtime.inputs import PassInputs, extended
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.lean import DenseLinear, Linear, LinearLayer
-from tokenleap.runtime.network import Need, PassOutput
-from tokenleap.runtime.seq2seq.cross import CrossKeys, CrossStates
-from tokenleap.runtime.seq2seq.encoder import EncoderSide, TorchEncoder
-from tokenleap.runtime.seq2seq.layers import Elementwise, Layer, head_of, layer_of
-from tokenleap.runtime.seq2seq.structure import describe
+from tokenleap.runtime.llama import LinearWeights
+from tokenleap.runtime.network import Need, PassOutput, RowState, SourceNetwork
+from tokenleap.runtime.seq2seq.structure import (
+    AttentionParts,
+    DecoderLayerParts,
+    LayerParts,
+    Structure,
+    describe,
+)
 
-__all__ = ["Seq2SeqNetwork"]
+__all__ = [
+    "CrossKeys",
+    "CrossStates",
+    "Elementwise",
+    "EncoderSide",
+    "Layer",
+    "Seq2SeqNetwork",
+    "TorchEncoder",
+    "are_same",
+    "head_of",
+    "layer_of",
+    "padded_state",
+    "probe_source",
+    "source_layer_of",
+    "states_of",
+]
+
+
+# The decoder layers of `Seq2SeqNetwork`, made of the parts that `structure.py` found.
+
+
+Elementwise: TypeAlias = Callable[[Tensor], Tensor]
+"""[T, E] -> [T, E]: a norm or an activation."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: see `DecoderLayerParts`.
+
+    Args:
+        index: the layer's index in the slab and in row states.
+        attends: whether both attentions run.
+        computes: whether the MLP runs.
+    """
+
+    index: int
+    attention_norm: Elementwise
+    qkv: Linear
+    output: Linear
+    cross_norm: Elementwise
+    cross_query: Linear
+    cross_output: Linear
+    mlp_norm: Elementwise
+    up: Linear
+    activation: Elementwise
+    gated: bool
+    down: Linear
+    attends: bool = True
+    computes: bool = True
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[T, E] -> [T, E]."""
+        up = self.up(x)
+        if not self.gated:
+            return self.down(self.activation(up))
+        gate, up = up.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
+
+
+def layer_of(index: int, parts: DecoderLayerParts, kind: type[LinearLayer]) -> Layer:
+    """One layer; `index` is its place."""
+    # `forward` itself, because `nn.Module.__call__` would add overhead ten times a layer.
+    attention, cross = parts.attention, parts.cross
+    return Layer(
+        index=index,
+        attention_norm=parts.attention_norm.forward,
+        qkv=_joint((attention.query, attention.key, attention.value), kind),
+        output=_joint((attention.output,), kind),
+        cross_norm=parts.cross_norm.forward,
+        cross_query=_joint((cross.query,), kind),
+        cross_output=_joint((cross.output,), kind),
+        mlp_norm=parts.mlp_norm.forward,
+        up=_joint(parts.up, kind),
+        activation=parts.activation.forward,
+        gated=len(parts.up) > 1,
+        down=_down_of(parts, kind),
+    )
+
+
+def _down_of(parts: LayerParts, kind: type[LinearLayer]) -> Linear:
+    """T5 in float16 keeps this one layer in float32, since its results exceed float16."""
+    dtype = parts.down.weight.dtype
+    down = _joint((parts.down,), kind)
+    return down if parts.up[0].weight.dtype == dtype else lambda x: down(x.to(dtype))
+
+
+def source_layer_of(cross: AttentionParts, kind: type[LinearLayer]) -> Linear:
+    """[n, E] -> [n, 2 H D]: keys and values of source positions."""
+    return _joint((cross.key, cross.value), kind)
+
+
+def _joint(linears: tuple[nn.Linear, ...], kind: type[LinearLayer]) -> Linear:
+    """One product in place of several with the same input."""
+    weights = LinearWeights.of(*linears)
+    return kind(weights.weight, weights.bias).forward
+
+
+def head_of(head: nn.Linear, more: Tensor | None, kind: type[LinearLayer]) -> Linear:
+    """The output layer [T, E] -> [T, V], with `more` [V] added to its logits."""
+    biases = [bias for bias in (head.bias, more) if bias is not None]
+    total = sum(biases[1:], biases[0]).to(head.weight.dtype) if biases else None
+    return kind(head.weight, total).forward
+
+
+# The source side of attention: what the rows of a pass read through cross-attention.
+
+
+@dataclass(frozen=True)
+class CrossKeys:
+    """The cross-attention of B rows, over a span of S source positions with padding.
+
+    Args:
+        keys: [L, B, H, S, D].
+        values: [L, B, H, S, D].
+        mask: [B, 1, 1, S], added to the scores.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+
+
+def padded_state(keys: Tensor, values: Tensor, encoded: Tensor) -> RowState:
+    """The state of a source with n positions.
+
+    Args:
+        keys: [L, H, n, D].
+        values: [L, H, n, D].
+        encoded: see `RowState`.
+    """
+    positions = keys.shape[2]
+    mask = keys.new_zeros(positions)
+    return _widened(RowState(keys, values, mask, encoded), key_span(positions))
+
+
+def _widened(state: RowState, span: int) -> RowState:
+    """The same state with more padding."""
+    missing = span - len(state.mask)
+    if not missing:
+        return state
+    keys, values = (F.pad(part, (0, 0, 0, missing)) for part in (state.keys, state.values))
+    mask = F.pad(state.mask, (0, missing), value=-torch.inf)
+    return RowState(keys, values, mask, state.encoded)
+
+
+class CrossStates:
+    """Puts together the states of the rows of a pass; those of several rows are copied once.
+
+    Rows come and go between passes, but most passes are over the same rows as the one before.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[RowState | None] = []
+        self._joined: CrossKeys | None = None
+
+    def of(self, inputs: PassInputs, slab: KVSlab) -> CrossKeys:
+        """What the rows of a pass read. Rows without nodes need not have read a source."""
+        states = states_of(inputs, slab)
+        if self._joined is None or not are_same(states, self._states):
+            self._states, self._joined = states, _join(states)
+        return self._joined
+
+
+def states_of(inputs: PassInputs, slab: KVSlab) -> list[RowState | None]:
+    """What each row of a pass reads; None for rows that have not read a source."""
+    rows = range(inputs.first, inputs.first + len(inputs.rows))
+    return [RowState(*found) if (found := slab.state(row)) else None for row in rows]
+
+
+def are_same(found: Sequence[RowState | None], known: Sequence[RowState | None]) -> bool:
+    """Whether these are the same tensors."""
+    if len(found) != len(known):
+        return False
+    pairs = zip(found, known, strict=True)
+    return all(
+        a is b or (a is not None and b is not None and a.keys is b.keys and a.values is b.values)
+        for a, b in pairs
+    )
+
+
+def _join(states: Sequence[RowState | None]) -> CrossKeys:
+    span = max(len(state.mask) for state in states if state is not None)
+    some = next(state for state in states if state is not None)
+    full = [_widened(state or _nothing_like(some), span) for state in states]
+    if len(full) == 1:
+        (only,) = full
+        return CrossKeys(
+            only.keys.unsqueeze(1), only.values.unsqueeze(1), only.mask[None, None, None]
+        )
+    keys, values = (
+        torch.stack(parts, dim=1)
+        for parts in ([state.keys for state in full], [state.values for state in full])
+    )
+    return CrossKeys(keys, values, torch.stack([state.mask for state in full])[:, None, None])
+
+
+def _nothing_like(state: RowState) -> RowState:
+    """The state of a row that has no nodes. It sees a key, since a softmax over none is NaN."""
+    keys, values, mask = (torch.zeros_like(part) for part in state[:3])
+    return RowState(keys, values, mask, state.encoded)
+
+
+# `EncoderSide`: what a network of an encoder-decoder does with a source.
+#
+# The encoder runs once per source: the Transformers module itself, on packed linear layers, or
+# `NativeEncoder`. So do the linear layers that make keys and values of what it returns, for the
+# decoder's attention to the source.
+
+
+_PROBE_TOKENS = 5
+
+
+class TorchEncoder:
+    """An encoder in PyTorch's operations: the Transformers module.
+
+    Args:
+        model: the model; it is not changed.
+        linear: the class of linear layers to use; None keeps the model's own.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None
+    ) -> None:
+        module: Any = model.get_encoder()
+        encoder = share(module) if linear is None else pack(module, linear)
+        self._encoder = encoder.train(False)
+        self._dtype, self._device = model.dtype, model.device
+
+    @torch.inference_mode()
+    def __call__(self, source: Source) -> Tensor:
+        """See `SourceNetwork.encoded`."""
+        inputs = source.inputs(self._device, self._dtype)
+        encoded: Tensor = self._encoder(**inputs).last_hidden_state[0]
+        return encoded
+
+
+def probe_source(model: PreTrainedModel) -> Source:
+    """See `SourceNetwork.probe_source`."""
+    sizes = _Sizes.of(model)
+    if sizes.num_bins is not None:
+        assert sizes.limit is not None
+        generator = torch.Generator().manual_seed(0)
+        return Source.of_audio(torch.randn(sizes.num_bins, sizes.limit, generator=generator))
+    stride = max(1, sizes.vocab_size // _PROBE_TOKENS)
+    return Source(tuple(place * stride % sizes.vocab_size for place in range(_PROBE_TOKENS)))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How long a source may be, and what it is made of; see `SourceNetwork`."""
+
+    vocab_size: int
+    limit: int | None
+    num_bins: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _Sizes:
+        config: Any = model.config
+        if config.model_type == "whisper":
+            return cls(0, 2 * int(config.max_source_positions), int(config.num_mel_bins))
+        encoder: Any = model.get_encoder()
+        size = int(encoder.get_input_embeddings().num_embeddings)
+        return cls(size, getattr(config, "max_position_embeddings", None), None)
+
+
+class EncoderSide(SourceNetwork):
+    """What a network of an encoder-decoder has besides its decoder (see `SourceNetwork`).
+
+    Args:
+        model: the model; it is not changed.
+        parts: of it.
+        linear: the class of linear layers that read what the encoder returns; None keeps the
+            model's own.
+        encoder: runs it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parts: Structure,
+        linear: type[PackedLinear | Int8Linear] | None,
+        encoder: Callable[[Source], Tensor],
+    ) -> None:
+        kind: type[LinearLayer] = linear or DenseLinear
+        self._encoder = encoder
+        self._itemsize = model.dtype.itemsize
+        cross = parts.layers[0].cross
+        self._cross_heads = cross.heads
+        self._cross_width = cross.query.out_features // cross.heads
+        self._sources = [source_layer_of(layer.cross, kind) for layer in parts.layers]
+        self.encoded_size = cross.key.in_features
+        self.encoder_readers = WeakSet()
+        sizes, self._probe_source = _Sizes.of(model), probe_source(model)
+        self.source_vocab_size, self.source_limit = sizes.vocab_size, sizes.limit
+        self.num_bins = sizes.num_bins
+
+    def encoded(self, source: Source) -> Tensor:
+        """See `SourceNetwork.encoded`."""
+        return self._encoder(source)
+
+    def read(self, encoded: Tensor, *, keep: bool = False) -> RowState:
+        """See `SourceNetwork.read`."""
+        shape = (len(encoded), 2, self._cross_heads, -1)
+        # [L, 2, H, n, D]
+        both = torch.stack([layer(encoded).view(shape) for layer in self._sources]).permute(
+            0, 2, 3, 1, 4
+        )
+        kept = encoded if keep else encoded[:0].clone()
+        return padded_state(both[:, 0].contiguous(), both[:, 1].contiguous(), kept)
+
+    @property
+    def probe_source(self) -> Source:
+        """See `SourceNetwork.probe_source`."""
+        return self._probe_source
+
+    def state_bytes(self, source: Source) -> int:
+        """See `SourceNetwork.state_bytes`."""
+        positions = len(source) if self.num_bins is None else len(source) // 2
+        cell = 2 * len(self._sources) * self._cross_heads * self._cross_width + 1
+        kept = positions * self.encoded_size if self.keeps_encoded else 0
+        return (key_span(positions) * cell + kept) * self._itemsize
 
 
 class Seq2SeqNetwork(EncoderSide):

@@ -1,0 +1,353 @@
+"""`tokenleap generate` for several prompts: a JSON object per line, in the order of the prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tokenleap.cli.console import as_json_line, counting, errors, plain, say
+from tokenleap.cli.options import in_panel
+from tokenleap.cli.prompt import STDIN, ReferenceOptions, decoded, read_lines, read_stdin
+from tokenleap.cli.root import UsageError, check_writable, write_whole
+from tokenleap.core.files import parsed_json
+from tokenleap.core.peers import ALONE, Peers
+from tokenleap.engine.lines import Line, error_of, line_of
+from tokenleap.errors import ConfigError, PromptError, TokenleapError
+
+if TYPE_CHECKING:
+    from tokenleap.core.params import SamplingParams
+
+__all__ = ["BatchOptions", "LineResults", "generate_lines", "read_prompts_file"]
+
+
+def generate_lines(
+    lines: Sequence[Line],
+    settings: Mapping[str, Any],
+    made: Callable[[Sequence[Line]], Generator[dict[str, Any], None, None]],
+    results: LineResults | None,
+    *,
+    quiet: bool,
+    peers: Peers = ALONE,
+) -> None:
+    """Generate for all lines; write each result as soon as those before it are done.
+
+    Args:
+        lines: what was read.
+        settings: what all results depend on (`settings_of`).
+        made: yields the results of lines in their order.
+        results: where results go, which may have some already; None for standard output.
+        quiet: show no bar.
+        peers: the processes that generate together; the first one writes.
+
+    Raises:
+        PromptError: a line is no prompt. Then nothing is generated.
+        TokenleapError: a request failed. The other lines are complete.
+    """
+    if results is None:
+        places = list(range(len(lines)))
+    else:
+        places = peers.from_first(partial(results.begin, settings, lines))
+    if not peers.is_first:
+        results = None  # the first process writes
+    failed = 0
+    # A bar between the lines of a terminal would be in their way.
+    quiet = quiet or (results is None and sys.stdout.isatty())
+    try:
+        with (
+            counting(quiet=quiet) as show,
+            closing(made([lines[place] for place in places])) as records,
+        ):
+            for done, place in enumerate(places, len(lines) - len(places)):
+                show("lines", done, len(lines))
+                record = next(records)
+                failed += error_of(record) is not None
+                _write(place, record, results)
+    except KeyboardInterrupt:
+        if results is not None:
+            say(f"{results.path} has {results.count} of {len(lines)} lines: add --resume")
+        raise
+    finally:
+        if results is not None:
+            results.replace()
+    if results is not None and errors().is_terminal and not quiet:
+        errors().print(plain(f"{results.count} lines are in {results.path}.", "note"))
+    if failed:
+        raise TokenleapError(
+            f"{failed} of {len(lines)} lines ended with an error: see their 'error'"
+        )
+
+
+def _write(place: int, record: dict[str, Any], results: LineResults | None) -> None:
+    if results is not None:
+        results.add(place, record)
+        return
+    print(as_json_line(record))
+    sys.stdout.flush()
+
+
+# Options of `tokenleap generate` for several prompts: where they are, and where results go.
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Several prompts at once."""
+
+    jsonl: Annotated[
+        bool,
+        in_panel(
+            "Several prompts",
+            "Read a prompt per line of text, write a JSON object per line.",
+            "--jsonl",
+        ),
+    ] = False
+    prompts_file: Annotated[
+        Path | None,
+        in_panel(
+            "Several prompts",
+            "Read a JSON object per line, with prompt, messages or prompt_token_ids, and sampling "
+            "parameters of its own.",
+            metavar="FILE.jsonl",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        in_panel(
+            "Several prompts",
+            "Write the JSON lines to this file.",
+            metavar="FILE",
+            show_default="standard output",
+        ),
+    ] = None
+    resume: Annotated[
+        bool, in_panel("Several prompts", "Continue the run that wrote --output.", "--resume")
+    ] = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are several prompts."""
+        return self.jsonl or self.prompts_file is not None
+
+    def check(self, prompt: str | None, file: Path | None) -> None:
+        """Refuse wrong combinations.
+
+        Raises:
+            UsageError: two sources of prompts, or an option without effect.
+        """
+        if self.prompts_file is not None:
+            others = {"PROMPT": prompt is not None, "--file": file, "--jsonl": self.jsonl}
+            for name, given in others.items():
+                if given:
+                    raise UsageError(f"--prompts-file has all prompts: leave out {name}")
+        if self.output is not None and not self.wanted:
+            raise UsageError("--output is for several prompts: add --prompts-file, or --jsonl")
+        if self.resume and self.output is None:
+            raise UsageError("--resume continues a file: add --output")
+
+    def results(self, asked: Mapping[str, Any]) -> LineResults | None:
+        """The file of the results; None without --output.
+
+        Args:
+            asked: options that all results depend on; see `LineResults`.
+        """
+        if self.output is None:
+            return None
+        return LineResults(self.output, asked, resume=self.resume)
+
+    def lines(
+        self,
+        prompt: str | None,
+        file: Path | None,
+        params: SamplingParams,
+        references: ReferenceOptions,
+    ) -> list[Line]:
+        """The prompts, with parameters and references of their own.
+
+        Raises:
+            UsageError: there are no prompts, a line is malformed, or the references do not match
+                the prompts.
+            TokenleapError: a file is not UTF-8 text.
+            OSError: a file cannot be read.
+        """
+        if self.prompts_file is None:
+            texts = read_lines(prompt, file)
+            lines = [Line(n, "prompt", text, params) for n, text in enumerate(texts, 1)]
+        else:
+            lines = read_prompts_file(self.prompts_file, params)
+        expected = references.prediction()
+        if expected is not None:
+            lines = [
+                line if line.prediction is not None else replace(line, prediction=expected)
+                for line in lines
+            ]
+        quoted = references.read(len(lines), lines=True)
+        if quoted is None:
+            return lines
+        return [
+            replace(line, references=[*(line.references or ()), *texts])
+            for line, texts in zip(lines, quoted, strict=True)
+        ]
+
+
+# `tokenleap generate --output`: results as JSON lines, from which an interrupted run continues.
+
+
+class LineResults:
+    """A file with a result per line, in the order of the prompts.
+
+    Every result has a digest of its prompt and of all options that it depends on. So a run never
+    continues a file of other prompts or other options. Results with an error are made again; they
+    are replaced together: as soon as all of them are there, or by `replace` if the run ends before.
+
+    Args:
+        path: the file.
+        asked: options that all results depend on, such as the model's name; those that the `LLM`
+            has resolved are added by `begin`.
+        resume: whether the file has the results of an earlier run.
+
+    Attributes:
+        count: results that the file has, those with an error included.
+
+    Raises:
+        UsageError: there is a file and `resume` is False, or none and it is True; or it cannot be
+            written.
+    """
+
+    def __init__(self, path: Path, asked: Mapping[str, Any], *, resume: bool) -> None:
+        check_writable(path)
+        if path.exists() and not resume:
+            raise UsageError(f"{path} exists already: add --resume, or choose another --output")
+        if resume and not path.exists():
+            raise UsageError(f"--resume: there is no {path}")
+        self.path = path
+        self._asked = asked
+        self._missing = 0  # results that failed and are not made again yet
+        self._again: dict[int, str] = {}  # their places -> the new ones, which are not in the file
+        self._digests: list[str] = []  # of all lines
+        self.count = 0
+
+    def begin(self, settings: Mapping[str, Any], lines: Sequence[Line]) -> list[int]:
+        """Compare what the file has with these lines.
+
+        Args:
+            settings: what all results depend on, as the model runs.
+            lines: all lines.
+
+        Returns:
+            The places of the lines, from 0, whose results are to be made and added in this order:
+            those that failed, and those that have none.
+
+        Raises:
+            TokenleapError: a result is damaged, or of another prompt or other options.
+            OSError: the file cannot be read or written.
+        """
+        depends = {**self._asked, **settings}
+        self._digests = [_digest(depends, line) for line in lines]
+        records = self._read() if self.path.exists() else []
+        for number, record in enumerate(records, 1):
+            if number > len(lines) or record.get("digest") != self._digests[number - 1]:
+                raise TokenleapError(
+                    f"{self.path}: line {number} is the result of another prompt, or of other "
+                    "options: choose another --output"
+                )
+        failed = [place for place, each in enumerate(records) if error_of(each) is not None]
+        self._missing, self.count = len(failed), len(records)
+        self.path.touch()
+        return [*failed, *range(self.count, len(lines))]
+
+    def add(self, place: int, record: dict[str, Any]) -> None:
+        """Add a result; before this returns, it is in the file, unless others must come first."""
+        line = json.dumps({**record, "digest": self._digests[place]}, ensure_ascii=False)
+        if place < self.count:
+            self._again[place] = line
+            self._missing -= 1
+            if not self._missing:
+                self.replace()
+            return
+        assert place == self.count, "results come in the order of the lines"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        self.count += 1
+
+    def replace(self) -> None:
+        """Put the results that were made again in the places of those that failed."""
+        if not self._again:
+            return
+        lines = self.path.read_text(encoding="utf-8").split("\n")
+        for place, line in self._again.items():
+            lines[place] = line
+        write_whole(self.path, "\n".join(lines))
+        self._again.clear()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The complete results; a line that a kill has cut off is removed."""
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        records = []
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                record = parsed_json(line)
+            except ValueError:
+                record = None
+            outputs = record.get("outputs", []) if isinstance(record, dict) else None
+            if not isinstance(outputs, list) or not all(isinstance(x, dict) for x in outputs):
+                raise TokenleapError(f"{self.path}: line {number} is not a JSON object")
+            records.append(record)
+        if whole != content:
+            os.truncate(self.path, len(whole))
+        return records
+
+
+def _digest(settings: dict[str, Any], line: Line) -> str:
+    fields = [settings, line.shown, line.params.model_dump(), line.references]
+    if line.prediction is not None:
+        fields.append(line.prediction)
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# `tokenleap generate --prompts-file`: a JSON object per line (see `tokenleap.engine.lines`).
+
+
+def read_prompts_file(file: Path, params: SamplingParams) -> list[Line]:
+    """The lines of a file; empty ones are skipped.
+
+    Args:
+        file: JSON lines, or "-" for standard input.
+        params: for what a line does not say itself.
+
+    Raises:
+        UsageError: a line is malformed, or there is none.
+        TokenleapError: the file is not UTF-8 text.
+        OSError: it cannot be read.
+    """
+    name = "standard input" if str(file) == STDIN else str(file)
+    text = read_stdin() if str(file) == STDIN else decoded(file.read_bytes(), str(file))
+    lines = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                lines.append(line_of(number, _fields(line), params))
+            except (ConfigError, PromptError) as error:
+                # Not an error of the library: its fields would be shown as flags.
+                raise UsageError(f"line {number} of {name}: {error}") from None
+    if not lines:
+        raise UsageError(f"--prompts-file: {name} has no prompts")
+    return lines
+
+
+def _fields(line: str) -> dict[str, Any]:
+    try:
+        fields = parsed_json(line)
+    except ValueError as error:
+        raise PromptError(f"not JSON ({error}): it takes an object per line") from None
+    if not isinstance(fields, dict):
+        raise PromptError('it takes an object, such as {"prompt": "Hello"}')
+    return fields

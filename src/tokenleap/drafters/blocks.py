@@ -1,0 +1,440 @@
+"""Drafting models that compute all levels of a draft in one pass: `parallel`, `spec_drafter`.
+
+The logits depend on the depth, and with `Transitions` on the token in front. So the q of each node
+is exact: the model's distribution for this depth behind its parent. Without transitions, all nodes
+of a level of a tree have the same children.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tokenleap.control import Budget
+from tokenleap.core.tree import TokenTree
+from tokenleap.drafters.draft_model import OwnModel
+from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.request import Request
+from tokenleap.runtime.network import (
+    CHAIN_CANDIDATES,
+    MOST_ADDED,
+    ChainingNetwork,
+    GrownTree,
+    GrowthLimit,
+    GrowthPlan,
+    PassOutput,
+)
+
+__all__ = [
+    "MATRIX",
+    "TRANSITIONS_FILE",
+    "BlockDrafter",
+    "BlockScorer",
+    "TokenTransitions",
+    "Transitions",
+    "product_chain",
+    "product_tree",
+    "save_transitions",
+]
+
+
+# Trees of most probable tokens, of logits that one pass has computed for all depths.
+
+
+class _Choices(Protocol):
+    """The most probable children of nodes."""
+
+    def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
+        """Children of a node: their places among the candidates of their level, and probabilities.
+
+        Args:
+            level: that of the children.
+            place: that of their parent in the level above; 0 for those of the root.
+            width: their number.
+        """
+        ...
+
+
+class _Independent:
+    """Children that depend on their level alone."""
+
+    def __init__(self, probabilities: list[list[float]]) -> None:
+        self._probabilities = probabilities
+
+    def children(self, level: int, _place: int, width: int) -> tuple[list[int], list[float]]:
+        """See `_Choices.children`."""
+        return list(range(width)), self._probabilities[level][:width]
+
+
+class _Dependent:
+    """Children that depend on their parent, too.
+
+    Args:
+        probabilities: [K, C] of the candidates, without transitions.
+        added: [K - 1, C, C], see `TokenTransitions.between`.
+        width: most children of a node.
+    """
+
+    def __init__(self, probabilities: Tensor, added: Tensor, width: int) -> None:
+        weights = probabilities[1:, None] * added.clamp(max=MOST_ADDED).exp()
+        # Nothing is added to the other tokens of the vocabulary, so their mass stays.
+        others = (1 - probabilities[1:].sum(-1)).clamp(min=0)
+        total = weights.sum(-1, keepdim=True) + others[:, None, None]
+        best = (weights / total).topk(width)
+        self._first: list[float] = probabilities[0].tolist()
+        self._places: list[list[list[int]]] = best.indices.tolist()
+        self._probabilities: list[list[list[float]]] = best.values.tolist()
+
+    def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
+        """See `_Choices.children`."""
+        if level == 0:
+            return list(range(width)), self._first[:width]
+        above = level - 1
+        return self._places[above][place][:width], self._probabilities[above][place][:width]
+
+
+class _Product:
+    """A tree that grows level by level."""
+
+    def __init__(self, limit: GrowthLimit) -> None:
+        self._limit = limit
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.probabilities: list[float] = []
+        self.places: list[int] = []  # of each node among the candidates of its level
+        self._paths: list[float] = []  # the probability of the path down to each node
+
+    def add(
+        self, parent: int, tokens: list[int], places: list[int], probabilities: list[float]
+    ) -> list[int]:
+        """Add children; returns those that may have children themselves.
+
+        Args:
+            parent: their parent.
+            tokens: the candidates of their level.
+            places: which of them they are.
+            probabilities: theirs.
+        """
+        limit, above = self._limit, self._paths[parent] if parent >= 0 else 1.0
+        extendable = []
+        for place, probability in zip(places, probabilities, strict=True):
+            if probability == 0:
+                break
+            self.tokens.append(tokens[place])
+            self.parents.append(parent)
+            self.probabilities.append(probability)
+            self.places.append(place)
+            self._paths.append(above * probability)
+            if probability >= limit.min_token_prob and self._paths[-1] >= limit.min_path_prob:
+                extendable.append(len(self.tokens) - 1)
+        return extendable
+
+    def best(self, level: list[int], count: int | None) -> list[int]:
+        """The nodes of a level with the highest path probabilities; all of them with None."""
+        return level if count is None else sorted(level, key=lambda n: -self._paths[n])[:count]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no level is added any more."""
+        return self._limit.nodes is not None and len(self.tokens) >= self._limit.nodes
+
+
+def product_tree(
+    logits: Tensor,
+    token_ids: Tensor | None,
+    plan: GrowthPlan,
+    limit: GrowthLimit,
+    transitions: TokenTransitions | None = None,
+) -> GrownTree:
+    """What `GrowingNetwork.grow` would grow, of logits that do not depend on the drafted tokens.
+
+    Args:
+        logits: [K, Vd] of the tokens at depths 1 to K, with K at least `limit.depth`.
+        token_ids: [Vd] the tokens that logits stand for; None if these are 0, 1, ...
+        plan: how the tree grows.
+        limit: where it ends.
+        transitions: what a token adds to the logits behind it, among the best tokens of each depth.
+    """
+    widths = plan.widths[: limit.depth]
+    width = min(max(widths), logits.shape[-1])
+    count = width if transitions is None else min(max(width, CHAIN_CANDIDATES), logits.shape[-1])
+    best = logits[: len(widths)].float().softmax(-1).topk(count)
+    choices: _Choices = (
+        _Independent(best.values.tolist())
+        if transitions is None
+        else _Dependent(best.values, transitions.between(best.indices), width)
+    )
+    tokens = best.indices if token_ids is None else token_ids[best.indices]
+    return _grown(tokens.tolist(), choices, plan, limit, width)
+
+
+def product_chain(
+    chain: tuple[Sequence[int], Sequence[float]], token_ids: Tensor | None, limit: GrowthLimit
+) -> GrownTree:
+    """`product_tree` for one child per node, of what `ChainingNetwork.best_chain` has chosen.
+
+    Args:
+        chain: [K] places in the vocabulary of the logits, and [K] their probabilities.
+        token_ids: see `product_tree`.
+        limit: where it ends.
+    """
+    tokens, probabilities = chain
+    count, path = 0, 1.0
+    for probability in probabilities[: limit.nodes]:
+        if probability == 0:
+            break
+        count, path = count + 1, path * probability
+        if probability < limit.min_token_prob or path < limit.min_path_prob:
+            break
+    kept = list(tokens[:count])
+    if token_ids is not None:
+        kept = token_ids[kept].tolist()
+    return GrownTree(kept, list(range(-1, count - 1)), list(probabilities[:count]))
+
+
+def _grown(
+    tokens: list[list[int]], choices: _Choices, plan: GrowthPlan, limit: GrowthLimit, most: int
+) -> GrownTree:
+    """The tree of the children chosen.
+
+    Args:
+        tokens: [K, C] the candidates of each level.
+        choices: among them.
+        plan: how the tree grows.
+        limit: where it ends.
+        most: children of a node.
+    """
+    tree, frontier = _Product(limit), [-1]
+    for level, size in enumerate(plan.widths[: limit.depth]):
+        found: list[int] = []
+        for parent in frontier:
+            place = tree.places[parent] if parent >= 0 else 0
+            children = choices.children(level, place, min(size, most))
+            found += tree.add(parent, tokens[level], *children)
+        frontier = tree.best(found, plan.beam)
+        if tree.is_full:
+            break
+    return GrownTree(tree.tokens, tree.parents, tree.probabilities)
+
+
+# What a drafted token says about the next one, for drafters that compute all levels at once.
+#
+# A block of masks is predicted in one pass, each of its tokens without a look at the others. Where
+# several continuations are likely, such a draft mixes them, or repeats a token. `Transitions` adds
+# what depends on the token before: the logit of a token w behind a token u is
+#
+#     logit(w | u) = logit(w) + W_w^T M W_u
+#
+# with the rows W of the output layer, and a learnt matrix M [E, E] that is zero at first. Sun et
+# al., "Fast Structured Decoding for Sequence Models", arXiv 1910.11555, have such terms between the
+# tokens of a parallel decoder, of two low-rank tables.
+
+
+TRANSITIONS_FILE, MATRIX = "transitions.safetensors", "matrix"
+"""The file, and the name of its only tensor."""
+
+
+class Transitions(nn.Module):
+    """The matrix M, which is learnt.
+
+    Args:
+        size: E, of the output layer's rows.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(size, size))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """What is added to states behind tokens.
+
+        Args:
+            rows: [..., E] the output layer's rows of the tokens.
+
+        Returns:
+            [..., E].
+        """
+        return rows @ self.matrix.T.to(rows)
+
+
+class TokenTransitions:
+    """Transitions between the tokens of a drafter: two tables of the size of its output layer.
+
+    What a token adds to all logits alike is left out. It changes no distribution, but it would
+    count where transitions are added to some tokens only, see `between`.
+
+    Args:
+        matrix: [E, E] M.
+        rows: [V, E] W.
+    """
+
+    def __init__(self, matrix: Tensor, rows: Tensor) -> None:
+        self._added = rows @ matrix.T.to(rows)
+        self._rows = (rows - rows.float().mean(0)).to(rows)
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """[V, E] what tokens add to states behind them, and [V, E] W minus its mean."""
+        return self._added, self._rows
+
+    def behind(self, tokens: Tensor) -> Tensor:
+        """[N, V] what is added to the logits behind tokens [N]."""
+        return (self._added[tokens] @ self._rows.T).float()
+
+    def between(self, candidates: Tensor) -> Tensor:
+        """What candidates for a place add to the logits of those for the next.
+
+        Args:
+            candidates: [K, C] tokens.
+
+        Returns:
+            [K - 1, C, C] for each of a place, the logits that those of the next place get.
+        """
+        above, below = self._added[candidates[:-1]], self._rows[candidates[1:]]
+        return torch.bmm(above.float(), below.float().transpose(1, 2))
+
+
+def save_transitions(transitions: Transitions, folder: Path) -> None:
+    """Write them as a file of their own."""
+    matrix = transitions.matrix.detach().to("cpu", torch.bfloat16)
+    save_file({MATRIX: matrix}, folder / TRANSITIONS_FILE)
+
+
+class BlockScorer(OwnModel):
+    """A model with KV rows of its own whose first pass computes all levels (see `Scorer`).
+
+    Attributes:
+        most_depths: most levels of a draft.
+        transitions: between the tokens that logits stand for; None if there are none.
+    """
+
+    most_depths: int
+    transitions: TokenTransitions | None = None
+    _vocabulary: Tensor | None
+
+    def prepare_blocks(self, most_depths: int, vocabulary: Tensor | None = None) -> None:
+        """Say how deep drafts can be, and which tokens [Vd] logits stand for, if not 0, 1, ..."""
+        self.most_depths, self._vocabulary = most_depths, vocabulary
+        self._depths: dict[int, int] = {}  # request key -> levels of its draft
+        # Request key -> number of nodes before the root, and [K, Vd] the logits of all levels.
+        self._levels: dict[int, tuple[int, Tensor]] = {}
+
+    def expect(self, depths: Mapping[int, int]) -> None:
+        """Say how many levels the next draft of each request has, at least 1."""
+        self._depths.update(depths)
+
+    @abstractmethod
+    def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One pass over pending tokens.
+
+        Args:
+            keys: [B] request keys.
+            pending: [B] what `Scorer.pending` has returned.
+
+        Returns:
+            [B] the logits [K, Vd] of the levels that `expect` has announced, or of more.
+        """
+
+    def _compute(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> None:
+        blocks = self.block(keys, pending)
+        for key, tokens, logits in zip(keys, pending, blocks, strict=True):
+            self._levels[key] = len(tokens) - 1, logits
+
+    def verify(
+        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
+    ) -> list[PassOutput]:
+        """See `Scorer.verify`: a pass of the model for the first level, nothing for the others."""
+        new = zip(keys, trees, num_computed, strict=True)
+        first = {key: tree.tokens for key, tree, done in new if not done}
+        if first:
+            self._compute(list(first), list(first.values()))
+        computed = zip(keys, trees, num_computed, strict=True)
+        return [PassOutput(self._logits_of_level(*each)) for each in computed]
+
+    def _logits_of_level(self, key: int, tree: TokenTree, num_computed: int) -> Tensor:
+        """[n, Vd] of the new nodes; of the root alone in the first level."""
+        before_root, logits = self._levels[key]
+        if not num_computed:
+            return logits[:1]
+        depths = [depth - before_root for depth in tree.depths[num_computed:]]
+        if len(set(depths)) > 1:  # the tree of a beam search
+            found = logits[depths]
+        else:
+            found = logits[depths[0] : depths[0] + 1].expand(len(depths), -1)
+        if self.transitions is None:
+            return found
+        tokens = torch.tensor(tree.tokens[num_computed:], device=logits.device)
+        return found.float() + self.transitions.behind(tokens)
+
+    def grow(
+        self,
+        keys: Sequence[int],
+        pending: Sequence[Sequence[int]],
+        plan: GrowthPlan,
+        limits: Sequence[GrowthLimit],
+    ) -> list[GrownTree] | None:
+        """See `GrowingScorer`; None for drawn tokens."""
+        if any(limit.draw is not None for limit in limits):
+            return None
+        self._compute(keys, pending)
+        return [
+            self._grown(self._levels[key][1], plan, limit)
+            for key, limit in zip(keys, limits, strict=True)
+        ]
+
+    def _grown(self, logits: Tensor, plan: GrowthPlan, limit: GrowthLimit) -> GrownTree:
+        network, widths = self._model.network, plan.widths[: limit.depth]
+        if max(widths) == 1 and isinstance(network, ChainingNetwork):
+            tables = None if self.transitions is None else self.transitions.tables
+            chain = network.best_chain(logits[: len(widths)], tables)
+            if chain is not None:
+                return product_chain(chain, self._vocabulary, limit)
+        return product_tree(logits, self._vocabulary, plan, limit, self.transitions)
+
+    def finish_draft(self, request: Request, num_tokens: int) -> None:
+        """See `OwnModel.finish_draft`."""
+        super().finish_draft(request, num_tokens)
+        self._levels.pop(request.key, None)
+
+    def release(self, request: Request) -> None:
+        """See `OwnModel.release`."""
+        super().release(request)
+        for kept in (self._depths, self._levels):
+            kept.pop(request.key, None)
+
+
+class BlockDrafter(ModelDrafter):
+    """Chains and trees from a model that drafts all levels at once; no deeper than it can.
+
+    Args:
+        scorer, options, shape, coupled: see `ModelDrafter`.
+    """
+
+    drafts_at_once = True
+    _scorer: BlockScorer
+
+    def level_sizes(self, limit: int) -> Sequence[int] | None:
+        """See `Drafter.level_sizes`."""
+        sizes = super().level_sizes(limit)
+        return None if sizes is None else sizes[: self._scorer.most_depths]
+
+    def _limits(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, Budget]:
+        """See `ModelDrafter._limits`; the model has to know the depth of a draft beforehand."""
+        found = {
+            key: replace(budget, depth=self._depth(budget))
+            for key, budget in super()._limits(batch, budgets).items()
+        }
+        self._scorer.expect({key: budget.depth for key, budget in found.items()})
+        return found
+
+    def _depth(self, budget: Budget) -> int:
+        """Levels of a draft: all of its nodes, their ancestors included, lie within them."""
+        levels = len(self._shape.level_sizes(budget.nodes))
+        return min(budget.depth, levels, self._scorer.most_depths)

@@ -1,0 +1,646 @@
+"""`copy`: for outputs that are the input with changes. The draft is the rest of the input.
+
+Input-guided aggressive decoding: Sun et al., "Instantaneous Grammatical Error Correction with
+Shallow Aggressive Decoding"; Ge et al., "Lossless Acceleration for Seq2seq Generation with
+Aggressive Decoding". While the output follows the input, the draft continues the input. After the
+output has diverged, nothing is drafted until a suffix of the text occurs in the input again.
+
+The input of an encoder-decoder is its source, and copying starts at its beginning, as in the
+papers. Special tokens in front of it, such as its language, are left out if the output's own are
+given. The input of a decoder-only model is the prompt, or a region of it (`copy_start`,
+`copy_end`). If a region is given, copying starts at its beginning, too. A whole prompt also holds
+instructions; copying then starts where the prompt's last tokens occurred before, if they did.
+
+The references of a request belong to the input, behind the prompt or the source. No copy goes on
+from one of these texts to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+
+from tokenleap.control import Budget
+from tokenleap.control.estimates import (
+    EDITED,
+    LONGEST_GUESS,
+    AcceptanceRates,
+    by_guess,
+    by_match,
+    by_prediction,
+    path_probs,
+)
+from tokenleap.core.references import NO_REFERENCES, References
+from tokenleap.core.tree import Draft, chain
+from tokenleap.decode import Outcome, StepTimes
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.combine import Hybrid, Several
+from tokenleap.drafters.lookups import SEPARATOR, NoDrafter, Occurrences, Positions
+from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
+from tokenleap.request import Request
+
+__all__ = [
+    "BetterLookup",
+    "CopyDrafter",
+    "CopyOptions",
+    "Follower",
+    "PredictedText",
+    "PredictionDrafter",
+    "with_prediction",
+]
+
+
+MOST_INSERTED = 4
+"""Tokens in a row that can be inserted."""
+
+
+class Alignment:
+    """The position in the input that a text has reached: a function of the committed tokens alone.
+
+    Args:
+        tokens: the input's texts, with a separator between each two.
+        start: index in the input of the first expected token; None without an alignment.
+        seen: length of the text so far.
+        options: see `CopyOptions`.
+    """
+
+    def __init__(
+        self, tokens: Sequence[int], start: int | None, seen: int, options: CopyOptions
+    ) -> None:
+        self.input = list(tokens)
+        self.position = start
+        """Index in the input of the expected next token; None without an alignment."""
+        self.match = 1
+        """Length of the match: the text's last tokens equal the input's before the position."""
+        self._last = start or 0  # position of the last alignment
+        self._min_match = options.copy_min_match
+        self._insertions = options.copy_insertions
+        self._num_inserted = 0
+        self._found = Occurrences(self.input)
+        self._seen = seen
+
+    @classmethod
+    def of_prompt(
+        cls,
+        prompt: Sequence[int],
+        options: CopyOptions,
+        references: References = NO_REFERENCES,
+    ) -> Alignment:
+        """How a prompt is copied: a region from its beginning, the whole where it ends."""
+        start = 0 if options.explicit else None
+        alignment = cls(_joined(options.region(prompt), references), start, len(prompt), options)
+        if start is None:
+            alignment._realign(prompt)
+        return alignment
+
+    @classmethod
+    def of_source(
+        cls,
+        source: Sequence[int],
+        given: Sequence[int],
+        special: Collection[int],
+        options: CopyOptions,
+        references: References = NO_REFERENCES,
+    ) -> Alignment:
+        """How an encoder-decoder's source is copied: from its beginning.
+
+        Args:
+            source: the source.
+            given: how the text begins whatever the model finds: the decoder's prompt, and the token
+                that comes first by the model's rules.
+            special: the tokens that are not content, those in front of the given ones included.
+            options: see `CopyOptions`.
+            references: further texts of the input.
+        """
+        lead = _num_leading(given, special)
+        start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
+        tokens = _joined(options.region(source), references)
+        alignment = cls(tokens, start, lead, options)
+        alignment.catch_up(given)
+        return alignment
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Follow the new committed tokens, one by one; `tokens` is the whole text."""
+        for end in range(self._seen + 1, len(tokens) + 1):
+            self._follow(tokens, end)
+        self._seen = max(self._seen, len(tokens))
+
+    def _follow(self, tokens: Sequence[int], end: int) -> None:
+        position = self.position
+        if position is not None and self.input[position : position + 1] == [tokens[end - 1]]:
+            self.position = self._last = position + 1
+            self.match += 1
+            self._num_inserted = 0
+        else:
+            self._realign(tokens[max(0, end - LONGEST_ALIGNED) : end])
+            if self.position is None and self._insertions:
+                self._insert(position)
+
+    def _realign(self, suffix: Sequence[int]) -> None:
+        """Move behind the longest suffix that occurs in the input.
+
+        Of several occurrences, take the first one after the last alignment, or else the last one.
+        """
+        self.position = None
+        ends, self.match = self._found.longest(suffix)
+        if self.match >= self._min_match:
+            later = int(np.searchsorted(ends, self._last))
+            self.position = self._last = int(ends[min(later, len(ends) - 1)])
+            self._num_inserted = 0
+
+    def _insert(self, position: int | None) -> None:
+        """Take the last token as inserted in front of the expected one."""
+        self._num_inserted += 1
+        if self._num_inserted <= MOST_INSERTED:
+            self.position, self.match = position, 1
+
+    def rest(self, length: int) -> list[int]:
+        """At most `length` tokens of one text of the input, from the aligned position on."""
+        if self.position is None:
+            return []
+        ahead = self.input[self.position : self.position + length]
+        return ahead[: ahead.index(SEPARATOR)] if SEPARATOR in ahead else ahead
+
+
+def _joined(tokens: Sequence[int], references: References) -> list[int]:
+    """The texts of an input, with a separator between each two."""
+    joined = list(tokens)
+    for text in references.texts:
+        joined += (SEPARATOR, *text)
+    return joined
+
+
+class CopyDrafter(Drafter):
+    """Chains that continue the input; q is one-hot.
+
+    It proposes nothing while text and input are not aligned.
+
+    Args:
+        options: see `CopyOptions`.
+        special_ids: the tokenizer's special tokens.
+    """
+
+    looks_up = True
+    quotes_references = True
+
+    def __init__(self, options: CopyOptions, special_ids: Collection[int] = ()) -> None:
+        self._options = options
+        self._special = frozenset(special_ids)
+        self._alignments: dict[int, Alignment] = {}
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains that continue the input at the aligned position."""
+        return [
+            self._propose(request, budget.chain)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, length: int) -> Draft:
+        alignment = self._alignments.get(request.key)
+        given = request.given_ids
+        if alignment is None:
+            alignment = self._alignments[request.key] = self._alignment(request, given)
+        alignment.catch_up(request.token_ids)
+        ahead = given[len(request.token_ids) :]
+        drafted = [*ahead, *alignment.rest(length - len(ahead))][:length]
+        features = by_match(alignment.match, len(drafted))
+        return Draft.deterministic(chain([request.root, *drafted]), features)
+
+    def _alignment(self, request: Request, given: Sequence[int]) -> Alignment:
+        if request.source is None:
+            return Alignment.of_prompt(request.prompt_ids, self._options, request.references)
+        special = {*self._special, given[0], *given[len(request.prompt_ids) :]}
+        return Alignment.of_source(
+            request.input_ids, given, special, self._options, request.references
+        )
+
+    def release(self, request: Request) -> None:
+        """Forget the request's alignment."""
+        self._alignments.pop(request.key, None)
+
+
+def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
+    """How many special tokens stand in front."""
+    return sum(1 for _ in takewhile(special.__contains__, tokens))
+
+
+# `prediction`: the draft is the text that the user expects, such as the file before an edit.
+#
+# OpenAI's "predicted outputs": a request brings a text that its output will mostly repeat. The
+# draft goes on in this text from the place that the output has reached (`drafters.follower`).
+# Unlike a reference, a prediction is followed from its beginning, and edits that were made before
+# are drafted where they come again.
+#
+# A request has at most one prediction, and the methods need not know of it: `with_prediction` puts
+# it in front of any other drafter. Which of the two drafts is verified is decided like that between
+# lookups and trained drafts (`drafters.hybrid`), or, beside another lookup, by `BetterLookup`.
+
+
+class PredictionDrafter(Drafter):
+    """Chains that continue the request's prediction; q is one-hot.
+
+    It proposes nothing for requests without one, and counts in their metrics what became of the
+    proposed tokens.
+    """
+
+    looks_up = True
+    follows_prediction = True
+
+    def __init__(self) -> None:
+        self._followers: dict[int, Follower] = {}
+        self._proposed: dict[int, list[int]] = {}  # key -> the tokens of this step's proposal
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains from the place in the prediction that the output has reached."""
+        return [
+            self._propose(request, budget.chain)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, length: int) -> Draft:
+        self._proposed.pop(request.key, None)
+        if not request.prediction:
+            return Draft.empty(request.root)
+        follower = self._followers.get(request.key)
+        if follower is None:
+            text = request.prediction.indexed("prediction", lambda: _text_of(request))
+            follower = self._followers[request.key] = Follower(text, len(request.given_ids))
+        follower.catch_up(request.token_ids)
+        if not length or len(request.token_ids) < follower.seen:  # a first token is forced
+            return Draft.empty(request.root)
+        tokens, features = follower.expected(length)
+        self._proposed[request.key] = tokens
+        return Draft.deterministic(chain([request.root, *tokens]), tuple(features))
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Count which of the proposed tokens were verified, and which of these were kept."""
+        for outcome in outcomes:
+            proposed = self._proposed.pop(outcome.request.key, None)
+            if proposed:
+                _count(outcome, proposed)
+
+    def release(self, request: Request) -> None:
+        """Forget where the request is."""
+        self._followers.pop(request.key, None)
+        self._proposed.pop(request.key, None)
+
+
+def _text_of(request: Request) -> PredictedText:
+    (tokens,) = request.prediction.texts
+    return PredictedText(tokens)
+
+
+def _count(outcome: Outcome, proposed: Sequence[int]) -> None:
+    """Count the nodes of the verified draft that are tokens of the prediction."""
+    tree, metrics, node = outcome.draft.tree, outcome.request.metrics, 0
+    kept = outcome.accepted.path[: len(outcome.committed)]
+    for token in proposed:
+        among = tree.children[node]
+        node = next((child for child in among if tree.tokens[child] == token), 0)
+        if not node:
+            return
+        if node in kept:
+            metrics.accepted_prediction_tokens += 1
+        else:
+            metrics.rejected_prediction_tokens += 1
+
+
+class BetterLookup(Several):
+    """Two drafters that look tokens up; each request gets the draft with more expected tokens.
+
+    How often the tokens of either are right is learnt from what is generated, by their features.
+
+    Args:
+        first: it is taken in doubt.
+        second: the other one.
+        most: most drafted nodes of the other one.
+    """
+
+    looks_up = True
+
+    def __init__(self, first: Drafter, second: Drafter, most: int) -> None:
+        assert first.looks_up
+        assert second.looks_up
+        super().__init__([first, second])
+        self._first, self._second, self._most = first, second, most
+        self._rates = AcceptanceRates(), AcceptanceRates()
+        self._proposed: dict[int, tuple[Draft, Draft]] = {}
+        self.drafts_trees = second.drafts_trees
+        self.independent_siblings = second.independent_siblings
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """The better draft of the two for each request."""
+        others = [replace(budget, nodes=min(budget.nodes, self._most)) for budget in budgets]
+        pairs = zip(
+            self._first.propose(batch, budgets), self._second.propose(batch, others), strict=True
+        )
+        self._proposed = dict(zip((request.key for request in batch), pairs, strict=True))
+        return [self._better(*pair) for pair in self._proposed.values()]
+
+    def _better(self, first: Draft, second: Draft) -> Draft:
+        ours, theirs = (
+            sum(path_probs(draft, rates.of)) if draft.features else 0.0
+            for draft, rates in zip((first, second), self._rates, strict=True)
+        )
+        return first if ours >= theirs and first.features else second
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Both see every outcome; and it is learnt which tokens were right, verified or not."""
+        for outcome in outcomes:
+            if pair := self._proposed.pop(outcome.request.key, None):
+                for draft, rates in zip(pair, self._rates, strict=True):
+                    rates.learn(draft, outcome)
+        self._first.observe(outcomes, times)
+        self._second.observe(outcomes, times)
+
+    def release(self, request: Request) -> None:
+        """Both forget the request."""
+        self._proposed.pop(request.key, None)
+        super().release(request)
+
+    def forget(self) -> None:
+        """Both forget earlier requests, and so does the choice between them."""
+        self._rates = AcceptanceRates(), AcceptanceRates()
+        super().forget()
+
+
+def with_prediction(drafter: Drafter, most: int) -> Drafter:
+    """A drafter that takes its drafts from the requests' predictions, too.
+
+    Args:
+        drafter: what drafts where there is no prediction, or where it is of no use. It may serve
+            other requests as well, for its state belongs to requests.
+        most: most nodes of its drafts.
+    """
+    prediction = PredictionDrafter()
+    if isinstance(drafter, NoDrafter):
+        return prediction
+    if isinstance(drafter, Hybrid):
+        return drafter.with_lookup(lambda lookup: BetterLookup(prediction, lookup, most))
+    if drafter.looks_up:
+        return BetterLookup(prediction, drafter, most)
+    return Hybrid(prediction, drafter, most)
+
+
+# `Follower`: where an output is in the text that was predicted for it, and what comes next there.
+#
+# Everything is a function of the committed tokens (invariant 4). While the output follows the text,
+# the next tokens are the text's. Where the two differ, the output has *diverged*. It is *aligned*
+# again where its latest tokens occur in the text: at least two of them anywhere, or a single one a
+# little ahead. Until then, the tokens behind the divergence are guessed for a few steps.
+#
+# What stands between a divergence and the next alignment is an *edit*: old tokens of the text, and
+# the new tokens that the output has in their place. The same edit is expected wherever else the old
+# tokens come, as when a name is changed throughout a file. An edit that fails as often as it is
+# right is no longer expected.
+
+
+AHEAD = 32
+"""How far behind a divergence, in tokens, a single token aligns output and text again."""
+
+NEAR = 256
+"""How far behind it two tokens do. A match of three counts wherever it is."""
+
+LONGEST_EDIT = 12
+"""Most tokens of an edit's old side, and of its new side."""
+
+MOST_EDITS = 64
+"""Most edits that are known of one output. The oldest is dropped."""
+
+FIRST_LENGTH, GUESS_LENGTH = 8, 4
+"""Tokens drafted at the text's beginning, and behind a divergence."""
+
+_FIRST_TRUST, _LEAST_TRUST, _TRUST_RATE = 0.6, 0.3, 1 / 16
+"""Trust is a running mean: the share of tokens that were those expected. Below the least, drafts
+are no longer than the match that they continue, which has at least two tokens."""
+
+
+class PredictedText:
+    """A text that outputs are expected to follow; all outputs of a prompt share it.
+
+    Args:
+        tokens: the text.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tuple(tokens)
+        self.occurrences = Occurrences(self.tokens)
+
+
+@dataclass
+class _Edit:
+    """Tokens of the text, what the output had in their place, and how often it was so."""
+
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    right: int = 0
+    wrong: int = 0
+
+
+@dataclass
+class _Divergence:
+    """Where the output left the text, and what it has written since then.
+
+    Attributes:
+        at: index in the text of the token that did not come.
+        written: the output's tokens from there on.
+        edit: old and new tokens, if the present alignment is right.
+    """
+
+    at: int
+    written: list[int]
+    edit: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+
+class Follower:
+    """Follows one output through a text.
+
+    Args:
+        text: the text.
+        seen: tokens of the request that stand before the output.
+
+    Attributes:
+        seen: tokens of the request that need no following any more.
+    """
+
+    def __init__(self, text: PredictedText, seen: int) -> None:
+        self._text = text
+        self.seen = seen
+        self._aligned = True
+        self._at = 0  # index of the expected token, or of the first one of `_edit.old`
+        self._match = 0  # tokens that the output has followed since the last alignment
+        self._edit: _Edit | None = None  # the edit that the output is in
+        self._done = 0  # tokens of `_edit.new` that came
+        self._left: _Divergence | None = None  # the last one, until an alignment is confirmed
+        self._trust = _FIRST_TRUST
+        self._edits: dict[tuple[int, ...], _Edit] = {}  # by their old tokens
+        self._begin_edits: set[int] = set()  # the first of these tokens
+
+    # What comes next
+
+    def expected(self, length: int) -> tuple[list[int], list[int]]:
+        """At most `length` tokens that are expected next, and their features."""
+        match = self._match
+        if self._trust < _LEAST_TRUST:
+            tokens = self._next(min(length, match))[0] if match > 1 else []
+            return tokens, list(by_match(match, len(tokens)))
+        if not self._aligned:
+            return self._guess(length)
+        begins = not match and self._left is None
+        tokens, edited = self._next(min(length, FIRST_LENGTH if begins else 4 + 2 * match))
+        features = [by_prediction(match + depth) for depth in range(len(tokens))]
+        for depth in edited:
+            features[depth] = EDITED
+        return tokens, features
+
+    def _guess(self, length: int) -> tuple[list[int], list[int]]:
+        """Tokens behind a divergence, as if one token of the text had been replaced."""
+        assert self._left is not None
+        age = len(self._left.written)
+        if age > LONGEST_GUESS:
+            return [], []
+        begin = self._left.at + (self._left.at > 0)  # what precedes the text's beginning is new
+        tokens = list(self._text.tokens[begin : begin + min(length, GUESS_LENGTH)])
+        later = [by_prediction(1 + depth) for depth in range(len(tokens) - 1)]
+        return tokens, [by_guess(age), *later][: len(tokens)]
+
+    def _next(self, length: int) -> tuple[list[int], list[int]]:
+        """At most `length` tokens from here on, and the places of those that begin an edit."""
+        text, at, edit = self._text.tokens, self._at, self._edit
+        tokens, edited = list[int](), list[int]()
+        if edit is not None:
+            tokens += edit.new[self._done :]
+            at += len(edit.old)
+        while len(tokens) < length and at < len(text):
+            edit = self._edit_from(at)
+            if edit is None:
+                tokens.append(text[at])
+                at += 1
+            else:
+                edited.append(len(tokens))
+                tokens += edit.new
+                at += len(edit.old)
+        return tokens[:length], edited
+
+    def _edit_from(self, at: int) -> _Edit | None:
+        """The edit that is expected at this place of the text, the latest of several."""
+        text = self._text.tokens
+        if text[at] in self._begin_edits:
+            for edit in reversed(self._edits.values()):
+                if edit.right > edit.wrong and text[at : at + len(edit.old)] == edit.old:
+                    return edit
+        return None
+
+    # What came
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Follow the new committed tokens, one by one.
+
+        Args:
+            tokens: all tokens of the request.
+        """
+        for end in range(self.seen + 1, len(tokens) + 1):
+            hit = self._aligned and self._follows(tokens[end - 1])
+            self._trust += _TRUST_RATE * (hit - self._trust)
+            if not hit:
+                self._diverge(tokens[end - 1])
+                self._align(tokens[max(0, end - LONGEST_ALIGNED) : end])
+        self.seen = max(self.seen, len(tokens))
+
+    def _follows(self, token: int) -> bool:
+        """Whether this is the expected token; if it is, go on behind it."""
+        if self._at == len(self._text.tokens):
+            return False
+        if self._edit is None:
+            self._edit, self._done = self._edit_from(self._at), 0
+        edit = self._edit
+        if token != (self._text.tokens[self._at] if edit is None else edit.new[self._done]):
+            return False
+        self._match += 1
+        if edit is None:
+            self._at += 1
+        else:
+            self._done += 1
+            if self._done == len(edit.new):
+                edit.right += 1
+                self._at, self._edit = self._at + len(edit.old), None
+        if self._left is not None:  # a single token was aligned, and now a second one
+            self._confirm(self._left)
+        return True
+
+    def _diverge(self, token: int) -> None:
+        """The output has left the text, or was not aligned with it."""
+        if self._left is None:
+            edit, self._left = self._edit, _Divergence(self._at, [])
+            if edit is not None:
+                edit.wrong += 1
+                self._left.written += edit.new[: self._done]
+        self._left.written.append(token)
+        self._left.edit = None
+        self._aligned, self._match, self._edit = False, 0, None
+
+    def _align(self, suffix: Sequence[int]) -> None:
+        """Find the place in the text behind the output's latest tokens."""
+        left = self._left
+        assert left is not None
+        ends, match = self._text.occurrences.longest(suffix)
+        end = _first_behind(ends, left.at) if match > 1 else None
+        if match == 2 and (end is None or end > left.at + NEAR):
+            end = None
+        elif match > 2 and end is None:
+            end = int(ends[-1])
+        if end is None:
+            end, match = _first_behind(self._text.occurrences.of(suffix[-1]), left.at), 1
+            if end is None or end > left.at + AHEAD:
+                return
+        self._aligned, self._at, self._match = True, end, match
+        left.edit = self._edit_until(left, end, match)
+        if match > 1:
+            self._confirm(left)
+
+    def _edit_until(
+        self, left: _Divergence, end: int, match: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Old and new tokens between a divergence and an alignment; None if they are too many.
+
+        Where one side would be empty, the tokens beside it belong to the edit.
+        """
+        if end <= left.at:  # it went back
+            return None
+        text, common = self._text.tokens, min(match, len(left.written), end - left.at)
+        resumed = end - common
+        old, new = text[left.at : resumed], tuple(left.written[: len(left.written) - common])
+        if not (old or new) or max(len(old), len(new)) > LONGEST_EDIT:
+            return None
+        if not new:
+            old, new = (*old, text[resumed]), (text[resumed],)
+        if not old:
+            if not left.at:
+                return None
+            before, after = text[left.at - 1], text[resumed]
+            old, new = (before, after), (before, *new, after)
+        return old, new
+
+    def _confirm(self, left: _Divergence) -> None:
+        """The alignment was right: learn the edit before it."""
+        self._left = None
+        if left.edit is None:
+            return
+        old, new = left.edit
+        edit = self._edits.pop(old, None)
+        if edit is None or edit.new != new:
+            edit = _Edit(old, new)
+        edit.right += 1
+        self._edits[old] = edit
+        if len(self._edits) > MOST_EDITS:
+            del self._edits[next(iter(self._edits))]
+        self._begin_edits = {old[0] for old in self._edits}
+
+
+def _first_behind(ends: Positions, at: int) -> int | None:
+    """The first of these ascending positions behind an index of the text; None if there is none."""
+    place = int(ends.searchsorted(at, side="right"))
+    return int(ends[place]) if place < len(ends) else None

@@ -1,0 +1,541 @@
+"""`ngram`: prompt lookup. It drafts the tokens that followed the last few tokens before.
+
+Saxena, "Prompt Lookup Decoding"; vLLM's `ngram` method, whose option names are used here. The
+longest suffix of the text, of `prompt_lookup_max` down to `prompt_lookup_min` tokens, is looked up
+in prompt and output. The most recent occurrence is continued. If a longer match occurs in one of
+the request's references, its last occurrence there is continued instead.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenleap.control import Budget
+from tokenleap.control.estimates import LONGEST_MATCH, by_match
+from tokenleap.core.distribution import Distribution, truncated
+from tokenleap.core.grammar import Grammar, Grammars
+from tokenleap.core.params import GREEDY_BELOW
+from tokenleap.core.references import NO_REFERENCES, References
+from tokenleap.core.tree import Draft, chain
+from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.options import (
+    LONGEST_ALIGNED,
+    CountedOptions,
+    NgramOptions,
+    NgramTableOptions,
+    RegexOptions,
+)
+from tokenleap.request import Request
+
+__all__ = [
+    "SEPARATOR",
+    "CountedChains",
+    "CountedOptions",
+    "NgramDrafter",
+    "NgramOptions",
+    "NgramTable",
+    "NgramTableDrafter",
+    "NgramTableOptions",
+    "NoDrafter",
+    "Occurrences",
+    "Positions",
+    "RandomDrafter",
+    "RegexDrafter",
+    "RegexOptions",
+]
+
+
+_SEPARATOR = chr(0x10FFFF)
+"""Stands before and behind each reference; no vocabulary has so many tokens."""
+
+
+class SearchedText:
+    """The text of one request as a string with one character per token.
+
+    Python searches such a string faster than it can maintain an index.
+
+    Args:
+        shortest: shortest suffix to look up, in tokens.
+        longest: longest suffix to look up, in tokens.
+        references: the request's references.
+    """
+
+    def __init__(self, shortest: int, longest: int, references: References = NO_REFERENCES) -> None:
+        self._lengths = range(shortest, longest + 1)
+        self._text = ""
+        self._beside = references.indexed("ngram", lambda: _joined(references))
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Append the new committed tokens; `tokens` is the whole text."""
+        self._text += "".join(map(chr, tokens[len(self._text) :]))
+
+    def find(self) -> tuple[int, int] | None:
+        """Find the latest earlier occurrence of the longest suffix that occurs.
+
+        Returns:
+            The position behind the occurrence, and the length of the match there. The match may be
+            longer than the longest suffix that is looked up. None if no suffix occurs.
+        """
+        text, length = self._text, 0
+        end = len(text) - 1  # an occurrence must have a successor
+        for size in self._lengths:  # a longer suffix does not occur later than a shorter one
+            start = text.rfind(text[-size:], 0, end) if size <= end else -1
+            if start < 0:
+                break
+            end, length = start + size, size
+        return (end, length + self._extra_length(text, end, length)) if length else None
+
+    def find_beside(self, least: int) -> tuple[int, int] | None:
+        """Find the last occurrence in the references of the longest suffix that occurs there.
+
+        Args:
+            least: the match must have more tokens than this.
+
+        Returns:
+            The position behind the occurrence, for `quote`, and the length of the match there; None
+            if there is no such match.
+        """
+        beside, end, length = self._beside, len(self._beside), 0
+        first = min(max(least + 1, self._lengths.start), self._lengths[-1])
+        for size in range(first, min(self._lengths[-1], len(self._text)) + 1):
+            found = _last_with_successor(beside, self._text[-size:], end)
+            if found is None:
+                break
+            end, length = found, size
+        if not length:
+            return None
+        length += self._extra_length(beside, end, length)
+        return (end, length) if length > least else None
+
+    def quote(self, position: int, length: int) -> list[int]:
+        """At most `length` tokens of one reference, from this position on."""
+        return list(map(ord, self._beside[position : position + length].partition(_SEPARATOR)[0]))
+
+    def _extra_length(self, text: str, position: int, length: int) -> int:
+        """How many tokens longer than `length` the match before a position in `text` is."""
+        own, most = self._text, min(LONGEST_MATCH, position, len(self._text)) - length
+        for extra in range(most):
+            if text[position - length - extra - 1] != own[-length - extra - 1]:
+                return extra
+        return max(0, most)
+
+
+def _joined(references: References) -> str:
+    """All texts, with a character per token."""
+    if not references:
+        return ""
+    texts = ["".join(map(chr, tokens)) for tokens in references.texts]
+    return _SEPARATOR + _SEPARATOR.join(texts) + _SEPARATOR
+
+
+def _last_with_successor(text: str, suffix: str, end: int) -> int | None:
+    """The position behind the last occurrence before `end` that a token follows."""
+    start = text.rfind(suffix, 0, end)
+    while start >= 0 and text[start + len(suffix)] == _SEPARATOR:
+        start = text.rfind(suffix, 0, start + len(suffix) - 1)
+    return None if start < 0 else start + len(suffix)
+
+
+class NgramDrafter(Drafter):
+    """Chains that continue an earlier occurrence; q is one-hot.
+
+    It proposes nothing if no suffix has occurred before.
+
+    Args:
+        options: see `NgramOptions`.
+    """
+
+    looks_up = True
+    quotes_references = True
+
+    def __init__(self, options: NgramOptions) -> None:
+        self.options = options
+        self._texts: dict[int, SearchedText] = {}
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains that continue the latest earlier occurrence."""
+        return [
+            self._propose(request, budget.chain)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, length: int) -> Draft:
+        if length <= 0:
+            return Draft.empty(request.root)
+        text = self._texts.get(request.key)
+        if text is None:
+            options = self.options
+            shortest, longest = options.prompt_lookup_min, options.prompt_lookup_max
+            text = SearchedText(shortest, longest, request.references)
+            self._texts[request.key] = text
+        text.catch_up(request.token_ids)
+        found = text.find()
+        if request.references and (beside := text.find_beside(found[1] if found else 0)):
+            position, match = beside
+            copied = text.quote(position, length)
+        elif found is not None:
+            position, match = found
+            copied = copy_from(request.token_ids, position, length)
+        else:
+            return Draft.empty(request.root)
+        return Draft.deterministic(chain([request.root, *copied]), by_match(match, len(copied)))
+
+    def release(self, request: Request) -> None:
+        """Forget the request's text."""
+        self._texts.pop(request.key, None)
+
+
+def copy_from(tokens: Sequence[int], position: int, length: int) -> list[int]:
+    """`length` tokens from `position` on; past the end it repeats the tokens it has copied.
+
+    A text with a period shorter than the draft is thus continued for the whole draft, as in LZ77.
+    """
+    period = len(tokens) - position
+    return [tokens[position + i % period] for i in range(length)]
+
+
+# `Occurrences`: where the latest tokens of an output occur in a given text.
+
+
+SEPARATOR = -1
+"""Stands between two texts that are searched as one; no token has this id."""
+
+Positions: TypeAlias = NDArray[np.int64]
+
+
+class Occurrences:
+    """Finds the longest suffix of an output that occurs in a text.
+
+    Args:
+        tokens: the text, or several with a `SEPARATOR` between each two.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._array = np.array(tokens, dtype=np.int64)
+        self._ends = _ends_of(self._array)
+
+    def longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
+        """Positions behind the occurrences of the longest suffix, ascending, and its length.
+
+        Where the text ends, nothing follows, so this is no occurrence.
+
+        Args:
+            suffix: the output's latest tokens; of those, `LONGEST_ALIGNED` are compared.
+
+        Returns:
+            No positions, and 0, if the last token does not occur.
+        """
+        ends = self._ends.get(suffix[-1], _NOWHERE)
+        length = int(len(ends) > 0)
+        while len(ends) and length < min(len(suffix), LONGEST_ALIGNED):
+            longer = ends[ends > length]
+            longer = longer[self._array[longer - length - 1] == suffix[-length - 1]]
+            if not len(longer):
+                break
+            ends, length = longer, length + 1
+        return ends, length
+
+    def of(self, token: int) -> Positions:
+        """Positions behind the occurrences of one token, ascending."""
+        return self._ends.get(token, _NOWHERE)
+
+
+_NOWHERE: Positions = np.empty(0, dtype=np.int64)
+
+
+def _ends_of(tokens: NDArray[Any]) -> dict[int, Positions]:
+    """Token -> positions behind its occurrences, ascending, without the ends of texts.
+
+    Args:
+        tokens: [N] token ids and separators.
+    """
+    (followed,) = (tokens[1:] != SEPARATOR).nonzero()
+    order = followed[tokens[followed].argsort(kind="stable")]
+    distinct, starts = np.unique(tokens[order], return_index=True)
+    return dict(zip(distinct.tolist(), np.split(order + 1, starts[1:]), strict=False))
+
+
+# Chains drawn from counted successors: what `ngram_table` and `corpus_ngram` share.
+
+
+class CountedChains(Drafter):
+    """Chains whose q comes from counts.
+
+    Args:
+        options: see `CountedOptions`.
+        coupled: whether to draw with the target's own noise.
+        context_length: most tokens that `successors` reads.
+    """
+
+    def __init__(self, options: CountedOptions, *, coupled: bool, context_length: int) -> None:
+        self._options = options
+        self._coupled = coupled
+        self._context_length = context_length
+
+    @abstractmethod
+    def successors(
+        self, request: Request, context: Sequence[int], temperature: float
+    ) -> Distribution | None:
+        """The distribution of the next token; one-hot at temperature 0, None where there is none.
+
+        Args:
+            request: the request that is drafted for.
+            context: the last tokens, drafted ones included.
+            temperature: see `CountedOptions.draft_temperature`.
+        """
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains that end where nothing is known to follow."""
+        return [
+            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, budget: Budget) -> Draft:
+        temperature = self._temperature(request)
+        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+        context = request.token_ids[-self._context_length :]
+        tokens, distributions, path_prob = [request.root], [], 1.0
+        for depth in range(budget.chain):
+            found = self.successors(request, context, temperature)
+            if found is None:
+                break
+            distributions.append(self._truncated(found))
+            tokens.append(noise.draw(distributions[-1], depth))
+            token_prob = distributions[-1].prob(tokens[-1])
+            path_prob *= token_prob
+            if budget.stops_below(token_prob, path_prob):
+                break
+            context = [*context[1 - self._context_length :], tokens[-1]]
+        return Draft(chain(tokens), tuple(distributions))
+
+    def _truncated(self, found: Distribution) -> Distribution:
+        top_k, top_p = self._options.draft_top_k, self._options.draft_top_p
+        if found.certain is not None or (top_k is None and top_p is None):
+            return found
+        return truncated(found, top_k or 0, 1.0 if top_p is None else top_p)
+
+    def _temperature(self, request: Request) -> float:
+        if self._options.draft_temperature is None:
+            return 0.0 if request.params.greedy else 1.0
+        return self._options.draft_temperature
+
+
+# `ngram_table`: frequency tables of short contexts, with back-off.
+#
+# The n-gram drafter of the akunu engine. Tables of orders 2 to 4 count the whole prompt and every
+# committed token, and forget nothing. The successor is read from the longest context that has one.
+# A draft continues its own predictions. Greedy requests get the most frequent successor; on a tie
+# the latest one, where the source takes whichever its hash table has first. There, hashes of the
+# contexts are the keys, and a window bounds the history that contexts are read from; it is longer
+# than any context, so no draft depends on it.
+#
+# Beyond the source: `window` counts the latest tokens alone. Sampled requests get a token drawn
+# from the counts, whose distribution is q, so speculative sampling stays exact.
+
+
+ORDERS = (2, 3, 4)
+"""An n-gram of order n is a context of n - 1 tokens and its successor."""
+
+
+class NgramTable:
+    """Successor counts of every context of one text.
+
+    Args:
+        window: number of latest tokens that are counted; None counts all of them.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
+        # context -> successor -> count, with successors in the order of their last occurrence
+        self._counts: dict[tuple[int, ...], dict[int, int]] = {}
+        self._first = self._seen = 0  # the counted tokens are those from `_first` up to `_seen`
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Count the new committed tokens, and forget those that left the window."""
+        first = 0 if self._window is None else max(0, len(tokens) - self._window)
+        if first >= self._seen:  # no counted token is in the window any more
+            self._counts.clear()
+            self._first = self._seen = first
+        for stop in range(self._seen + 1, len(tokens) + 1):
+            self._count(tokens, stop)
+        self._seen = len(tokens)
+        for start in range(self._first, first):
+            self._forget(tokens, start)
+        self._first = first
+
+    def _count(self, tokens: Sequence[int], stop: int) -> None:
+        """Count the n-grams that end before index `stop`."""
+        for order in ORDERS:
+            if order <= stop - self._first:
+                *context, successor = tokens[stop - order : stop]
+                counts = self._counts.setdefault(tuple(context), {})
+                counts[successor] = counts.pop(successor, 0) + 1
+
+    def _forget(self, tokens: Sequence[int], start: int) -> None:
+        """Forget the n-grams that begin at index `start`."""
+        for order in ORDERS:
+            if start + order <= len(tokens):
+                *context, successor = tokens[start : start + order]
+                counts = self._counts[tuple(context)]
+                counts[successor] -= 1
+                if not counts[successor]:
+                    del counts[successor]
+                if not counts:
+                    del self._counts[tuple(context)]
+
+    def successors(self, tokens: Sequence[int]) -> dict[int, int]:
+        """Successor -> count after the longest known context at the end of `tokens`, or empty."""
+        for order in reversed(ORDERS):
+            if order <= len(tokens) + 1:
+                counts = self._counts.get(tuple(tokens[len(tokens) - order + 1 :]))
+                if counts:
+                    return counts
+        return {}
+
+
+class NgramTableDrafter(CountedChains):
+    """Chains from the tables of each request's own text.
+
+    Args:
+        options: see `NgramTableOptions`.
+        coupled: whether to draw with the target's own noise.
+    """
+
+    def __init__(self, options: NgramTableOptions, *, coupled: bool) -> None:
+        super().__init__(options, coupled=coupled, context_length=max(ORDERS) - 1)
+        self._window = options.window
+        self._tables: dict[int, NgramTable] = {}
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains that end where no context has a successor."""
+        for request in batch:
+            table = self._tables.setdefault(request.key, NgramTable(self._window))
+            table.catch_up(request.token_ids)
+        return super().propose(batch, budgets)
+
+    def successors(
+        self, request: Request, context: Sequence[int], temperature: float
+    ) -> Distribution | None:
+        """See `CountedChains.successors`."""
+        counts = self._tables[request.key].successors(context)
+        return distribution_of_counts(counts, temperature) if counts else None
+
+    def release(self, request: Request) -> None:
+        """Forget the request's tables."""
+        self._tables.pop(request.key, None)
+
+
+def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distribution:
+    """The q proportional to count^(1/temperature).
+
+    At temperature 0 it is one-hot at the most frequent token, the latest on a tie.
+
+    Args:
+        counts: token -> count, in the order of the last occurrence.
+        temperature: see `CountedOptions.draft_temperature`.
+    """
+    if temperature < GREEDY_BELOW:
+        best = max(counts.values())
+        return Distribution.one_hot(next(t for t in reversed(counts) if counts[t] == best))
+    tokens, order = torch.tensor(list(counts)).sort()
+    numbers = torch.tensor(list(counts.values()), dtype=torch.float32)[order]
+    return Distribution((numbers.log() / temperature).softmax(-1), tokens)
+
+
+# `regex`: proposes the tokens that a grammar forces, at no cost.
+#
+# Examples are the keys, quotes and punctuation of a JSON schema, the fixed parts of a regular
+# expression, and the rest of a choice when only one choice is left. The grammar is the one of the
+# request's own `structured_outputs`; its mask gives these tokens p = 1. For requests without one,
+# the option `expected` names a form that the output probably has.
+
+
+class RegexDrafter(Drafter):
+    """Chains of forced tokens; q is one-hot. It proposes nothing where there is a choice.
+
+    Args:
+        options: see `RegexOptions`.
+        grammars: compiles `expected` for the target's tokens.
+    """
+
+    def __init__(self, options: RegexOptions, grammars: Grammars) -> None:
+        form = options.expected
+        assert not isinstance(form, Mapping), "the validator converts it"
+        self._expected = None if form is None else grammars.compile(form)
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains of the tokens that the grammar forces."""
+        return [
+            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, budget: Budget) -> Draft:
+        grammar = self._grammar(request)
+        if grammar is None or budget.chain < 1:
+            return Draft.empty(request.root)
+        forced = grammar.forced(request.output_ids)[: budget.chain]
+        return Draft.deterministic(chain([request.root, *forced]))
+
+    def _grammar(self, request: Request) -> Grammar | None:
+        # One grammar serves all requests without their own: it moves to the output it is given.
+        return self._expected if request.sampler.grammar is None else request.sampler.grammar
+
+
+# `random`: tokens drawn uniformly from the vocabulary.
+#
+# The baseline of Leviathan et al. Its acceptance rate is the sum over x of min(p(x), 1 / V): it is
+# 1 / V for a one-hot p, and higher for any other p. Every useful drafter must do better than that.
+# It also shows that the output distribution does not depend on the quality of the drafter.
+
+
+class RandomDrafter(Drafter):
+    """Chains with a uniform q, at every temperature.
+
+    Args:
+        coupled: whether to draw with the target's own noise. This raises the probability that the
+            drafted token is the target's token.
+    """
+
+    def __init__(self, *, coupled: bool) -> None:
+        self._coupled = coupled
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Chains up to the budget's limits."""
+        return [
+            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
+        ]
+
+    def _propose(self, request: Request, budget: Budget) -> Draft:
+        vocab_size = request.sampler.vocab_size
+        distribution = uniform(vocab_size)
+        noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
+        drafted: list[int] = []
+        while len(drafted) < budget.chain:
+            drafted.append(noise.draw(distribution, len(drafted)))
+            if budget.stops_below(1 / vocab_size, vocab_size ** -len(drafted)):
+                break
+        return Draft(chain([request.root, *drafted]), (distribution,) * len(drafted))
+
+
+@lru_cache(maxsize=8)
+def uniform(vocab_size: int) -> Distribution:
+    """The distribution with probability 1 / V for each of V tokens."""
+    return Distribution(torch.full((vocab_size,), 1 / vocab_size))
+
+
+# `none`: no speculation. The baseline runs the same loop with empty drafts (invariant 3).
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing."""
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """Empty drafts."""
+        return [Draft.empty(request.root) for request in batch]
