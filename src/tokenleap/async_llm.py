@@ -219,7 +219,6 @@ class AsyncLLM:
         self.worker.call(self.llm.engine.measure_costs).result()
 
     async def encode(self, prompt: Prompt) -> list[int]:
-        """See `LLM.encode`."""
         return await self.prepare(partial(self.llm.encode, prompt))
 
     async def prepare(

@@ -343,7 +343,6 @@ class Request(SequenceState):
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """See `RequestOutput`."""
         if self.prompt_scores is None or self.num_unscored:
             return None
         return (None, *(each.by_token(self._written.piece) for each in self.prompt_scores))

@@ -101,7 +101,6 @@ class Speculation:
         return self._assigned.get(request.key, self.default)
 
     def rule(self, request: Request) -> AcceptanceRule:
-        """See `decode.Speculates`."""
         return self.strategy(request).rule
 
     def release(self, request: Request) -> None:
@@ -272,5 +271,4 @@ class Plain:
         return self.speculation.hidden_layers(batch)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
-        """See `Speculation.observe_plain`."""
         return self.speculation.observe_plain(outcomes, times)

@@ -116,7 +116,6 @@ class StepTrace:
         return self.accepted[: self.committed]
 
     def withheld(self) -> StepTrace:
-        """See `Trace.withheld`."""
         shown = frozenset(self.accepted)
 
         def only(values: tuple[Any, ...], other: Any) -> tuple[Any, ...]:

@@ -52,13 +52,11 @@ class Assumptions:
     """The measured numbers that the predictions are computed from.
 
     Args:
-        alpha: mean of `betas`.
         c: time of one drafted token over time of a plain target pass.
         verify_cost: [G+1] time of a pass over n drafted tokens over time of a plain pass.
         draft_lengths: tokens drafted at every position of each text, at most G.
         betas: the probability that the rule accepts the first drafted token, at every position
             with a draft; in speculative sampling the sum of min(p, q).
-        pass_seconds: time of a plain target pass.
     """
 
     alpha: float
@@ -147,18 +145,9 @@ class Trial:
     """One draft length: predicted and measured.
 
     Args:
-        gamma: the draft length.
-        predicted: the speed-up of theorem 3.8.
         predicted_on_curve: the speed-up with measured costs of passes and lengths of drafts.
         measured: the speed over the speed without drafts, over all rounds.
-        low, high: the smallest and the largest speed-up of a round.
-        expected_tokens: tokens per step by equation 1.
-        measured_tokens: tokens per step.
-        mean_drafted: drafted tokens per step.
-        mean_verify_cost: mean cost of a verification, in plain passes.
-        factors: why measured differs from predicted.
         accepted: [gamma+1] shares of the full drafts with 0 to gamma accepted tokens.
-        geometric: [gamma+1] the same shares if acceptance is i.i.d.
     """
 
     gamma: int
@@ -204,16 +193,7 @@ class Trial:
 def compare(
     assumed: Assumptions, rounds: Sequence[Mapping[int, Sequence[StepSample]]], gamma: int
 ) -> Trial:
-    """Compare the predictions for one draft length with the measured speed-up.
-
-    Args:
-        assumed: alpha, c and the cost of passes.
-        rounds: the steps by draft length, for each round; 0 (no drafts) and `gamma` are among them.
-        gamma: the draft length.
-
-    Raises:
-        ConfigError: no output had a step after its first.
-    """
+    """Compare the predictions for one draft length with the measured speed-up."""
     if not all(steps[length] for steps in rounds for length in (0, gamma)):
         raise ConfigError("max_tokens: every output ended in its first step; nothing was measured.")
     ratios = [_speed(steps[gamma]) / _speed(steps[0]) for steps in rounds]

@@ -64,7 +64,6 @@ class Watch(AcceptanceRule):
     rule decides itself on the first drafted token, so that the text is the rule's.
 
     Args:
-        rule: decides on what is committed.
         judges: what is recorded of the first drafted token; None is the rule's own beta.
 
     Attributes:
@@ -82,7 +81,6 @@ class Watch(AcceptanceRule):
         self.betas: list[list[float]] = [[] for _ in self._judges]
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         if not draft.tree.num_drafted:
             return Accepted((), noise.draw(p[0], 0))
         for judge, betas in zip(self._judges, self.betas, strict=True):
@@ -102,13 +100,6 @@ class Recorder(Fixed):
 
     It does not shorten drafts at the end of the output, where `Fixed` does: no draft is kept, and
     every position should count alike.
-
-    Args:
-        num_speculative_tokens: drafted tokens per step.
-        max_model_len: the context length, which drafts must not exceed.
-
-    Attributes:
-        lengths: drafted tokens of every step.
     """
 
     def __init__(self, num_speculative_tokens: int, max_model_len: int) -> None:
@@ -139,14 +130,7 @@ class _Findings:
 
 
 class Laboratory:
-    """Runs the target and the drafter of an `LLM` with many draft lengths in turn.
-
-    Args:
-        llm: configured with the method to measure.
-
-    Raises:
-        CompatibilityError: the drafter proposes trees, for which the theory does not hold.
-    """
+    """Runs the target and the drafter of an `LLM` with many draft lengths in turn."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -166,17 +150,7 @@ class Laboratory:
         max_gamma: int,
         report: Callable[[int], object] = lambda _: None,
     ) -> Assumptions:
-        """Measure alpha, c and the cost of verification.
-
-        Args:
-            prompts: token ids; at least one prompt.
-            params: how to sample; p and q are the distributions under these parameters.
-            max_gamma: longest draft of interest, at least 1.
-            report: called with the number of prompts that are done, after each.
-
-        Raises:
-            ConfigError: nothing was drafted, so there is nothing to predict from.
-        """
+        """Measure alpha, c and the cost of verification."""
         found = _Findings()
         for done, prompt in enumerate(prompts, 1):
             self._examine(prompt, params, max_gamma, found)
@@ -202,17 +176,7 @@ class Laboratory:
         judges: Sequence[Judge],
         report: Callable[[int], object] = lambda _: None,
     ) -> list[list[float]]:
-        """What every judge says of the first drafted token at every position with a draft.
-
-        Args:
-            prompts: token ids.
-            params: how to sample.
-            judges: see `Watch`.
-            report: called with the number of prompts that are done, after each.
-
-        Returns:
-            A list per judge, over the positions of all prompts.
-        """
+        """What every judge says of the first drafted token at every position with a draft."""
         watch = Watch(self._rule, judges)
         for done, prompt in enumerate(prompts, 1):
             recorder = Recorder(1, self.llm.max_model_len)
@@ -221,13 +185,7 @@ class Laboratory:
         return watch.betas
 
     def run(self, prompt: Sequence[int], params: SamplingParams, gamma: int) -> list[StepSample]:
-        """Generate with this draft length and return what every step did.
-
-        Args:
-            prompt: token ids.
-            params: how to sample.
-            gamma: drafted tokens per step; 0 is plain decoding.
-        """
+        """Generate with this draft length and return what every step did."""
         drafter = self._fresh_drafter() if gamma else NoDrafter()
         strategy = Strategy(drafter, Fixed(gamma), self._rule)
         return steps_of(self._generate(prompt, params, strategy)[1])
@@ -321,13 +279,7 @@ LENIENCES = (1.0, 0.5, 0.3, 0.1)
 
 @dataclass(frozen=True)
 class LenienceRow:
-    """One drafter.
-
-    Args:
-        positions: positions with a draft.
-        rejection_sampling: alpha of rejection sampling without iteration (A.2).
-        alphas: alpha for every lenience, in the order asked for.
-    """
+    """One drafter."""
 
     positions: int
     rejection_sampling: float
@@ -344,16 +296,6 @@ def alpha_by_lenience(
     """Measure one drafter.
 
     In greedy decoding, a drafted x passes if p(x) >= l max p, with p at temperature 1 (A.5).
-
-    Args:
-        laboratory: the target and the drafter, with a lossless rule.
-        prompts: token ids; at least one prompt.
-        params: how to sample; p and q are the distributions under these parameters.
-        leniences: each above 0 and at most 1.
-        report: called with the number of prompts that are done, after each.
-
-    Raises:
-        ConfigError: a lenience is out of range, or nothing was drafted.
     """
     rules = [Lenient(Lenient.Options(lenience=lenience)) for lenience in leniences]
     judges: list[Judge] = [rejection_sampling, *(rule.beta for rule in rules)]
@@ -368,13 +310,7 @@ def alpha_by_lenience(
 
 
 def rejection_sampling(draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
-    """Beta of rejection sampling without iteration: `rejection_sampling_probability`, on supports.
-
-    Args:
-        draft: its first drafted token is judged.
-        p: the target's distributions.
-        noise: not needed.
-    """
+    """Beta of rejection sampling without iteration: `rejection_sampling_probability`, on supports."""
     probs = p[0].probs  # [S]
     drafted = draft.q_of(1).at(p[0].tokens).to(probs)  # [S]
     return min(1.0, float((drafted / probs).min()))

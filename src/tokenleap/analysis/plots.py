@@ -31,18 +31,6 @@ def draw(folder: Path, alpha: float, c: float) -> list[Path]:
 
     Figure 2 shows the expected number of tokens, figure 3 the best gamma, and figure 4 the speed-up
     and the operations for a drafter whose c and c_hat are `c` (the paper has 0).
-
-    Args:
-        folder: where the files go; it is made if needed.
-        alpha: acceptance rate, in [0, 1].
-        c: time of a draft step over that of a target pass.
-
-    Returns:
-        The files written.
-
-    Raises:
-        ConfigError: Matplotlib is not installed, or an argument is out of range.
-        OSError: the folder cannot be written.
     """
     formulas.improvement(alpha, 1, c)  # check the arguments before anything is written
     folder.mkdir(parents=True, exist_ok=True)

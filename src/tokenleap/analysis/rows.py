@@ -37,12 +37,8 @@ class RowsVerifier:
     The target opens and closes the rows. The first path takes the request's own row and the others
     take forks of it. The forks stay open until every request of the pass has committed.
 
-    Args:
-        target: the target that holds the requests' rows.
-
     Attributes:
         num_positions: positions computed so far: the lengths of all paths, root included.
-        num_copied: positions whose KV was copied for forks so far.
     """
 
     def __init__(self, target: Target) -> None:

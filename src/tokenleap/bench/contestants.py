@@ -42,10 +42,7 @@ class Contestant:
     """One of those compared.
 
     Args:
-        label: its name in results.
-        kind: `OWN`, or a key of `PEERS`.
         config: the speculative_config of one of the kind `OWN`; empty for a peer.
-        quantization: as `LLM` takes it; of the kind `OWN`.
     """
 
     label: str
@@ -59,17 +56,7 @@ class Setting:
     """What is the same for all contestants.
 
     Args:
-        model: folder, GGUF file or alias.
-        dtype, device: of Tokenleap's and Transformers' contestants.
-        runtime: of Tokenleap's contestants.
         draft_model: for methods that take one, and for the assistant of Transformers.
-        gguf: the model for peers that read nothing else.
-        threads: for every contestant.
-        max_tokens: generated per request.
-        temperature: of sampling; 0 is greedy.
-        max_prompt_tokens: the middle of longer prompts is cut out.
-        max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory: of Tokenleap's
-            contestants, as `LLM` takes them.
     """
 
     model: str
@@ -98,9 +85,6 @@ class Peer:
     """A peer in one configuration.
 
     Args:
-        family: what `--peers` calls the library.
-        module: what Python imports.
-        needs: fields of `Setting` that it requires.
         samples: whether it is measured at other temperatures than 0, too.
     """
 
@@ -127,16 +111,7 @@ BASELINE = Contestant("none", OWN, {"method": "none"})
 def methods(
     texts: Sequence[str], draft_model: str | None, quantization: str | None
 ) -> list[Contestant]:
-    """The baseline, and the methods of a command line.
-
-    Args:
-        texts: names, or speculative_configs as JSON, which may have a `quantization`, too.
-        draft_model: for methods that take one and do not name it.
-        quantization: of the baseline, and of methods that do not name one.
-
-    Raises:
-        ConfigError: one is not JSON, or a configuration is wrong.
-    """
+    """The baseline, and the methods of a command line."""
     baseline = Contestant(BASELINE.label, OWN, BASELINE.config, quantization)
     chosen = [_method(text, draft_model, quantization) for text in texts]
     return list({one.label: one for one in (baseline, *chosen)}.values())
@@ -174,10 +149,6 @@ def peers(text: str, setting: Setting) -> list[Contestant]:
 
     A family stands for those of its configurations whose needs the setting meets. "none" and an
     empty text name no peer.
-
-    Raises:
-        ConfigError: "none" stands beside others, a name is unknown, a need is not met, or a peer is
-            not installed or not measured at this temperature.
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
     if "none" in names:
@@ -218,11 +189,7 @@ def _missing(peer: Peer, setting: Setting) -> list[str]:
 
 
 def check_installed(label: str) -> None:
-    """Refuse a peer that is missing, before any work.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Refuse a peer that is missing, before any work."""
     peer = PEERS[label]
     if importlib.util.find_spec(peer.module) is None:
         raise ConfigError(
@@ -255,12 +222,7 @@ _ARCHITECTURES = {
 
 
 def check_same_model(file: Path, folder: Path) -> None:
-    """Compare a GGUF file with a Hugging Face folder.
-
-    Raises:
-        ConfigError: they are different models.
-        ModelError: the file is no GGUF file, or damaged.
-    """
+    """Compare a GGUF file with a Hugging Face folder."""
     from tokenleap.models.gguf import GgufFile
 
     told = _told(GgufFile.read(file))
@@ -319,12 +281,5 @@ class Runner(Protocol):
         temperature: float = 0.0,
         seeds: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
-        """Continue every prompt by `max_tokens` tokens: `token_ids`, times and counts of each.
-
-        Args:
-            prompts: token ids.
-            max_tokens: generated for each.
-            temperature: 0 is greedy; only contestants that can sample get another one.
-            seeds: one for each prompt if it is sampled.
-        """
+        """Continue every prompt by `max_tokens` tokens: `token_ids`, times and counts of each."""
         ...

@@ -105,11 +105,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class RaplMeter:
-    """Processor packages through Linux's powercap. Its counters of microjoules wrap around.
-
-    Args:
-        zones: one folder per package.
-    """
+    """Processor packages through Linux's powercap. Its counters of microjoules wrap around."""
 
     zones: tuple[Path, ...]
 
@@ -125,11 +121,7 @@ class RaplMeter:
 
 
 class NvmlMeter:
-    """All NVIDIA GPUs, in millijoules since the driver was loaded.
-
-    Args:
-        nvml: the module `pynvml`, initialised.
-    """
+    """All NVIDIA GPUs, in millijoules since the driver was loaded."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -148,12 +140,7 @@ class NvmlMeter:
 
 
 def open_meter(device: str, powercap: Path = POWERCAP) -> tuple[Meter | None, str]:
-    """The energy counter of a device, or None; and its name, or the reason why there is none.
-
-    Args:
-        device: "cpu" or "cuda...".
-        powercap: where Linux shows RAPL.
-    """
+    """The energy counter of a device, or None; and its name, or the reason why there is none."""
     return _nvml() if device.startswith("cuda") else _rapl(powercap)
 
 
@@ -217,11 +204,6 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
 
     An input embedding that is not tied to the output layer is left out, because a pass reads only
     a few of its rows. Quantized matrices count with the scales of their groups.
-
-    Args:
-        folder: a Hugging Face folder with safetensors, one of packed weights, or a trained head's.
-        itemsize: bytes of a weight as it is in memory.
-        quantization: "int8", "int4" or None; packed weights tell theirs.
     """
     from safetensors import safe_open
 

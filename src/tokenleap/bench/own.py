@@ -30,12 +30,7 @@ CONTROL_TOKENS = 128
 
 
 class OwnRunner:
-    """An `LLM` with one speculative_config.
-
-    Args:
-        contestant: one of the kind `OWN`.
-        setting: the model and how it runs.
-    """
+    """An `LLM` with one speculative_config."""
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
         torch.set_num_threads(setting.threads)
@@ -97,15 +92,7 @@ class OwnRunner:
         return weight_bytes(Path(model) if is_head else models.resolve(model), itemsize, rounded)
 
     def encode(self, text: str, max_model_len: int) -> list[int]:
-        """A prompt's tokens (see `encode.encode`).
-
-        Args:
-            text: the prompt; the middle of a long one is cut out.
-            max_model_len: the smallest context of all contestants.
-
-        Raises:
-            ConfigError: the context leaves no room for a prompt.
-        """
+        """A prompt's tokens (see `encode.encode`)."""
         setting = self._setting
         limit = prompt_limit(max_model_len, setting.max_prompt_tokens, setting.max_tokens)
         return encode(self._llm, text, limit)
@@ -138,12 +125,7 @@ class OwnRunner:
         return [_counts(output) for output in outputs]
 
     def judge(self, prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
-        """The text of an output, and its mean log-probability under this model.
-
-        Args:
-            prompt: token ids.
-            token_ids: of the output.
-        """
+        """The text of an output, and its mean log-probability under this model."""
         assert self._llm.tokenizer is not None
         text = self._llm.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return {"text": text, "logprob": mean_logprob(self._llm, prompt, token_ids)}
@@ -190,16 +172,7 @@ _SHORTEST_PROMPT = 2
 
 
 def prompt_limit(max_model_len: int, wanted: int, max_tokens: int) -> int:
-    """Most tokens of a prompt: `wanted`, or fewer if the context leaves less beside the output.
-
-    Args:
-        max_model_len: most tokens of prompt and output together.
-        wanted: what the user asked for.
-        max_tokens: of the output.
-
-    Raises:
-        ConfigError: no room is left for a prompt.
-    """
+    """Most tokens of a prompt: `wanted`, or fewer if the context leaves less beside the output."""
     room = max_model_len - max_tokens
     if room < _SHORTEST_PROMPT:
         raise ConfigError(
@@ -213,8 +186,6 @@ def encode(llm: LLM, text: str, limit: int) -> list[int]:
     """Token ids of a text, as the first message of a chat if the model has a chat template.
 
     Args:
-        llm: its tokenizer and chat template are used.
-        text: the prompt.
         limit: most tokens. The middle of a longer prompt is cut out, so that what the template
             puts around the message stays.
     """
@@ -224,13 +195,7 @@ def encode(llm: LLM, text: str, limit: int) -> list[int]:
 
 
 def random_ids(llm: LLM, seed: int, length: int) -> list[int]:
-    """A prompt of distinct random tokens, none of them special.
-
-    Args:
-        llm: its tokenizer says which tokens are special.
-        seed: another seed gives another prompt.
-        length: tokens; fewer if the vocabulary has fewer ordinary ones.
-    """
+    """A prompt of distinct random tokens, none of them special."""
     assert llm.tokenizer is not None
     ordinary = np.setdiff1d(np.arange(len(llm.tokenizer)), llm.tokenizer.all_special_ids)
     dice = np.random.default_rng(seed)
@@ -251,12 +216,7 @@ REPEATS = 5
 
 
 def stream_seconds(size: int, device: str = "cpu") -> float:
-    """Seconds to read this many bytes once with torch's threads: the best of several runs.
-
-    Args:
-        size: in bytes. Above 1 GiB only 1 GiB is read, and its time is scaled up.
-        device: whose memory.
-    """
+    """Seconds to read this many bytes once with torch's threads: the best of several runs."""
     read = min(size, LARGEST)
     values = torch.ones(max(1, read // 4), dtype=torch.float32, device=device)
     best = min(_sum(values, device) for _ in range(REPEATS))

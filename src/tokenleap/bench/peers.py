@@ -23,11 +23,7 @@ LOOKUP_TOKENS = 10
 
 
 def runner(contestant: Contestant, setting: Setting) -> Runner:
-    """Load a contestant.
-
-    Raises:
-        TokenleapError: it cannot be loaded.
-    """
+    """Load a contestant."""
     family, _, mode = contestant.kind.rpartition("-")
     if not family:
         from tokenleap.bench.own import OwnRunner
@@ -42,12 +38,7 @@ def runner(contestant: Contestant, setting: Setting) -> Runner:
 
 
 class TransformersRunner:
-    """`generate()` of Transformers: plain, with prompt lookup, or with an assistant model.
-
-    Args:
-        setting: the model, and the assistant's.
-        mode: "plain", "lookup" or "assistant".
-    """
+    """`generate()` of Transformers: plain, with prompt lookup, or with an assistant model."""
 
     def __init__(self, setting: Setting, mode: str) -> None:
         import torch
@@ -137,12 +128,7 @@ def _transformers_sampling(temperature: float) -> dict[str, Any]:
 
 
 class LlamaCppRunner:
-    """llama.cpp through llama-cpp-python: plain, or with its prompt lookup.
-
-    Args:
-        setting: the GGUF file and the threads.
-        mode: "plain" or "lookup".
-    """
+    """llama.cpp through llama-cpp-python: plain, or with its prompt lookup."""
 
     device = "cpu"
 
@@ -198,12 +184,7 @@ class LlamaCppRunner:
 
 
 class OpenVinoRunner:
-    """OpenVINO GenAI on a GGUF file: plain, or with its prompt lookup.
-
-    Args:
-        setting: the GGUF file and the threads.
-        mode: "plain" or "lookup".
-    """
+    """OpenVINO GenAI on a GGUF file: plain, or with its prompt lookup."""
 
     device = "cpu"
 

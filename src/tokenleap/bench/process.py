@@ -38,12 +38,7 @@ _PATIENCE = 60.0
 class Process:
     """A contestant's process, started and told to load; a context manager.
 
-    Args:
-        contestant: who.
-        setting: what is the same for all.
-
     Attributes:
-        label: the contestant's label.
         facts: what it reported once it was loaded, and `load_seconds`, how long that took from the
             start of the process.
     """
@@ -69,20 +64,14 @@ class Process:
         self._tell(contestant=fields, setting=asdict(setting))
 
     def wait_until_loaded(self) -> None:
-        """Wait, then fill in `facts`.
-
-        Raises:
-            TokenleapError: it cannot be loaded.
-        """
+        """Wait, then fill in `facts`."""
         self.facts = self._answer()
         self.facts["load_seconds"] = time.perf_counter() - self._began
 
     def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
-        """See `Worker.encode`."""
         return list(self._ask(command="encode", texts=texts, max_model_len=max_model_len))
 
     def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
-        """See `Worker.control`."""
         return list(self._ask(command="control", seeds=seeds, max_model_len=max_model_len))
 
     def generate(
@@ -97,7 +86,6 @@ class Process:
         return dict(self._ask(command="generate", **request, seeds=list(seeds)))
 
     def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
-        """See `Worker.judge`."""
         return dict(self._ask(command="judge", prompt=prompt, token_ids=token_ids))
 
     def forget(self) -> None:

@@ -63,10 +63,6 @@ def read_prompts(file: Path) -> list[Prompt]:
             `turns`, or a text under `prompt`, `text`, `question` or `instruction` with an optional
             `category`; or one JSON string a line. Any other file is plain text with one prompt a
             line. Empty lines are skipped. Without a category the kind is the file's name.
-
-    Raises:
-        TokenleapError: the file cannot be read.
-        PromptError: it is not UTF-8, a line is not a prompt, or an id occurs twice.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -125,15 +121,6 @@ def stratified(
     """A random sample of `per_kind` prompts of every kind, the kinds taking turns.
 
     A larger sample with the same seed begins with the smaller one, as long as no kind runs out.
-
-    Args:
-        prompts: what to draw from; a kind with fewer than `per_kind` gives all it has.
-        per_kind: at least 1.
-        seed: another seed, another sample.
-        kinds: only these kinds; all of them if empty.
-
-    Raises:
-        PromptError: a kind does not occur.
     """
     by_kind: dict[str, list[Prompt]] = {}
     for prompt in prompts:

@@ -399,12 +399,7 @@ img { width: 100%; height: auto; }
 
 
 def html(results: Results, settings: Mapping[str, Any]) -> str:
-    """The page; without Matplotlib it has a line that says so in place of the plots.
-
-    Args:
-        results: what was measured.
-        settings: the journal's header.
-    """
+    """The page; without Matplotlib it has a line that says so in place of the plots."""
     template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
     return template.render(
         facts=facts_line(settings, results),
@@ -581,12 +576,7 @@ _HIDDEN = (
 
 
 def settings_that_ran(settings: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    """The settings, with the dtype, device, runtime and threads of the baseline for `auto`.
-
-    Args:
-        settings: the journal's header.
-        results: what was measured.
-    """
+    """The settings, with the dtype, device, runtime and threads of the baseline for `auto`."""
     facts = results.facts[BASELINE.label]
     names = ("dtype", "device", "runtime", "threads")
     return {**settings, **{name: facts[name] for name in names if name in facts}}

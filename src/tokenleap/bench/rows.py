@@ -154,11 +154,7 @@ class Interval:
 
 
 def scipy_stats() -> Any:
-    """The module `scipy.stats`, imported at its first use because that takes a second.
-
-    Raises:
-        TokenleapError: SciPy is not installed.
-    """
+    """The module `scipy.stats`, imported at its first use because that takes a second."""
     try:
         return importlib.import_module("scipy.stats")
     except ImportError as error:
@@ -172,10 +168,6 @@ def bootstrap_ratio(ratios: Sequence[float], seed: int = 0) -> Interval:
 
     With one ratio per prompt, prompts are resampled: the interval says how far the mean of another
     sample of prompts may lie.
-
-    Args:
-        ratios: positive numbers.
-        seed: of the resampling.
     """
     mean = geometric_mean(ratios)
     if len(ratios) < 2:
@@ -197,10 +189,6 @@ def t_ratio(ratios: Sequence[float], level: float) -> Interval:
 
     For a few rounds of the same measurement. A percentile bootstrap of five values is too narrow:
     its 95 % intervals contain the true mean in 83 % of cases.
-
-    Args:
-        ratios: positive numbers, one per round.
-        level: the share of such intervals that contain the true mean.
     """
     mean = geometric_mean(ratios)
     if len(ratios) < 2:
@@ -222,19 +210,11 @@ class Row:
     """One contestant on one kind of prompts, compared with the baseline.
 
     Args:
-        label: the contestant.
-        kind: of the prompts.
-        prompts: how many.
-        ratio: of tokens/s, prefill included.
         decode_ratio: of tokens/s after the prefill; None where the prefill's time is unknown.
-        speed: tokens/s, the geometric mean over prompts.
         mean_acceptance_length: tokens per target pass with a draft; None for peers.
         drafting_share: share of the target passes that had a draft; None for peers.
         differing: prompts on which some call's tokens are not those of the baseline's first call.
-        first_difference: the earliest position of a difference, from 0.
-        promised: whether there must be no difference.
         learning: prompts on which rounds took different numbers of target passes.
-        joules: energy per 1,000 tokens; None without an energy counter.
     """
 
     label: str
@@ -257,7 +237,6 @@ class Steps:
     """What steps bring and cost: Xia et al., "Speculative Decoding" (2023), tables 2 and 3.
 
     Args:
-        label: the contestant.
         tokens: Tok., tokens per target pass, passes without a draft included.
         draft_seconds: t_d, median time of a draft; None if nothing was drafted.
         verify_seconds: t_v, median time of a pass with a draft; None likewise.
@@ -275,7 +254,6 @@ class Footprint:
 
     Args:
         pue: power usage effectiveness: what the data centre takes for each joule of the machine.
-        co2: grams of CO2 per Wh.
     """
 
     pue: float = 1.1
@@ -284,16 +262,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """Energy of all calls of one contestant, as Xia et al. (2023) compute it.
-
-    Args:
-        label: the contestant.
-        joules: per 1,000 tokens, by the counter.
-        watts: average power.
-        hours: how long the calls took.
-        watt_hours: watts * hours * PUE.
-        co2: grams.
-    """
+    """Energy of all calls of one contestant, as Xia et al. (2023) compute it."""
 
     label: str
     joules: float
@@ -318,7 +287,6 @@ class Start:
     """What a user waits for before the first token.
 
     Args:
-        label: the contestant.
         load_seconds: from the start of its process until it could generate; None in journals of
             older versions.
         first_token_seconds: from the prompt to its first token, the median over calls on single
@@ -360,13 +328,8 @@ class Agreement:
     """The outputs of one contestant beside those of the baseline, on the same prompts and seeds.
 
     Args:
-        label: the contestant.
-        outputs: how many were compared, over prompts and rounds.
-        equal: how many are equal.
-        equal_tokens: share of positions with the same token.
         first_difference: mean position, from 0, of the first difference of those that differ; None
             if all are equal.
-        bleu: relative BLEU, 0 to 100.
         logprob: mean log-probability of a token under the baseline's model, in nats.
     """
 
@@ -380,11 +343,7 @@ class Agreement:
 
 
 def bleu_metric() -> Any:
-    """BLEU of sacreBLEU with its defaults.
-
-    Raises:
-        TokenleapError: sacreBLEU is not installed.
-    """
+    """BLEU of sacreBLEU with its defaults."""
     try:
         return importlib.import_module("sacrebleu.metrics").BLEU()
     except ImportError as error:
@@ -400,11 +359,7 @@ def unjudged(records: Sequence[Record]) -> list[Record]:
 
 
 def agreements(records: Sequence[Record]) -> list[Agreement]:
-    """Every contestant beside the baseline; empty if nothing was judged or all outputs are equal.
-
-    Args:
-        records: of a journal.
-    """
+    """Every contestant beside the baseline; empty if nothing was judged or all outputs are equal."""
     judged = {_key(record): record for record in records if record["type"] == "judgement"}
     calls = [call for call in _calls(records) if _key(call) in judged]
     base = {(c["unit"], c["round"]): c for c in calls if c["contestant"] == BASELINE.label}

@@ -37,10 +37,6 @@ class Unit:
     """What one call generates for: a prompt, or several at once.
 
     Args:
-        id: unique in the run.
-        kind: of the prompts.
-        prompts: one or a batch.
-        temperature: of sampling; 0 is greedy.
         seeds: one per prompt if it is sampled. All contestants have the same, in every round.
     """
 
@@ -70,11 +66,6 @@ class Plan:
     """What is to be measured.
 
     Args:
-        contestants: the baseline first.
-        setting: what is the same for all.
-        prompts: the sample.
-        rounds: calls of every contestant on every prompt.
-        batch_sizes: numbers of prompts at once, besides 1.
         control: how many prompts of random tokens; the contestants that are not peers sample
             their continuation at `CONTROL_TEMPERATURE`.
     """
@@ -153,26 +144,13 @@ def _jobs(plan: Plan, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Job]:
 
 
 def check_installed() -> None:
-    """Refuse to measure for hours what could not be reported afterwards.
-
-    Raises:
-        TokenleapError: SciPy or sacreBLEU is missing.
-    """
+    """Refuse to measure for hours what could not be reported afterwards."""
     scipy_stats()
     bleu_metric()
 
 
 def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -> None:
-    """Make the calls that are missing.
-
-    Args:
-        plan: what is to be measured.
-        journal: has the calls made so far, and gets the others.
-        show: called with what is being done, the number of calls done, and that of all calls.
-
-    Raises:
-        TokenleapError: a contestant cannot be loaded, or has ended.
-    """
+    """Make the calls that are missing."""
     if _complete(plan, journal):
         return
     with ExitStack() as stack:
@@ -326,10 +304,6 @@ class Journal:
     Args:
         path: created if it does not exist; None keeps the records in memory only.
         format_name: marks the first line as that of such a file.
-        settings: everything the records depend on.
-
-    Raises:
-        TokenleapError: the file is not such a file, cannot be used, or its settings differ.
     """
 
     def __init__(self, path: Path | None, format_name: str, settings: dict[str, Any]) -> None:

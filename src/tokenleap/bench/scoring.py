@@ -33,7 +33,6 @@ class _GivenOutput(Drafter):
         self._token_ids = list(token_ids)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """See `Drafter.propose`."""
         return [self._draft(*each) for each in zip(batch, budgets, strict=True)]
 
     def _draft(self, request: Request, budget: Budget) -> Draft:
@@ -54,7 +53,6 @@ class _KeepAll(AcceptanceRule):
         self._last = last
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         drafted = draft.tree.num_drafted
         if not drafted:  # no room for a draft before the last token
             return Accepted((), self._last)
@@ -62,13 +60,7 @@ class _KeepAll(AcceptanceRule):
 
 
 def mean_logprob(llm: LLM, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
-    """Mean log-probability of an output's tokens, in nats, at temperature 1 without truncation.
-
-    Args:
-        llm: the model.
-        prompt: token ids; of an encoder-decoder, those of the source.
-        token_ids: the output, at least one token.
-    """
+    """Mean log-probability of an output's tokens, in nats, at temperature 1 without truncation."""
     params = SamplingParams(temperature=0, max_tokens=len(token_ids), logprobs=0, ignore_eos=True)
     config = {
         "method": _GivenOutput(token_ids),

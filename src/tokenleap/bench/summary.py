@@ -42,10 +42,7 @@ class Results:
     """The figures of a journal's records.
 
     Args:
-        records: all of them.
         contestants: the baseline first; those without a call are left out.
-        seed: of the bootstrap.
-        footprint: how energy is turned into emissions.
     """
 
     def __init__(
@@ -78,12 +75,7 @@ class Results:
         return list(dict.fromkeys(call["kind"] for call in found if call["batch"] == 1))
 
     def units(self, label: str, kind: str | None = None) -> list[str]:
-        """Prompts on which both this contestant and the baseline were called.
-
-        Args:
-            label: the contestant.
-            kind: of the prompts; None is all kinds but the control.
-        """
+        """Prompts on which both this contestant and the baseline were called."""
         return [
             unit
             for (owner, unit), calls in self._calls.items()

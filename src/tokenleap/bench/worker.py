@@ -28,12 +28,7 @@ __all__ = ["Worker", "serve"]
 
 
 class Worker:
-    """A loaded contestant; its public methods are the commands.
-
-    Args:
-        contestant: who.
-        setting: what is the same for all.
-    """
+    """A loaded contestant; its public methods are the commands."""
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
         from tokenleap.bench.peers import runner

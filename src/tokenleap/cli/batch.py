@@ -37,20 +37,7 @@ def generate_lines(
     quiet: bool,
     peers: Peers = ALONE,
 ) -> None:
-    """Generate for all lines; write each result as soon as those before it are done.
-
-    Args:
-        lines: what was read.
-        settings: what all results depend on (`settings_of`).
-        made: yields the results of lines in their order.
-        results: where results go, which may have some already; None for standard output.
-        quiet: show no bar.
-        peers: the processes that generate together; the first one writes.
-
-    Raises:
-        PromptError: a line is no prompt. Then nothing is generated.
-        TokenleapError: a request failed. The other lines are complete.
-    """
+    """Generate for all lines; write each result as soon as those before it are done."""
     if results is None:
         places = list(range(len(lines)))
     else:
@@ -136,11 +123,7 @@ class BatchOptions:
         return self.jsonl or self.prompts_file is not None
 
     def check(self, prompt: str | None, file: Path | None) -> None:
-        """Refuse wrong combinations.
-
-        Raises:
-            UsageError: two sources of prompts, or an option without effect.
-        """
+        """Refuse wrong combinations."""
         if self.prompts_file is not None:
             others = {"PROMPT": prompt is not None, "--file": file, "--jsonl": self.jsonl}
             for name, given in others.items():
@@ -152,11 +135,7 @@ class BatchOptions:
             raise UsageError("--resume continues a file: add --output")
 
     def results(self, asked: Mapping[str, Any]) -> LineResults | None:
-        """The file of the results; None without --output.
-
-        Args:
-            asked: options that all results depend on; see `LineResults`.
-        """
+        """The file of the results; None without --output."""
         if self.output is None:
             return None
         return LineResults(self.output, asked, resume=self.resume)
@@ -168,14 +147,7 @@ class BatchOptions:
         params: SamplingParams,
         references: ReferenceOptions,
     ) -> list[Line]:
-        """The prompts, with parameters and references of their own.
-
-        Raises:
-            UsageError: there are no prompts, a line is malformed, or the references do not match
-                the prompts.
-            TokenleapError: a file is not UTF-8 text.
-            OSError: a file cannot be read.
-        """
+        """The prompts, with parameters and references of their own."""
         if self.prompts_file is None:
             texts = read_lines(prompt, file)
             lines = [Line(n, "prompt", text, params) for n, text in enumerate(texts, 1)]
@@ -207,17 +179,12 @@ class LineResults:
     are replaced together: as soon as all of them are there, or by `replace` if the run ends before.
 
     Args:
-        path: the file.
         asked: options that all results depend on, such as the model's name; those that the `LLM`
             has resolved are added by `begin`.
         resume: whether the file has the results of an earlier run.
 
     Attributes:
         count: results that the file has, those with an error included.
-
-    Raises:
-        UsageError: there is a file and `resume` is False, or none and it is True; or it cannot be
-            written.
     """
 
     def __init__(self, path: Path, asked: Mapping[str, Any], *, resume: bool) -> None:
@@ -236,17 +203,9 @@ class LineResults:
     def begin(self, settings: Mapping[str, Any], lines: Sequence[Line]) -> list[int]:
         """Compare what the file has with these lines.
 
-        Args:
-            settings: what all results depend on, as the model runs.
-            lines: all lines.
-
         Returns:
             The places of the lines, from 0, whose results are to be made and added in this order:
             those that failed, and those that have none.
-
-        Raises:
-            TokenleapError: a result is damaged, or of another prompt or other options.
-            OSError: the file cannot be read or written.
         """
         depends = {**self._asked, **settings}
         self._digests = [_digest(depends, line) for line in lines]
@@ -317,17 +276,7 @@ def _digest(settings: dict[str, Any], line: Line) -> str:
 
 
 def read_prompts_file(file: Path, params: SamplingParams) -> list[Line]:
-    """The lines of a file; empty ones are skipped.
-
-    Args:
-        file: JSON lines, or "-" for standard input.
-        params: for what a line does not say itself.
-
-    Raises:
-        UsageError: a line is malformed, or there is none.
-        TokenleapError: the file is not UTF-8 text.
-        OSError: it cannot be read.
-    """
+    """The lines of a file; empty ones are skipped."""
     name = "standard input" if str(file) == STDIN else str(file)
     text = read_stdin() if str(file) == STDIN else decoded(file.read_bytes(), str(file))
     lines = []

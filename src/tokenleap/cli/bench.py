@@ -282,11 +282,7 @@ def _quantization(target: ModelOptions) -> str | None:
 
 
 def _found(model: str, quantization: str | None) -> Path | None:
-    """A model's folder; None for a GGUF file that contestants load in its own numbers.
-
-    Raises:
-        ModelError: there is no such model, or the file is damaged.
-    """
+    """A model's folder; None for a GGUF file that contestants load in its own numbers."""
     from tokenleap.models.gguf import GgufFile
     from tokenleap.models.resolver import gguf_file
 
@@ -349,11 +345,7 @@ def _threads() -> int:
 
 
 def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
-    """The record file in this folder; makes the folder if needed.
-
-    Raises:
-        UsageError: there are records but no --resume, or --resume but no records.
-    """
+    """The record file in this folder; makes the folder if needed."""
     from tokenleap.bench.run import FORMAT, Journal
 
     file = folder / RECORDS
@@ -399,12 +391,7 @@ _GAP = 2
 
 
 def show_results(results: Results, settings: Mapping[str, Any]) -> None:
-    """Print what ran, all tables and all remarks.
-
-    Args:
-        results: what was measured.
-        settings: the journal's header.
-    """
+    """Print what ran, all tables and all remarks."""
     from tokenleap.bench.report import facts_line, notes, tables
 
     console = display()
@@ -424,11 +411,6 @@ def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
 
     Where it would be too wide, labels and names of columns wrap, then intervals go to a second line
     of their cells. If that is not enough, the table is cut between columns.
-
-    Args:
-        header: names of the columns.
-        rows: the cells.
-        width: cells of the terminal.
     """
     whole = [list(column) for column in zip(header, *rows, strict=True)]
     stacked = [whole[0], *([name, *map(_below, cells)] for name, *cells in whole[1:])]

@@ -152,14 +152,7 @@ class Conversation:
     """The messages of a chat and the commands that act on them.
 
     Args:
-        llm: the model.
-        params: sampling parameters of every answer.
         system: the system message, or None for the chat template's default.
-        quiet: print no statistics after an answer.
-
-    Attributes:
-        messages: all of them, the system message included.
-        failed: whether an answer or a command failed.
     """
 
     def __init__(
@@ -334,9 +327,6 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
     """Count the first Ctrl-C instead of raising it, so that the step ends normally.
 
     The second one raises KeyboardInterrupt.
-
-    Yields:
-        A function that tells whether Ctrl-C was pressed.
     """
     interrupts = 0
 

@@ -107,11 +107,7 @@ def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def counting(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], object]]:
-    """Show a bar with the time that is left on stderr, if that is a terminal.
-
-    Yields:
-        A function that takes what is being done, how much of it is done, and how much there is.
-    """
+    """Show a bar with the time that is left on stderr, if that is a terminal."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -36,8 +36,6 @@ class _Finding:
     """One thing about the machine.
 
     Args:
-        name: what it is.
-        value: how it is here.
         advice: what would make it better; empty if it is good.
     """
 

@@ -106,11 +106,7 @@ class GenerateEngine(CachingOptions):
     ] = None
 
     def refuse_what_is_for_several(self) -> None:
-        """Refuse options without effect on a single answer.
-
-        Raises:
-            UsageError: one of them was given.
-        """
+        """Refuse options without effect on a single answer."""
         given = {
             "--max-num-seqs": self.max_num_seqs is not None,
             "--prefix-cache-memory": self.prefix_cache_memory is not None,
@@ -296,15 +292,7 @@ def _on_replicas(
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt and what belongs to it.
-
-    Args:
-        text: the prompt as it was typed.
-        prompt: as `LLM.generate` takes it.
-        params: how it is answered.
-        references: texts that drafts may quote.
-        prediction: what the answer is expected to repeat.
-    """
+    """One prompt and what belongs to it."""
 
     text: str
     prompt: Prompt
@@ -352,11 +340,7 @@ def show_several(llm: LLM, question: Question, *, quiet: bool) -> None:
 def print_json(
     llm: LLM, model: str, question: Question, *, trace: bool, quiet: bool
 ) -> CompletionOutput:
-    """Print one object: the first answer's fields, and all answers if there are several.
-
-    Returns:
-        The first answer.
-    """
+    """Print one object: the first answer's fields, and all answers if there are several."""
     with working("Generating", quiet=quiet):
         result = _result(llm, question, trace=trace)
     outputs = [
@@ -391,11 +375,7 @@ TOGETHER = ("generate", "train")
 
 
 def check_alone(command: str | None) -> None:
-    """Refuse several processes of a command that runs in one.
-
-    Raises:
-        UsageError: there are several.
-    """
+    """Refuse several processes of a command that runs in one."""
     processes = _num_started()
     if processes > 1 and command is not None and command not in TOGETHER:
         raise UsageError(
@@ -405,16 +385,7 @@ def check_alone(command: str | None) -> None:
 
 
 def check_together(size: int | None, prompt: str | None, *, has_file: bool) -> None:
-    """Refuse what several processes of `generate` cannot do together.
-
-    Args:
-        size: --tensor-parallel-size; None if it was not given.
-        prompt: PROMPT, or "-" for standard input, or None.
-        has_file: whether a file has the prompt, or all prompts.
-
-    Raises:
-        UsageError: the model is to run in one process, or only one could read the prompt.
-    """
+    """Refuse what several processes of `generate` cannot do together."""
     processes = _num_started()
     if processes > 1 and (size or 1) == 1:
         raise UsageError(
@@ -428,14 +399,7 @@ def check_together(size: int | None, prompt: str | None, *, has_file: bool) -> N
 
 
 def mute_others(size: int | None) -> bool:
-    """Discard what this process writes on standard output, unless it is the first one.
-
-    Args:
-        size: --tensor-parallel-size; None if it was not given.
-
-    Returns:
-        Whether it is discarded.
-    """
+    """Discard what this process writes on standard output, unless it is the first one."""
     if (size or 1) == 1 or own_rank() == 0:
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -192,11 +192,7 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _confirmed(question: str) -> bool:
-    """The answer to a question.
-
-    Raises:
-        UsageError: standard input is not a terminal.
-    """
+    """The answer to a question."""
     if not sys.stdin.isatty():
         raise UsageError("nobody can confirm this without a terminal: add --yes")
     errors().print(plain(f"{question} [y/N] "), end="")

@@ -75,15 +75,6 @@ def llm_arguments(
     """Arguments of `LLM`, for models that are there.
 
     Models that have to be fetched or converted are, with a progress bar.
-
-    Args:
-        options: the target.
-        config: how to draft; None takes `LLM`'s default.
-        engine: further arguments of `LLM`.
-
-    Raises:
-        UsageError: no model has this name.
-        ModelError: it cannot be fetched, read or converted.
     """
     from tokenleap.models.resolver import gguf_file
 
@@ -104,12 +95,7 @@ def llm_arguments(
 
 
 def find_draft(config: SpeculativeConfig) -> None:
-    """Fetch or convert the draft model if needed; a trained head has to be there.
-
-    Raises:
-        UsageError: there is no such model or folder.
-        ModelError: the model cannot be fetched, read or converted.
-    """
+    """Fetch or convert the draft model if needed; a trained head has to be there."""
     from tokenleap.drafters.heads.folder import existing_folder
     from tokenleap.errors import ModelError
     from tokenleap.models.resolver import gguf_file
@@ -124,12 +110,7 @@ def find_draft(config: SpeculativeConfig) -> None:
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer without the model.
-
-    Raises:
-        UsageError: no model has this name, or it has no tokenizer.
-        ModelError: it cannot be fetched, read or converted.
-    """
+    """Load a model's tokenizer without the model."""
     folder = resolve(model)
     with working(f"Loading the tokenizer of {model}"):
         from tokenleap.models import load_tokenizer
@@ -141,12 +122,7 @@ def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def resolve(name: str) -> Path:
-    """A model's folder; fetches or converts the model first if needed, with a progress bar.
-
-    Raises:
-        UsageError: no model has this name.
-        ModelError: it cannot be fetched, read or converted.
-    """
+    """A model's folder; fetches or converts the model first if needed, with a progress bar."""
     from tokenleap import models
     from tokenleap.errors import ModelError
     from tokenleap.models.resolver import is_hub_id
@@ -205,15 +181,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def refuse_given(reason: str, *options: Any) -> None:
-    """Refuse options that would have no effect.
-
-    Args:
-        reason: why they would have none.
-        options: dataclasses of options, whose fields must all have their defaults.
-
-    Raises:
-        UsageError: a field differs from its default.
-    """
+    """Refuse options that would have no effect."""
     for group in options:
         for item in fields(group):
             if getattr(group, item.name) != item.default:
@@ -419,15 +387,7 @@ class SpeculationOptions:
     ] = None
 
     def config_for(self, model: str, *, beams: bool = False) -> SpeculativeConfig | None:
-        """See `config`; the default method of a model with a head of ours is to use it.
-
-        Args:
-            model: the model's name.
-            beams: whether it searches with beams; the default method is then `none`.
-
-        Returns:
-            None, `LLM`'s own default, if nothing was chosen for such a model.
-        """
+        """See `config`; the default method of a model with a head of ours is to use it."""
         from tokenleap.drafters.heads.shipped import shipped_config
 
         if beams and not self._fields():
@@ -438,12 +398,7 @@ class SpeculationOptions:
         return _speculative_config({**shipped, **fields}) if fields else None
 
     def config(self) -> SpeculativeConfig:
-        """The configuration that flags and JSON describe together.
-
-        Raises:
-            UsageError: the JSON is not an object, or a flag contradicts it.
-            ConfigError: a value is unknown or out of range.
-        """
+        """The configuration that flags and JSON describe together."""
         return _speculative_config(self._fields())
 
     def _fields(self) -> dict[str, Any]:
@@ -469,11 +424,7 @@ class SpeculationOptions:
 
 
 def parse_object(flag_name: str, text: str | None) -> dict[str, Any]:
-    """The JSON object that a flag has as its value; empty for None.
-
-    Raises:
-        UsageError: the text is not a JSON object.
-    """
+    """The JSON object that a flag has as its value; empty for None."""
     if text is None:
         return {}
     try:
@@ -579,17 +530,7 @@ class SamplingOptions:
     """For what neither a flag nor the model says."""
 
     def params_for(self, model: str, **more: Any) -> SamplingParams:
-        """The sampling parameters for a model, which is fetched or converted if needed.
-
-        Args:
-            model: its name.
-            **more: further fields of theirs.
-
-        Raises:
-            UsageError: a flag cannot be read or would have no effect, or there is no such model.
-            ConfigError: a value is out of range or contradicts another.
-            ModelError: the model cannot be fetched or read.
-        """
+        """The sampling parameters for a model, which is fetched or converted if needed."""
         from tokenleap.core.params import SamplingParams
         from tokenleap.models.generation import defaults_of
         from tokenleap.models.resolver import gguf_file
@@ -665,12 +606,7 @@ class RayOptions:
     ] = None
 
     def wanted(self) -> Replicas | None:
-        """How many replicas; None without Ray.
-
-        Raises:
-            UsageError: --ray-address has no effect.
-            ConfigError: the number is wrong.
-        """
+        """How many replicas; None without Ray."""
         if self.replicas is None:
             if self.ray_address is not None:
                 raise UsageError("--ray-address is for replicas: add --replicas N")

@@ -279,17 +279,7 @@ class Plan:
 
 
 def planned(alpha: float, c: float, c_hat: float, max_gamma: int) -> Plan:
-    """Apply the formulas.
-
-    Args:
-        alpha: acceptance rate, in [0, 1].
-        c: time of a draft step over that of a target pass.
-        c_hat: the same for operations.
-        max_gamma: longest draft in the rows; the search for the best one ignores it.
-
-    Raises:
-        ConfigError: an argument is out of range.
-    """
+    """Apply the formulas."""
     from tokenleap import analysis
 
     def row(gamma: int) -> PlanRow:

@@ -83,11 +83,7 @@ class Trials:
 
 
 def check_plots(folder: Path) -> None:
-    """Check that plots can be drawn and written, before the work begins.
-
-    Raises:
-        UsageError: Matplotlib is not installed, or the path is a file.
-    """
+    """Check that plots can be drawn and written, before the work begins."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -97,12 +93,7 @@ def check_plots(folder: Path) -> None:
 
 
 def read_texts(file: Path | None) -> list[str]:
-    """The prompts of a file (see `tokenleap.bench.prompts_file`), or the demo's three.
-
-    Raises:
-        TokenleapError: the file cannot be read.
-        PromptError: it is not UTF-8, a line is not a prompt, or there is none.
-    """
+    """The prompts of a file (see `tokenleap.bench.prompts_file`), or the demo's three."""
     if file is None:
         return [prompt.text for prompt in PROMPTS]
     return [prompt.text for prompt in read_prompts(file)]
@@ -130,15 +121,7 @@ def run_trials(
     """Measure the inputs of the theory, then time every draft length in turn with no drafts.
 
     Args:
-        laboratory: the model.
-        texts: prompts.
         params: how to sample; round r adds r to the seed, which is 0 if none is given.
-        gammas: draft lengths, ascending.
-        rounds: runs of every length.
-        quiet: show no progress.
-
-    Raises:
-        ConfigError: nothing was drafted, or the outputs are too short to measure.
     """
     from tokenleap.analysis.compare import compare
 
@@ -224,11 +207,7 @@ class Leniences:
 
 
 def read_leniences(text: str) -> tuple[float, ...]:
-    """The leniences of a command line.
-
-    Raises:
-        UsageError: one is not a number above 0 and at most 1.
-    """
+    """The leniences of a command line."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -250,12 +229,7 @@ def measure_lenience(
     generation_config: str,
     quiet: bool,
 ) -> Leniences:
-    """Load the target with one drafter after the other, and measure alpha.
-
-    Raises:
-        UsageError: a drafter's JSON names an acceptance rule.
-        ConfigError: nothing was drafted.
-    """
+    """Load the target with one drafter after the other, and measure alpha."""
     configs = drafter.configs()
     for label, config in configs.items():
         if config.rule.name != "rejection":
@@ -328,12 +302,7 @@ class DrafterOptions:
     ] = None
 
     def config(self) -> SpeculativeConfig:
-        """The configuration of the only drafter.
-
-        Raises:
-            UsageError: there are several, or see `configs`.
-            ConfigError: a value is unknown or out of range.
-        """
+        """The configuration of the only drafter."""
         if len(self.method or ()) > 1:
             raise UsageError("--method: only --lenience measures several; give one")
         (config,) = self.configs().values()
@@ -343,10 +312,6 @@ class DrafterOptions:
         """The configurations by label.
 
         Their rule is the theory's, rejection, unless the JSON names another.
-
-        Raises:
-            UsageError: a JSON is not an object, contradicts a flag, or sets the draft length.
-            ConfigError: a value is unknown or out of range.
         """
         found = {}
         texts: list[str | None] = list(self.method) if self.method else [None]

@@ -24,17 +24,7 @@ STDIN = "-"
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt, without the last line end of a file or of piped text.
-
-    Args:
-        argument: PROMPT, or "-" for standard input, or None.
-        file: --file, or None.
-
-    Raises:
-        UsageError: there are two prompts, or none, or an empty one.
-        TokenleapError: what was read is not UTF-8 text.
-        OSError: the file cannot be read.
-    """
+    """The prompt, without the last line end of a file or of piped text."""
     if argument is not None and file is not None:
         raise UsageError("give PROMPT or --file, not both")
     if file is not None:
@@ -51,37 +41,19 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 
 def read_lines(argument: str | None, file: Path | None) -> list[str]:
-    """The lines of a file or of standard input, a prompt each; arguments as in `read_prompt`.
-
-    Raises:
-        UsageError: there are no lines, or PROMPT is given as an argument.
-        TokenleapError: what was read is not UTF-8 text.
-        OSError: the file cannot be read.
-    """
+    """The lines of a file or of standard input, a prompt each; arguments as in `read_prompt`."""
     if argument not in (None, STDIN):
         raise UsageError("--jsonl reads a prompt per line: give --file FILE, or pipe text in")
     return [line.removesuffix("\r") for line in read_prompt(argument, file).split("\n")]
 
 
 def read_stdin() -> str:
-    """The text of standard input, without its last line end.
-
-    Raises:
-        TokenleapError: it is not UTF-8 text.
-    """
+    """The text of standard input, without its last line end."""
     return decoded(typer.get_binary_stream("stdin").read(), "standard input")
 
 
 def decoded(content: bytes, source: str) -> str:
-    """The text of a file or of standard input, without its last line end.
-
-    Args:
-        content: UTF-8.
-        source: what to call it if it is not.
-
-    Raises:
-        TokenleapError: it is not UTF-8 text.
-    """
+    """The text of a file or of standard input, without its last line end."""
     try:
         return content.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -133,27 +105,12 @@ class ReferenceOptions:
     ] = None
 
     def prediction(self) -> str | None:
-        """The text that every answer is expected to repeat; None without any.
-
-        Raises:
-            TokenleapError: the file is not UTF-8 text.
-            OSError: it cannot be read.
-        """
+        """The text that every answer is expected to repeat; None without any."""
         path = self.prediction_file
         return None if path is None else decoded(path.read_bytes(), str(path))
 
     def read(self, count: int, *, lines: bool) -> list[list[str]] | None:
-        """The references of each of several prompts; None without any.
-
-        Args:
-            count: the number of prompts.
-            lines: whether these are the lines of --jsonl.
-
-        Raises:
-            UsageError: the lines of --line-references do not match the prompts.
-            TokenleapError: a file is not UTF-8 text, or a line no list of texts.
-            OSError: a file cannot be read.
-        """
+        """The references of each of several prompts; None without any."""
         if self.line_references is not None and not lines:
             raise UsageError("--line-references is for several prompts: give --reference")
         if not self.reference and self.line_references is None:

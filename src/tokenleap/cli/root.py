@@ -97,11 +97,7 @@ class DefaultGroup(_Group):
 
 
 def examples(*lines: str) -> str:
-    """Example command lines for Typer's epilog, at the end of a command's help.
-
-    Args:
-        lines: "command  # remark", in Rich markup.
-    """
+    """Example command lines for Typer's epilog, at the end of a command's help."""
     shown = []
     for line in lines:
         command, _, remark = line.partition("  # ")
@@ -246,12 +242,7 @@ _COMMANDS = {
 
 
 def instead_of_option(name: str, known: Sequence[str]) -> str:
-    """What to write in place of an option that a command does not have; "" if nobody knows.
-
-    Args:
-        name: with its dashes.
-        known: all options of the command, and the names of its arguments.
-    """
+    """What to write in place of an option that a command does not have; "" if nobody knows."""
     for advice in _OPTIONS.get(name, ()):
         needed = {*re.findall(r"(?<!\S)--[a-z-]+", advice)}
         if needed | ({_NEEDS[advice]} if advice in _NEEDS else set()) <= set(known):
@@ -334,11 +325,7 @@ def in_flags(message: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that cannot be written to, before the work begins.
-
-    Raises:
-        UsageError: the path's folder does not exist, or the path is a folder itself.
-    """
+    """Refuse a path that cannot be written to, before the work begins."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a file")
     if not path.absolute().parent.is_dir():
@@ -346,9 +333,5 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write text in UTF-8 (see `core.files.write_whole`).
-
-    Raises:
-        OSError: the file cannot be written. Its old content is untouched.
-    """
+    """Write text in UTF-8 (see `core.files.write_whole`)."""
     files.write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))

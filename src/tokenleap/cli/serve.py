@@ -128,12 +128,7 @@ class ServerOptions:
     ] = False
 
     def settings(self, model: str) -> Settings:
-        """The server's settings.
-
-        Raises:
-            UsageError: a key or a name is empty.
-            ConfigError: a value is out of range.
-        """
+        """The server's settings."""
         from tokenleap.serve.settings import Settings
 
         keys, names = self.api_key or [], self.served_model_name or [model]
@@ -216,11 +211,7 @@ def serve(
 
 
 def _check_libraries() -> None:
-    """Refuse to load a model for a server that cannot run.
-
-    Raises:
-        UsageError: a library is missing.
-    """
+    """Refuse to load a model for a server that cannot run."""
     try:
         import fastapi
         import prometheus_client

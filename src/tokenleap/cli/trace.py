@@ -180,12 +180,7 @@ _EXPORT = re.compile(r"^export (?=function|class|const)", re.MULTILINE)
 
 
 def html(trace: Trace, title: str) -> str:
-    """The page.
-
-    Args:
-        trace: what it shows.
-        title: its heading.
-    """
+    """The page."""
     style, script = _read("page.css"), "".join(_modules(_ENTRY, set()))
     policy = "; ".join(
         [
@@ -325,12 +320,8 @@ class _Picture:
 class TraceSummary:
     """Counts and times over all steps of a trace.
 
-    Args:
-        trace: the trace.
-
     Attributes:
         metrics: the counts and times as in the output's own metrics.
-        drafted_per_position: drafts that reach each depth.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -391,22 +382,14 @@ COLOURS = {
 
 
 def check_drawing(path: Path) -> None:
-    """Check that the file can be drawn and written.
-
-    Raises:
-        UsageError: Matplotlib is not installed, or the path cannot be written to.
-    """
+    """Check that the file can be drawn and written."""
     if find_spec("matplotlib") is None:
         raise UsageError("--svg needs Matplotlib: pip install 'tokenleap[plots]'")
     check_writable(path)
 
 
 def write_svg(path: Path, timelines: Sequence[Timeline]) -> None:
-    """Draw a row per timeline, the first on top, and write the file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw a row per timeline, the first on top, and write the file."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -471,9 +454,6 @@ class Span:
     """One block of a timeline.
 
     Args:
-        kind: one of `KINDS`.
-        start: seconds from the beginning.
-        end: likewise.
         levels: of a draft, the depth of its tree: the passes of a drafter that drafts token by
             token.
     """
@@ -486,13 +466,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of a trace in order, without gaps.
-
-    Args:
-        name: of the trace.
-        spans: at least one that took time.
-        tokens: generated.
-    """
+    """All spans of a trace in order, without gaps."""
 
     name: str
     spans: tuple[Span, ...]
@@ -513,15 +487,7 @@ class Timeline:
 
 
 def timeline_of(name: str, trace: Trace) -> Timeline:
-    """The timeline of a trace.
-
-    Args:
-        name: what to call it.
-        trace: its times are those of the whole batch, if there was one.
-
-    Raises:
-        TokenleapError: the trace has no times.
-    """
+    """The timeline of a trace."""
     spans: list[Span] = []
     now = 0.0
     for kind, seconds, levels in _parts(trace):

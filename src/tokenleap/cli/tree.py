@@ -94,12 +94,7 @@ class ShapeOptions:
     ] = None
 
     def vector(self) -> tuple[float, ...] | None:
-        """The acceptance vector that was given, if any.
-
-        Raises:
-            UsageError: the vector cannot be parsed, is too long, or --ranks was given, too.
-            ConfigError: an entry is not a probability, or the sum is above 1.
-        """
+        """The acceptance vector that was given, if any."""
         if self.acceptance_vector is None:
             return None
         if self.ranks is not None:
@@ -130,12 +125,7 @@ class DrafterOptions:
     ] = None
 
     def config(self, ranks: int) -> SpeculativeConfig:
-        """A configuration that drafts one level of `ranks` children.
-
-        Raises:
-            UsageError: the JSON is not an object, contradicts a flag, or says how much to draft.
-            ConfigError: a value is unknown or out of range, or the method takes no trees.
-        """
+        """A configuration that drafts one level of `ranks` children."""
         for name in _FOUND_HERE:
             if name in parse_object("--speculative-config", self.speculative_config):
                 raise UsageError(f"{name} in --speculative-config: this command finds the tree")
@@ -283,13 +273,7 @@ def _vector_table(acceptance: Acceptance) -> Table:
 
 
 def drawn(paths: Sequence[_Branch], acceptance: Sequence[float], shown: int = SHOWN) -> Tree:
-    """A drawing of the tree, with the probability of reaching each node.
-
-    Args:
-        paths: all nodes.
-        acceptance: the positional acceptance vector.
-        shown: maximum nodes to draw; the rest is counted below their ancestors.
-    """
+    """A drawing of the tree, with the probability of reaching each node."""
     reached = {path: prod(acceptance[rank] for rank in path) for path in paths}
     # A node is never more probable than its parent, which is shallower: the kept nodes are a tree.
     best = sorted(paths, key=lambda path: (-reached[path], len(path), path))
@@ -354,12 +338,7 @@ LARGEST = 128
 
 @dataclass(frozen=True)
 class Costs:
-    """The cost of a step: verification by positions, drafting by levels.
-
-    Args:
-        curve: seconds of a target pass by positions.
-        level: seconds of drafting a level.
-    """
+    """The cost of a step: verification by positions, drafting by levels."""
 
     curve: CostCurve
     level: float
@@ -393,13 +372,8 @@ class Found:
     """The best tree and the measurements it was computed from.
 
     Args:
-        acceptance: the positional acceptance vector.
         measured: the counts behind the vector; None if it was given.
         costs: measured costs; None if the number of nodes was given.
-        tree: the best tree.
-        depth: the limit of levels.
-        method: the drafting method; None if no model ran.
-        model: the target; None if no model ran.
     """
 
     acceptance: tuple[float, ...]
@@ -482,19 +456,7 @@ def measured(
     costs: bool,
     quiet: bool,
 ) -> tuple[Acceptance, Costs | None]:
-    """Measure the acceptance of every rank, and the costs if wanted.
-
-    Args:
-        llm: a model that drafts one level of children.
-        texts: prompts.
-        params: how to sample; the seed is 0 if none is given.
-        ranks: children of that level.
-        costs: whether to time passes, too.
-        quiet: show no progress.
-
-    Raises:
-        ConfigError: nothing was drafted.
-    """
+    """Measure the acceptance of every rank, and the costs if wanted."""
     from tokenleap.tuning.measure_tree import measure_acceptance, pass_costs
 
     prompts = [llm.encode(shaped(llm, text)) for text in texts]

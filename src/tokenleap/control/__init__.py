@@ -27,16 +27,7 @@ FOR_HYBRIDS: dict[str, type[Controller]] = {HybridModel.name: HybridModel}
 def controller_class(
     name: str, *, looks_up: bool = False, hybrid: bool = False
 ) -> type[Controller]:
-    """The controller of this name.
-
-    Args:
-        name: the controller's name.
-        looks_up: whether the drafter looks its tokens up (`Drafter.looks_up`).
-        hybrid: whether the drafter has a lookup and a trained draft to choose from.
-
-    Raises:
-        ConfigError: no controller has this name.
-    """
+    """The controller of this name."""
     if name not in CONTROLLERS:
         raise ConfigError(f"unknown controller '{name}': {nearest(name, list(CONTROLLERS))}")
     replacements = FOR_HYBRIDS if hybrid else FOR_LOOKUPS if looks_up else {}

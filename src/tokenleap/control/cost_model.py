@@ -88,9 +88,7 @@ class _Planned:
 
     Attributes:
         plan: the best step; its rate is without the time of drafting if that is to be measured.
-        made_for: the arguments it was made for.
         gain: its tokens per second over those without drafts; 1 if there are drafts from elsewhere.
-        steps: how many steps it was used for.
     """
 
     plan: Plan
@@ -119,7 +117,6 @@ class CostModel(Controller):
     needs_costs: ClassVar[bool] = True
 
     def setup(self) -> None:
-        """See `Controller.setup`."""
         assert isinstance(self.options, self.Options)
         self._trees = self.levels is not None
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
@@ -144,7 +141,6 @@ class CostModel(Controller):
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`."""
         rest = self._rest
         if rest.goes_on(batch, rows):
             return [NO_BUDGET] * len(batch)
@@ -165,15 +161,7 @@ class CostModel(Controller):
         instead: Expected,
         served: Sequence[bool],
     ) -> list[Budget]:
-        """The budgets of some requests of a step in which others have drafts from elsewhere.
-
-        Args:
-            batch: these requests.
-            rows: number of requests in the whole step.
-            beside: the step if none of them drafts.
-            instead: the step if this model drafts nothing. They draft if that is better.
-            served: for each of them, whether it has a draft from elsewhere in that step.
-        """
+        """The budgets of some requests of a step in which others have drafts from elsewhere."""
         histories = [self._estimates.history(request) for request in batch]
         depths = [0] * len(batch)
         self.idle = not batch
@@ -268,12 +256,6 @@ class CostModel(Controller):
         A text may end soon. If it is patient, drafts would have to have saved that time already:
         whoever waits so long loses at most twice as much as with foresight. Otherwise the lengths
         of earlier outputs say how much is left to save; early requests may lose a little to learn.
-
-        Args:
-            request: a request that may draft in this step.
-            rows: number of requests in the whole step.
-            saved: seconds that this would save.
-            per_token: seconds that drafts save for each token of its output.
         """
         history = self._estimates.history(request)
         price = self._estimates.reading_seconds(request)
@@ -293,9 +275,6 @@ class CostModel(Controller):
         """The best step with drafts.
 
         Args:
-            batch: the R requests.
-            rows: number of requests in the whole step.
-            beside: see `budgets_beside`.
             measuring: whether to leave out the cost of drafting, because only an upper bound of it
                 is known and this step measures it.
         """
@@ -381,7 +360,6 @@ class LookupPlan:
 
     Args:
         nodes: row of the batch -> nodes of its draft to keep, for every request with a lookup.
-        tokens: row -> expected number of accepted tokens.
         gains: row -> saving as a share of the time of a plain pass.
         node_cost: what each of these nodes adds to the pass, as a share of the same.
     """
@@ -409,7 +387,6 @@ class LookupModel(Controller):
     needs_costs: ClassVar[bool] = True
 
     def setup(self) -> None:
-        """See `Controller.setup`."""
         assert isinstance(self.options, CostModel.Options)
         self._probe_every = self.options.probe_every
         self._states: dict[int, _State] = {}
@@ -518,12 +495,6 @@ def how_many(
 ) -> tuple[int, float]:
     """How many of the most probable tokens to verify, and the cost of each.
 
-    Args:
-        probs: the path probabilities of all tokens, the largest first.
-        costs: the cost of passes.
-        rows: number of requests in the whole step.
-        beside: what the step brings and costs without these tokens.
-
     Returns:
         The number that maximizes expected tokens per second, and what each of these tokens adds
         to the pass, as a share of the time of a plain pass.
@@ -599,7 +570,6 @@ class HybridModel(Controller):
     needs_costs: ClassVar[bool] = True
 
     def setup(self) -> None:
-        """See `Controller.setup`."""
         levels = self.levels or [1] * self.num_speculative_tokens
         self._lookups = LookupModel(self.num_speculative_tokens, self.options, self.costs)
         self._trained = CostModel(
@@ -645,7 +615,6 @@ class HybridModel(Controller):
     def choose(
         self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
     ) -> list[Budget]:
-        """See `drafters.hybrid.Chooser`."""
         if self._resting:
             return list(budgets)
         self._clock.lookups += self._clock.lap()

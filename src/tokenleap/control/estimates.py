@@ -69,18 +69,12 @@ class Estimates:
 
     Args:
         levels: number of nodes at each level of a full draft.
-        costs: of a pass.
-        trees: whether drafts are trees.
-        at_once: whether one pass of the drafter makes all levels.
-        stops_early: whether its chains can end below improbable tokens.
 
     Attributes:
         drafting: what a level of drafting costs, and reading a text.
         stopping: by whether requests are greedy, where chains should end; empty unless they can. It
             learns from products of probabilities for greedy requests, and with the rule `coupled`
             from products of clarity for the others.
-        lengths: of the outputs that have ended.
-        requests_tried: how many requests have drafted.
     """
 
     def __init__(
@@ -126,7 +120,6 @@ class Estimates:
 
     @property
     def deeper(self) -> float | None:
-        """See `best_plan`."""
         return self._deeper_levels.share if self._at_once else None
 
     def reading_seconds(self, request: Request) -> float | None:
@@ -163,13 +156,7 @@ class Estimates:
         return bool(self.stopping) and not history.tried and self.requests_tried < _EARLY
 
     def price_of_a_token(self, plan: Plan, rows: int, per_level: float) -> float:
-        """What drafting and verifying one more token of a draft takes, in tokens of the plan.
-
-        Args:
-            plan: a step.
-            rows: number of its requests.
-            per_level: seconds of drafting one level of one request.
-        """
+        """What drafting and verifying one more token of a draft takes, in tokens of the plan."""
         deepest, drafting = max(plan.depths), sum(depth > 0 for depth in plan.depths)
         if deepest < 2:
             return 0.0
@@ -214,12 +201,7 @@ class Estimates:
         return may_draft
 
     def _levels_of(self, depths: Sequence[int], cost: float | None) -> float:
-        """What drafts so deep cost, in levels of one request.
-
-        Args:
-            depths: those of the step.
-            cost: what they cost, to learn from; None if that is not known.
-        """
+        """What drafts so deep cost, in levels of one request."""
         levels: list[float] = list(depths)
         if self._at_once:
             if depths and cost is not None:
@@ -238,12 +220,7 @@ class Estimates:
 
 
 class Frequency:
-    """A running estimate of how often something happens.
-
-    Args:
-        memory: weight of the past after each new count.
-        prior_weight: weight of the prior, in counts.
-    """
+    """A running estimate of how often something happens."""
 
     __slots__ = ("_memory", "_prior_weight", "_yes", "count")
 
@@ -344,12 +321,7 @@ def prior_rate(feature: int) -> float:
 
 
 def path_probs(draft: Draft, rate: Callable[[int], float]) -> list[float]:
-    """For each drafted node the probability that it and all its drafted ancestors are right.
-
-    Args:
-        draft: a draft with features.
-        rate: maps a feature to an acceptance rate.
-    """
+    """For each drafted node the probability that it and all its drafted ancestors are right."""
     path = [1.0]
     for parent, feature in zip(draft.tree.parents[1:], draft.features, strict=True):
         path.append(path[parent] * rate(feature))
@@ -378,12 +350,7 @@ class AcceptanceRates:
         self._rates[feature] = seen.given(_PRIOR_RATES[feature])
 
     def learn(self, proposal: Draft, outcome: Outcome) -> None:
-        """Follow the generated tokens through a proposal, and count which children were right.
-
-        Args:
-            proposal: what was looked up for the step; it need not be what was verified.
-            outcome: what became of the step.
-        """
+        """Follow the generated tokens through a proposal, and count which children were right."""
         if not proposal.features:
             return
         drafted, accepted = outcome.draft.tree, outcome.accepted
@@ -410,17 +377,12 @@ class History:
     """How the drafts of one request, or of all requests, were accepted.
 
     Args:
-        memory: weight of the past after each draft.
-        levels: number of levels of the deepest draft.
         alike: whether all levels share one acceptance rate, alpha. Each level of a tree, or of a
             chain that may end early, has its own: the share of drafts that pass it, of those that
             pass the level above.
-        prior_weight: of the prior of an acceptance rate, in drafts.
 
     Attributes:
         depth: how deep the request may draft in the current step.
-        caught_up: whether it could also draft in the previous step.
-        tried: whether it has ever drafted.
         plain_steps: number of steps since it could last draft; served ones count more.
         missed: seconds that drafts would have saved before the first one.
     """
@@ -448,13 +410,7 @@ class History:
         return self.depth > 0 and not self.caught_up
 
     def allow(self, depth: int, *, wanted: bool, counts: float = 1.0) -> None:
-        """Record how deep the request may draft in the current step.
-
-        Args:
-            depth: so deep.
-            wanted: whether more than 0 was chosen.
-            counts: plain steps as which it counts, if it drafts nothing.
-        """
+        """Record how deep the request may draft in the current step."""
         self.plain_steps = 0.0 if wanted else self.plain_steps + counts
         self.caught_up, self.depth = self.depth > 0, depth
 
@@ -520,10 +476,6 @@ class OutputLengths:
 
         It is the mean of what followed in the remembered outputs that became longer. An output that
         is longer than all of them is expected to double.
-
-        Args:
-            generated: its tokens so far.
-            most: tokens that may follow at most; expected as long as nothing is remembered.
         """
         if not self._ended:
             return float(most)
@@ -553,12 +505,7 @@ model that might be better is probed sooner than one that might not pay at all."
 
 
 class Probing:
-    """Says in which steps a request without drafts tries one.
-
-    Args:
-        every: steps without drafts after which a request tries again.
-        estimates: what is known of the drafter.
-    """
+    """Says in which steps a request without drafts tries one."""
 
     def __init__(self, every: int, estimates: Estimates) -> None:
         self._every = every
@@ -584,13 +531,7 @@ class Probing:
         return max(0, int(min(left, default=float(self._every))) - 1)
 
     def probes(self, request: Request, rows: int, num_requests: int) -> bool:
-        """Whether a request without drafts tries one in this step.
-
-        Args:
-            request: the request.
-            rows: number of requests in the whole step.
-            num_requests: number of those that may draft.
-        """
+        """Whether a request without drafts tries one in this step."""
         if self._steps_left(request, rows, num_requests) > 1:
             return False
         if self._is_trial(self._estimates.history(request)):

@@ -36,9 +36,7 @@ class Chances:
     """What is expected of the drafts of R requests with L levels.
 
     Args:
-        drafts: [R] the probability that a request has a draft.
         passed: [R, L] the probability that a level of a draft is accepted.
-        nodes: [L] the nodes of each level.
         drafted: [L] the share of drafts that get so deep, if their budgets do.
     """
 
@@ -69,13 +67,7 @@ class Chances:
         """For each request the saving of its best draft, if all of them share the drafting.
 
         Args:
-            rows: number of requests in the whole step.
             node_cost: what a node adds to a pass, as a share of the time of a plain pass.
-            level_cost: what a level of one request costs, as such a share.
-            deeper: see `best_plan`.
-
-        Returns:
-            Shares of the time of a plain pass.
         """
         requests = len(self.drafts)
         per_level = level_cost * levels_of_one(1.0, float(requests)) / requests
@@ -92,13 +84,7 @@ class Chances:
 
 @dataclass(frozen=True)
 class Plan:
-    """The best step with drafts.
-
-    Args:
-        depths: [R] the draft depth of each request.
-        rate: expected tokens per second.
-        expected: the step.
-    """
+    """The best step with drafts."""
 
     depths: list[int]
     rate: float
@@ -117,10 +103,6 @@ def best_plan(
     Levels are taken in order of their expected tokens per node, as many as raise the rate.
 
     Args:
-        chances: of the R requests.
-        beside: the step if none of them drafts.
-        seconds: of a pass, by its number of positions.
-        per_level: seconds of drafting a level of one request; 0 leaves them out.
         deeper: of drafts that are made at once, what a further level costs as a share of the first
             one; None if levels are drafted one by one.
     """
@@ -164,9 +146,6 @@ _LEAST_NODES = 0.01
 
 class DraftSizes:
     """Mean numbers of nodes.
-
-    Args:
-        expected: of each level, if no draft ends early.
 
     Attributes:
         of_levels: mean number of nodes of each level, if the budget has it.
@@ -226,12 +205,7 @@ def smoothed(known: float, measured: float) -> float:
 
 
 def levels_of_one(deepest: float, drafted: float) -> float:
-    """What drafting costs, in levels of one request.
-
-    Args:
-        deepest: the depth of the deepest draft.
-        drafted: the depths of all drafts together.
-    """
+    """What drafting costs, in levels of one request."""
     return _SHARED * deepest + (1 - _SHARED) * drafted
 
 
@@ -239,9 +213,6 @@ class DeeperLevels:
     """What each further level of a draft that is made at once costs, as a share of the first one.
 
     It is the slope of a running regression line of costs on depths.
-
-    Attributes:
-        share: 0 until drafts of different depths have been timed.
     """
 
     def __init__(self) -> None:
@@ -288,8 +259,6 @@ class DraftingCosts:
         level: of one level of one request. It is an upper bound as long as all timed drafts
             included reading a text.
         token: of reading one token (see `reading`); None before it can be told apart from `level`.
-        bound: whether `level` is only an upper bound.
-        known: whether anything was drafted yet.
     """
 
     def __init__(self) -> None:
@@ -299,14 +268,7 @@ class DraftingCosts:
         self._readings: list[tuple[float, float, int]] = []  # as long as `level` is a bound
 
     def add(self, cost: float, levels: float, *, caught_up: bool, read: int = 0) -> None:
-        """Learn from a step that drafted.
-
-        Args:
-            cost: of drafting.
-            levels: see `levels_of_one`.
-            caught_up: whether all drafting requests could draft in the previous step, too.
-            read: tokens that were read before (see `reading`).
-        """
+        """Learn from a step that drafted."""
         per_level = cost / max(1.0, levels)
         self.known = True
         if read:
@@ -335,17 +297,7 @@ class DraftingCosts:
 
 @dataclass
 class Rest:
-    """Steps in which nothing is planned. It ends early if other requests are in the step.
-
-    Args:
-        keys: of the batch.
-        rows: number of requests in the whole step.
-        waiting: the requests among them that might have had drafts.
-        steps: so many are left.
-
-    Attributes:
-        taken: so many have passed.
-    """
+    """Steps in which nothing is planned. It ends early if other requests are in the step."""
 
     keys: tuple[int, ...] = ()
     rows: int = 0

@@ -28,7 +28,6 @@ class Fixed(Controller):
     summary: ClassVar[str] = "always num_speculative_tokens"
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`."""
         return [within(request, self.num_speculative_tokens) for request in batch]
 
 
@@ -51,13 +50,11 @@ class Heuristic(Controller):
     summary: ClassVar[str] = "grows on full acceptance, shrinks otherwise (Transformers' schedule)"
 
     def setup(self) -> None:
-        """See `Controller.setup`."""
         assert isinstance(self.options, self.Options)
         self._start = min(self.num_speculative_tokens, self.options.max_length)
         self._lengths: dict[int, int] = {}
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`."""
         return [within(request, self._lengths.get(request.key, self._start)) for request in batch]
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
@@ -104,7 +101,6 @@ class BatchTable(Controller):
     summary: ClassVar[str] = "a table of lengths by batch size, capped by num_speculative_tokens"
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`."""
         assert isinstance(self.options, self.Options)
         lengths = self.options.lengths
         entry = max(size for size in lengths if size <= max(1, rows))
@@ -131,7 +127,6 @@ class Confidence(Controller):
         """Options of `confidence`.
 
         Args:
-            threshold: every request's initial threshold.
             of: compare the probability of the `token` or the product along the `path`.
             step: how much an outcome moves the threshold; 0 keeps it fixed.
         """
@@ -144,11 +139,9 @@ class Confidence(Controller):
     summary: ClassVar[str] = "stops below a token that is less probable than an adaptive threshold"
 
     def setup(self) -> None:
-        """See `Controller.setup`."""
         self._thresholds: dict[int, float] = {}
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`."""
         return [self._budget(request) for request in batch]
 
     def _budget(self, request: Request) -> Budget:
@@ -225,11 +218,7 @@ class Stopping:
             self._sums = [old + each for old, each in zip(self._sums, new, strict=True)]
 
     def least_path_prob(self, price: float) -> float:
-        """The threshold of a draft.
-
-        Args:
-            price: the accepted tokens that the time of one more token would bring elsewhere.
-        """
+        """The threshold of a draft."""
         n, s, ss, y, sy = (a + b for a, b in zip(self._sums, self._prior, strict=True))
         slope = (n * sy - s * y) / (n * ss - s * s)  # the prior alone spreads s
         low = (y - slope * s) / n

@@ -41,14 +41,11 @@ class BeamSettings:
 
     Args:
         width: number of live beams, and of hypotheses that are kept.
-        max_tokens: most tokens of an output.
-        eos_ids: tokens that end an output.
         length_penalty: the score of a hypothesis of n tokens is the sum of their log-probabilities,
             divided by n to this power.
         early_stopping: when the search ends. True: as soon as there are `width` hypotheses. False:
             when the best live beam scores less, at its present length, than the worst hypothesis.
             "never": the same, at the length at which it would score best.
-        renormalize: whether log-probabilities are normalised after masks and penalties.
     """
 
     width: int
@@ -60,13 +57,7 @@ class BeamSettings:
 
     @staticmethod
     def of(params: SamplingParams, max_tokens: int, eos_ids: Iterable[int]) -> BeamSettings:
-        """Those of a request's parameters.
-
-        Args:
-            params: the parameters.
-            max_tokens: most tokens of an output.
-            eos_ids: tokens that end an output.
-        """
+        """Those of a request's parameters."""
         return BeamSettings(
             params.beam_width,
             max_tokens,
@@ -84,13 +75,7 @@ class BeamSettings:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An output that has ended.
-
-    Args:
-        tokens: its tokens behind the committed ones.
-        log_prob: the sum of all its tokens' log-probabilities.
-        score: this sum after the length penalty.
-    """
+    """An output that has ended."""
 
     tokens: tuple[int, ...]
     log_prob: float
@@ -102,13 +87,10 @@ class Beams:
     """The state of a search.
 
     Args:
-        settings: see `BeamSettings`.
         tree: node 0 is the last committed token; the live beams are leaves, and the other nodes are
             their ancestors.
         live: the summed log-probability and the node of each live beam, best first.
-        finished: the best hypotheses, best first, at most `width`.
         length: tokens of each live beam, from the output's first one.
-        done: whether the search has ended.
     """
 
     settings: BeamSettings
@@ -128,9 +110,6 @@ class Beams:
 
         Args:
             log_probs: [live beams, V] log-probabilities of the next tokens, in float32.
-
-        Raises:
-            RequestError: no token is possible, or the model overflowed.
         """
         settings, length = self.settings, self.length + 1
         sums, nodes, tokens = self._candidates(log_probs)
@@ -220,11 +199,9 @@ class Searched:
     """What a pass brought to a search.
 
     Args:
-        beams: the search, behind the tokens that are committed now.
         tokens: the tokens to commit, maybe none; at the end all tokens of the best hypothesis.
         cached: nodes of the draft whose KV is committed (see `KVSlab.commit`).
         kept: nodes of the draft whose KV is kept; the first nodes of `beams.tree`.
-        steps: steps of the search.
     """
 
     beams: Beams
@@ -242,10 +219,7 @@ def scores_of(
     Masks, bias and penalties act on log-probabilities, as in `generate`.
 
     Args:
-        draft: what was verified.
         logits: [n, V] logits after its last n nodes.
-        sampler: the request's sampler.
-        output_ids: tokens generated so far, including the root if it was generated.
     """
     first = len(draft.tree) - len(logits)
 
@@ -265,15 +239,7 @@ def scores_of(
 
 
 def search(draft: BeamDraft, scores: Scores) -> Searched:
-    """Advance a search as far as the nodes of a verified draft reach.
-
-    Args:
-        draft: the search and the proposals.
-        scores: see `scores_of`.
-
-    Raises:
-        RequestError: no token is possible, or the model overflowed.
-    """
+    """Advance a search as far as the nodes of a verified draft reach."""
     beams, steps = draft.beams, 0
     place = {node: node for node in range(len(beams.tree))}  # node of the search -> of the draft
     proposed = {

@@ -29,12 +29,7 @@ things: then all names are listed."""
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The end of a message about an unknown name: the closest known name, or all of them.
-
-    Args:
-        name: what the user wrote.
-        known: all valid names.
-    """
+    """The end of a message about an unknown name: the closest known name, or all of them."""
     longer = [each for each in known if each.startswith(name)] if len(name) > 2 else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
     close = close or sorted(longer, key=len)
@@ -44,11 +39,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 class Config(BaseModel):
-    """Base of all configurations: immutable, without extra fields, with errors of one line.
-
-    Raises:
-        ConfigError: a field is unknown or has an invalid value.
-    """
+    """Base of all configurations: immutable, without extra fields, with errors of one line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -121,15 +112,7 @@ UNITS = {
 
 
 def num_bytes(name: str, value: int | str) -> int:
-    """Convert an amount of memory to bytes.
-
-    Args:
-        name: the parameter's name, for error messages.
-        value: a number of bytes, or text: a number and one of `UNITS`.
-
-    Raises:
-        ConfigError: the value is neither, or is not above 0.
-    """
+    """Convert an amount of memory to bytes."""
     amount: float | None = None
     if isinstance(value, int) and not isinstance(value, bool):
         amount = value

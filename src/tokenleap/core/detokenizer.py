@@ -59,9 +59,6 @@ class _Beginning:
     """How much of a stop string a text ends in, by Knuth, Morris and Pratt (1977).
 
     The work is linear in the text, however long the stop string is.
-
-    Args:
-        stop: the stop string; not empty.
     """
 
     def __init__(self, stop: str) -> None:
@@ -94,12 +91,7 @@ class Detokenizer:
 
     Args:
         tokenizer: the model's tokenizer; with None the text is always empty.
-        stop: stop strings.
         include_stop: whether the stop string that was met stays in the text.
-        skip_special_tokens: whether special tokens are left out of the text.
-
-    Attributes:
-        stopped_at: the stop string that ended the output, or None.
     """
 
     def __init__(
@@ -133,15 +125,7 @@ class Detokenizer:
         return self._text
 
     def add(self, token: int, *, may_stop: bool = True) -> str:
-        """Append a token and return the text that became final.
-
-        Args:
-            token: the committed token.
-            may_stop: False while `min_tokens` is not reached: stop strings are then ignored.
-
-        Returns:
-            New text; often empty. `stopped_at` is set if a stop string was met.
-        """
+        """Append a token and return the text that became final."""
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token)

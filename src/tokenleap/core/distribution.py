@@ -187,23 +187,17 @@ class Distribution:
 
 
 class _OneHot(Distribution):
-    """A one-hot distribution that creates its two tensors only when they are read.
-
-    Args:
-        token: the token of probability 1.
-    """
+    """A one-hot distribution that creates its two tensors only when they are read."""
 
     def __init__(self, token: int) -> None:
         self.__dict__["certain"] = token  # fills the cached property: no tensor needed
 
     @cached_property
     def probs(self) -> Tensor:
-        """See `Distribution`."""
         return torch.ones(1)
 
     @cached_property
     def support(self) -> Tensor:
-        """See `Distribution`."""
         return torch.tensor([self.__dict__["certain"]])
 
 
@@ -227,7 +221,6 @@ class LazyDistribution(Distribution):
         return made
 
     def known_prob(self, token: int) -> float | None:
-        """See `Distribution`."""
         known: tuple[int, float] | None = self.__dict__["_known"]
         if known is not None and known[0] == token:
             return known[1]
@@ -235,12 +228,10 @@ class LazyDistribution(Distribution):
 
     @cached_property
     def probs(self) -> Tensor:
-        """See `Distribution`."""
         return self._made.probs
 
     @cached_property
     def support(self) -> Tensor | None:
-        """See `Distribution`."""
         return self._made.support
 
 

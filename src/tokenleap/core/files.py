@@ -33,12 +33,7 @@ _MAX_BYTES = 1 << 30
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value that a file holds; of one with the project's first name, in its new one.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: see `parsed_json`; or the file is larger than 1 GiB.
-    """
+    """The JSON value that a file holds; of one with the project's first name, in its new one."""
     with path.open("rb") as file:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
@@ -59,12 +54,7 @@ def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, is nested deeper than `MAX_DEPTH`, or has half of a
-            character, which could not be printed; the message is one line.
-    """
+    """The value of a JSON text."""
     try:
         text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(text)
@@ -87,11 +77,7 @@ def levels(value: Any) -> Iterator[list[Any]]:
 
 
 def validated(kind: type[_Fields], fields: Any) -> _Fields:
-    """Fields of a file as a pydantic model, a dataclass, or any other type.
-
-    Raises:
-        ValueError: a field is missing or wrong; the message names it, in one line.
-    """
+    """Fields of a file as a pydantic model, a dataclass, or any other type."""
     try:
         return TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:
@@ -102,16 +88,7 @@ def validated(kind: type[_Fields], fields: Any) -> _Fields:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside it, then rename. Write to a pipe or a device directly.
-
-    Args:
-        path: the file. It gets the usual mode, even if `write` makes private files.
-        write: writes the whole file to the path that it is given.
-
-    Raises:
-        OSError: the file cannot be written. What else `write` raises is passed on. The file's old
-            content is then untouched.
-    """
+    """Write a temporary file beside it, then rename. Write to a pipe or a device directly."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         write(path)

@@ -39,8 +39,6 @@ class Grammars:
     """Compiles grammars over one model's tokens; indexes the vocabulary once, on first use.
 
     Args:
-        tokenizer: the model's tokenizer, or None if it has none.
-        vocab_size: V, the width of the logits.
         eos_token_ids: the tokens that may follow a complete output. Without any, only
             `Grammar.forced` is useful.
     """
@@ -58,12 +56,7 @@ class Grammars:
         self._matcher = lru_cache(maxsize=KEPT)(self._compiled)
 
     def compile(self, outputs: Form) -> Grammar:
-        """Compile a grammar for one request.
-
-        Raises:
-            ConfigError: the model has no fast tokenizer, llguidance refuses the form, or the form
-                is too large or too complex.
-        """
+        """Compile a grammar for one request."""
         try:
             matcher = self._matcher(checked_source(outputs))
         except ConfigError as error:
@@ -105,10 +98,6 @@ class Grammar:
 
     It keeps the matcher's state after the last query. The next query rolls back to the common
     prefix and advances from there.
-
-    Args:
-        new: makes an `llguidance.LLMatcher` that has consumed nothing yet.
-        vocab_size: V, the width of the logits.
     """
 
     def __init__(self, new: Callable[[], Any], vocab_size: int) -> None:
@@ -120,16 +109,9 @@ class Grammar:
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
         """The tokens that may come next.
 
-        Args:
-            output_ids: the output so far, including drafted tokens on the node's path.
-
         Returns:
             [V] bool, or None if the grammar does not allow the output so far. End-of-sequence
             tokens are allowed where the output is complete.
-
-        Raises:
-            RequestError: the grammar is too complex there: llguidance has reached one of its
-                limits, and does not know what is allowed.
         """
         if not self._move_to(output_ids):
             return None
@@ -140,14 +122,7 @@ class Grammar:
         return torch.from_numpy(mask.view(np.bool_))
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:
-        """The tokens that must come next; empty if there is a choice.
-
-        Args:
-            output_ids: the output so far.
-
-        Raises:
-            RequestError: as `allowed`.
-        """
+        """The tokens that must come next; empty if there is a choice."""
         if not self._move_to(output_ids):
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()

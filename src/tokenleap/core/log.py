@@ -20,11 +20,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 def show_log_lines() -> None:
-    """Write log lines to standard error, from the level that `TOKENLEAP_LOG` names, if it is set.
-
-    Raises:
-        ConfigError: it is not a level.
-    """
+    """Write log lines to standard error, from the level that `TOKENLEAP_LOG` names, if it is set."""
     name = os.environ.get(VARIABLE, "").lower()
     if not name:
         return

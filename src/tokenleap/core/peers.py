@@ -40,12 +40,7 @@ class OutOfStepError(AssertionError):
 
 
 class Peers:
-    """The processes that compute a model: this one alone.
-
-    Attributes:
-        rank: number of this process, from 0.
-        size: number of processes.
-    """
+    """The processes that compute a model: this one alone."""
 
     rank: int = 0
     size: int = 1

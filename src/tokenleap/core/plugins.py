@@ -28,15 +28,7 @@ def plugin_names(group: str) -> list[str]:
 
 
 def plugin(group: str, name: str) -> Any | None:
-    """Load the object that an entry point names; None if there is no such entry point.
-
-    Args:
-        group: the group of entry points, such as "tokenleap.drafters".
-        name: the entry point's name.
-
-    Raises:
-        ConfigError: the object cannot be imported.
-    """
+    """Load the object that an entry point names; None if there is no such entry point."""
     for point in entry_points(group=group, name=name):
         try:
             return point.load()

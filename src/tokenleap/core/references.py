@@ -22,9 +22,6 @@ class References:
 
     The requests that were made with the same texts share one object, which belongs to them: it is
     freed with the last of them, and with it everything that drafters have indexed of it.
-
-    Args:
-        texts: the token ids of each text.
     """
 
     texts: tuple[tuple[int, ...], ...] = ()
@@ -34,12 +31,7 @@ class References:
         return bool(self.texts)
 
     def indexed(self, key: Hashable, build: Callable[[], Index]) -> Index:
-        """What a drafter searches in place of the texts, built at the first call.
-
-        Args:
-            key: identifies the index; it names the kind of index and the options it depends on.
-            build: makes the index.
-        """
+        """What a drafter searches in place of the texts, built at the first call."""
         if key not in self._indexes:
             self._indexes[key] = build()
         index: Index = self._indexes[key]
@@ -58,7 +50,6 @@ class Source:
     """The encoder's input; sources with the same input are equal.
 
     Args:
-        tokens: [n] token ids of a text; empty for audio.
         features: [bins, frames] of audio; None for a text.
         digest: of the features (see `of_audio`), which are compared by it; empty for a text.
     """

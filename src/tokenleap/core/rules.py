@@ -89,7 +89,6 @@ class Timestamps:
     """Whisper's rule of timestamps, the tokens after `none`: they come in pairs, and ascend.
 
     Args:
-        none: the token of outputs without timestamps.
         most_first: the largest timestamp at the beginning of an output, from 0; None for any.
     """
 
@@ -120,10 +119,7 @@ class DecodingRules:
     """The rules of one model, under the names of Transformers' `GenerationConfig`.
 
     Args:
-        bad_words_ids: sequences of tokens that are never completed.
-        suppress_tokens: tokens that never come.
         begin_suppress_tokens: tokens that do not come first, or not first behind a forced one.
-        forced_bos_token_id: the first token, if the prompt is one token.
         forced_eos_token_id: the last tokens allowed once `max_tokens` is reached; () for any.
         min_length: end-of-sequence tokens are forbidden before this many tokens, those of the
             decoder's prompt included.
@@ -133,12 +129,9 @@ class DecodingRules:
             source of a decoder-only model is its prompt.
         encoder_repetition_penalty: multiplies the positive logits of the source's tokens, and
             divides the negative ones.
-        repetition_penalty: holds unless `SamplingParams` sets another one.
         sequence_bias: what is added to the logit of a sequence's last token after the others.
         exponential_decay_length_penalty: after the first number of tokens, the logits of
             end-of-sequence tokens grow with the powers of the second.
-        timestamps: Whisper's rule, for outputs that have timestamps.
-        eos_token_ids: the tokens that end an output.
     """
 
     bad_words_ids: tuple[Ngram, ...] = ()
@@ -161,17 +154,7 @@ class DecodingRules:
     def of(
         config: GenerationConfig | None, eos_token_ids: Sequence[int], vocab_size: int
     ) -> DecodingRules:
-        """The rules of a generation config; those of a model without one are neutral.
-
-        Args:
-            config: the model's generation config, or None.
-            eos_token_ids: the tokens that end an output.
-            vocab_size: V, the width of the logits.
-
-        Raises:
-            CompatibilityError: the config asks for something that is not applied here, names a
-                token outside the vocabulary, or has a value of the wrong kind.
-        """
+        """The rules of a generation config; those of a model without one are neutral."""
         given: dict[str, Any] = {"eos_token_ids": tuple(eos_token_ids)}
         sampled = REFUSED_SAMPLED if getattr(config, "do_sample", False) else {}
         for name, neutral in {**REFUSED, **sampled}.items():
@@ -197,13 +180,7 @@ class DecodingRules:
     def for_output(
         self, prompt_ids: Sequence[int], source: Source | None, max_tokens: int
     ) -> OutputRules | None:
-        """The rules as they hold for one output; None if none of its logits ever changes.
-
-        Args:
-            prompt_ids: the decoder's prompt.
-            source: what the encoder reads.
-            max_tokens: most tokens of the output.
-        """
+        """The rules as they hold for one output; None if none of its logits ever changes."""
         read = prompt_ids if source is None else source.tokens
         rules = OutputRules(self, prompt_ids, read, max_tokens)
         return rules if rules.active else None
@@ -234,10 +211,7 @@ class OutputRules:
     """The rules as they hold for one output.
 
     Args:
-        rules: the model's rules.
-        prompt_ids: the decoder's prompt.
         source_ids: the source's tokens; empty if it is not text, and the prompt without a source.
-        max_tokens: most tokens of the output.
     """
 
     def __init__(
@@ -266,7 +240,6 @@ class OutputRules:
 
     @property
     def shifts(self) -> bool:
-        """See `DecodingRules.shifts`."""
         return self._rules.shifts
 
     @property
@@ -280,12 +253,7 @@ class OutputRules:
         return self._rules.forced_bos_token_id if len(self._prompt) == 1 else None
 
     def keep(self, token: int, output_ids: Sequence[int]) -> bool:
-        """Whether the rules leave the largest logit of a position the largest.
-
-        Args:
-            token: its token.
-            output_ids: all tokens generated before the position, including drafted ones.
-        """
+        """Whether the rules leave the largest logit of a position the largest."""
         if token in self._suppressed(len(output_ids)):
             return False
         if forced := self._forced(len(output_ids)):
@@ -299,7 +267,6 @@ class OutputRules:
 
         Args:
             logits: [V] logits of a position; they are changed.
-            output_ids: as in `keep`.
         """
         if self._rules.sequence_bias:
             text, bias = [*self._prompt, *output_ids], torch.zeros_like(logits)
@@ -319,7 +286,6 @@ class OutputRules:
 
         Args:
             logits: [V] logits of a position; they are changed.
-            output_ids: as in `keep`.
 
         Returns:
             [V] the logits: -inf where a token is forbidden, 0 where it is forced.
@@ -386,11 +352,7 @@ class OutputRules:
 
 
 def _frozen(name: str, value: Any) -> Any:
-    """The value of a field of a generation config as `DecodingRules` has it.
-
-    Raises:
-        CompatibilityError: it is of the wrong kind.
-    """
+    """The value of a field of a generation config as `DecodingRules` has it."""
     try:
         return _KINDS[name](value)
     except (TypeError, ValueError, OverflowError):

@@ -32,17 +32,8 @@ class Sampler:
     """Turns the logits of one position into p under a request's sampling parameters.
 
     Args:
-        params: the sampling parameters.
-        vocab_size: V, the width of the logits.
         prompt_ids: the prompt; the repetition penalty applies to its tokens too.
-        eos_token_ids: end-of-sequence tokens, forbidden before `min_tokens`.
-        grammar: the compiled `params.structured_outputs`; None if there are none.
         rules: what the model's generation config rules out; None if that is nothing.
-        bad_words: the tokens of `params.bad_words`; None if there are none.
-
-    Raises:
-        ConfigError: a parameter names a token outside the vocabulary, or the parameters leave no
-            token to draw.
     """
 
     def __init__(
@@ -93,12 +84,7 @@ class Sampler:
         return bool(self._masks)
 
     def keeps(self, token: int, output_ids: Sequence[int]) -> bool:
-        """Whether bad words and the model's own rules leave a largest logit the largest.
-
-        Args:
-            token: its token.
-            output_ids: all tokens generated before the position, including drafted ones.
-        """
+        """Whether bad words and the model's own rules leave a largest logit the largest."""
         return all(mask.keep(token, output_ids) for mask in self._masks)
 
     @cached_property
@@ -145,7 +131,6 @@ class Sampler:
 
         Args:
             logits: [V] logits of one position.
-            output_ids: all tokens generated before that position, including drafted ones.
 
         Returns:
             [V] logits in float32, or in float64 if the input is float64.
@@ -196,13 +181,6 @@ class Sampler:
 
         Args:
             logits: [V] logits of the position.
-            output_ids: all tokens generated before it, including drafted ones.
-            temperature: replaces the request's temperature (`draft_temperature`); None keeps it.
-            limits: replace the request's min_p, top_k and top_p (`draft_top_k`, `draft_top_p`);
-                None keeps them.
-
-        Raises:
-            RequestError: the largest logit is not finite.
         """
         temperature = self.params.temperature if temperature is None else temperature
         shaped = self.shaped(logits, output_ids)
@@ -257,8 +235,6 @@ class TreeDistributions:
 
     Args:
         logits: [1 + n, V] logits after every node of the tree, root first.
-        tree: the verified tree, with n drafted nodes.
-        sampler: the request's sampler.
         output_ids: tokens generated so far, including the root if it was generated.
         argmax: [1 + n] the token of the largest logit after every node, the smallest token id on
             a tie; None if the network does not compute it.
@@ -290,11 +266,7 @@ class TreeDistributions:
         return self._sampler.params.greedy
 
     def __getitem__(self, node: int) -> Distribution:
-        """The distribution p of the token that follows `node`.
-
-        Raises:
-            RequestError: the largest logit is not finite.
-        """
+        """The distribution p of the token that follows `node`."""
         if self._argmax is not None:
             return self._one_hot(node, self._argmax[node])
         if node not in self._distributions:
@@ -340,9 +312,6 @@ class TreeDistributions:
 
         All nodes are computed together, which is faster: the last bits may depend on the tree.
 
-        Args:
-            count: k, the number of tokens; V if that is less.
-
         Returns:
             [1 + n, k] tokens, the most likely first, and their probabilities.
         """
@@ -365,9 +334,6 @@ class BadWords:
 
     A word that the prompt begins and the output ends is not among them: only the output counts, as
     in vLLM. (Transformers' `bad_words_ids` count the prompt, too.)
-
-    Args:
-        words: the sequences, each of at least one token.
     """
 
     def __init__(self, words: Iterable[Word]) -> None:
@@ -382,12 +348,7 @@ class BadWords:
         self._everywhere = torch.tensor(sorted(self._tokens), dtype=torch.long)
 
     def keep(self, token: int, output_ids: Sequence[int]) -> bool:
-        """Whether the largest logit of a position stays the largest.
-
-        Args:
-            token: its token.
-            output_ids: all tokens generated before the position, including drafted ones.
-        """
+        """Whether the largest logit of a position stays the largest."""
         return token not in self._tokens and token not in self._endings(output_ids)
 
     def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
@@ -395,7 +356,6 @@ class BadWords:
 
         Args:
             logits: [V] logits of a position; they are changed.
-            output_ids: as in `keep`.
 
         Returns:
             [V] the logits: -inf where a token is forbidden.
@@ -419,9 +379,6 @@ def check_finite(logit: Tensor) -> None:
 
     Args:
         logit: [] the largest logit.
-
-    Raises:
-        RequestError: the model overflowed, or masks left no token.
     """
     if not math.isfinite(logit):
         raise RequestError(
@@ -432,16 +389,7 @@ def check_finite(logit: Tensor) -> None:
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Check that all token ids of a parameter lie in the vocabulary.
-
-    Args:
-        field: the parameter's name, for the message.
-        token_ids: its token ids.
-        vocab_size: V, the width of the logits.
-
-    Raises:
-        ConfigError: a token id is outside the vocabulary.
-    """
+    """Check that all token ids of a parameter lie in the vocabulary."""
     for token in token_ids:
         if token >= vocab_size:
             raise ConfigError(

@@ -47,20 +47,9 @@ SHARED = Scope()
 class SequenceState:
     """A sequence as it is now; `Request` lets it grow.
 
-    Args:
-        prompt_ids: the prompt, at least one token.
-        params: sampling parameters.
-        sampler: makes p at every position.
-        noise: decides what is drawn from it.
-        source: what the encoder reads; None for a decoder-only model.
-
     Attributes:
-        key: identifies it in the KV memory, and to drafters.
-        token_ids: the prompt, and what was generated so far.
         references: texts that drafters may quote, besides what the request reads and writes.
         prediction: the text that its output is expected to repeat; see `Request`.
-        beams: the state of its beam search; None without one.
-        scope: what it shares with other requests.
     """
 
     def __init__(
@@ -127,12 +116,7 @@ class SequenceState:
         return other
 
     def view(self, tokens: Sequence[int], key: int | None = None) -> Self:
-        """A beam as a request of its own, for a drafter that continues it.
-
-        Args:
-            tokens: prompt and output up to the beam's last token.
-            key: the key of an earlier beam whose place this one takes; None takes a new one.
-        """
+        """A beam as a request of its own, for a drafter that continues it."""
         other = copy(self)
         other.key = new_key() if key is None else key
         other.token_ids = list(tokens)

@@ -37,12 +37,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:
-        """The trees of the batch's searches, with nodes for later steps behind their own.
-
-        Args:
-            batch: requests with a beam search.
-            levels: for each, most steps of the search to propose nodes for, at least 1.
-        """
+        """The trees of the batch's searches, with nodes for later steps behind their own."""
 
     @abstractmethod
     def release(self, request: Request) -> None:
@@ -58,11 +53,7 @@ class _Pace:
     wait: int = 0  # steps until the next draft
 
     def drafts_now(self, saved: int) -> bool:
-        """Whether to draft in this step. It is asked in every step.
-
-        Args:
-            saved: passes that drafts have saved so far.
-        """
+        """Whether to draft in this step. It is asked in every step."""
         if saved > self.saved:
             self.saved, self.failures, self.wait = saved, 0, 0
         if self.wait:
@@ -74,11 +65,7 @@ class _Pace:
 
 
 class BeamDrafter(Drafter):
-    """The trees of beam searches, with proposals or without.
-
-    Args:
-        proposer: adds proposals; None adds none.
-    """
+    """The trees of beam searches, with proposals or without."""
 
     drafts_trees = True
 
@@ -170,17 +157,12 @@ class DraftPerBeam(Proposer):
 
 
 class DraftedBeams(Proposer):
-    """The draft model's own beam search, from the target's live beams on.
-
-    Args:
-        scorer: the draft model.
-    """
+    """The draft model's own beam search, from the target's live beams on."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:
-        """See `Proposer`."""
         return [self._extended(*each) for each in zip(batch, levels, strict=True)]
 
     def _extended(self, request: Request, levels: int) -> TokenTree:
@@ -217,11 +199,7 @@ class DraftedBeams(Proposer):
 
 
 def beam_drafter(drafter: Drafter) -> BeamDrafter:
-    """A drafter for beam searches that takes its proposals from this one.
-
-    Raises:
-        CompatibilityError: it cannot draft for several beams of one output.
-    """
+    """A drafter for beam searches that takes its proposals from this one."""
     own = type(drafter).__name__
     learns = type(drafter).observe is not Drafter.observe and not drafter.only_counts
     if drafter.hidden_layers or drafter.reads_target_kv or drafter.token_limit or learns:

@@ -52,13 +52,7 @@ class _Choices(Protocol):
     """The most probable children of nodes."""
 
     def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
-        """Children of a node: their places among the candidates of their level, and probabilities.
-
-        Args:
-            level: that of the children.
-            place: that of their parent in the level above; 0 for those of the root.
-            width: their number.
-        """
+        """Children of a node: their places among the candidates of their level, and probabilities."""
         ...
 
 
@@ -69,7 +63,6 @@ class _Independent:
         self._probabilities = probabilities
 
     def children(self, level: int, _place: int, width: int) -> tuple[list[int], list[float]]:
-        """See `_Choices.children`."""
         return list(range(width)), self._probabilities[level][:width]
 
 
@@ -79,7 +72,6 @@ class _Dependent:
     Args:
         probabilities: [K, C] of the candidates, without transitions.
         added: [K - 1, C, C], see `TokenTransitions.between`.
-        width: most children of a node.
     """
 
     def __init__(self, probabilities: Tensor, added: Tensor, width: int) -> None:
@@ -93,7 +85,6 @@ class _Dependent:
         self._probabilities: list[list[list[float]]] = best.values.tolist()
 
     def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
-        """See `_Choices.children`."""
         if level == 0:
             return list(range(width)), self._first[:width]
         above = level - 1
@@ -114,14 +105,7 @@ class _Product:
     def add(
         self, parent: int, tokens: list[int], places: list[int], probabilities: list[float]
     ) -> list[int]:
-        """Add children; returns those that may have children themselves.
-
-        Args:
-            parent: their parent.
-            tokens: the candidates of their level.
-            places: which of them they are.
-            probabilities: theirs.
-        """
+        """Add children; returns those that may have children themselves."""
         limit, above = self._limit, self._paths[parent] if parent >= 0 else 1.0
         extendable = []
         for place, probability in zip(places, probabilities, strict=True):
@@ -158,9 +142,6 @@ def product_tree(
     Args:
         logits: [K, Vd] of the tokens at depths 1 to K, with K at least `limit.depth`.
         token_ids: [Vd] the tokens that logits stand for; None if these are 0, 1, ...
-        plan: how the tree grows.
-        limit: where it ends.
-        transitions: what a token adds to the logits behind it, among the best tokens of each depth.
     """
     widths = plan.widths[: limit.depth]
     width = min(max(widths), logits.shape[-1])
@@ -178,13 +159,7 @@ def product_tree(
 def product_chain(
     chain: tuple[Sequence[int], Sequence[float]], token_ids: Tensor | None, limit: GrowthLimit
 ) -> GrownTree:
-    """`product_tree` for one child per node, of what `ChainingNetwork.best_chain` has chosen.
-
-    Args:
-        chain: [K] places in the vocabulary of the logits, and [K] their probabilities.
-        token_ids: see `product_tree`.
-        limit: where it ends.
-    """
+    """`product_tree` for one child per node, of what `ChainingNetwork.best_chain` has chosen."""
     tokens, probabilities = chain
     count, path = 0, 1.0
     for probability in probabilities[: limit.nodes]:
@@ -202,15 +177,7 @@ def product_chain(
 def _grown(
     tokens: list[list[int]], choices: _Choices, plan: GrowthPlan, limit: GrowthLimit, most: int
 ) -> GrownTree:
-    """The tree of the children chosen.
-
-    Args:
-        tokens: [K, C] the candidates of each level.
-        choices: among them.
-        plan: how the tree grows.
-        limit: where it ends.
-        most: children of a node.
-    """
+    """The tree of the children chosen."""
     tree, frontier = _Product(limit), [-1]
     for level, size in enumerate(plan.widths[: limit.depth]):
         found: list[int] = []
@@ -242,11 +209,7 @@ TRANSITIONS_FILE, MATRIX = "transitions.safetensors", "matrix"
 
 
 class Transitions(nn.Module):
-    """The matrix M, which is learnt.
-
-    Args:
-        size: E, of the output layer's rows.
-    """
+    """The matrix M, which is learnt."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -311,7 +274,6 @@ class BlockScorer(OwnModel):
     """A model with KV rows of its own whose first pass computes all levels (see `Scorer`).
 
     Attributes:
-        most_depths: most levels of a draft.
         transitions: between the tokens that logits stand for; None if there are none.
     """
 
@@ -333,10 +295,6 @@ class BlockScorer(OwnModel):
     @abstractmethod
     def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
         """One pass over pending tokens.
-
-        Args:
-            keys: [B] request keys.
-            pending: [B] what `Scorer.pending` has returned.
 
         Returns:
             [B] the logits [K, Vd] of the levels that `expect` has announced, or of more.
@@ -399,29 +357,22 @@ class BlockScorer(OwnModel):
         return product_tree(logits, self._vocabulary, plan, limit, self.transitions)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
-        """See `OwnModel.finish_draft`."""
         super().finish_draft(request, num_tokens)
         self._levels.pop(request.key, None)
 
     def release(self, request: Request) -> None:
-        """See `OwnModel.release`."""
         super().release(request)
         for kept in (self._depths, self._levels):
             kept.pop(request.key, None)
 
 
 class BlockDrafter(ModelDrafter):
-    """Chains and trees from a model that drafts all levels at once; no deeper than it can.
-
-    Args:
-        scorer, options, shape, coupled: see `ModelDrafter`.
-    """
+    """Chains and trees from a model that drafts all levels at once; no deeper than it can."""
 
     drafts_at_once = True
     _scorer: BlockScorer
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
-        """See `Drafter.level_sizes`."""
         sizes = super().level_sizes(limit)
         return None if sizes is None else sizes[: self._scorer.most_depths]
 

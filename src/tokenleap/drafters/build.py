@@ -90,11 +90,7 @@ def build_recycle(parts: DrafterParts) -> Drafter:
 
 
 def build_copy(parts: DrafterParts) -> Drafter:
-    """The rest of the prompt, or of an encoder-decoder's source.
-
-    Raises:
-        CompatibilityError: the source has no tokens, or other ones than the output.
-    """
+    """The rest of the prompt, or of an encoder-decoder's source."""
     from tokenleap.drafters.copying import CopyDrafter
 
     network, config = parts.target.source_network, parts.target.config
@@ -194,15 +190,7 @@ def build_horizontal_cascade(parts: DrafterParts) -> Drafter:
 def build_hybrid(
     parts: DrafterParts, default_length: Callable[[Mapping[str, Any]], int]
 ) -> Drafter:
-    """A lookup beside a trained head.
-
-    Args:
-        parts: see `DrafterParts`.
-        default_length: the default draft length of a drafter's configuration.
-
-    Raises:
-        ConfigError: the lookup does not look tokens up.
-    """
+    """A lookup beside a trained head."""
     from tokenleap.drafters.combine import Hybrid
 
     options: HybridOptions = parts.options
@@ -218,12 +206,7 @@ def build_hybrid(
 def build_prediction(
     parts: DrafterParts, default_length: Callable[[Mapping[str, Any]], int]
 ) -> Drafter:
-    """The text that a request expects, in front of another drafter if one is named.
-
-    Args:
-        parts: see `DrafterParts`.
-        default_length: the default draft length of a drafter's configuration.
-    """
+    """The text that a request expects, in front of another drafter if one is named."""
     from tokenleap.drafters.copying import PredictionDrafter, with_prediction
 
     inner = parts.options.drafter
@@ -239,11 +222,7 @@ def _several(parts: DrafterParts) -> list[Drafter]:
 
 
 def _pad_token_id(parts: DrafterParts) -> int:
-    """What `pad` pads with: the token chosen, that of the model's training, or the tokenizer's.
-
-    Raises:
-        ConfigError: the token chosen does not exist.
-    """
+    """What `pad` pads with: the token chosen, that of the model's training, or the tokenizer's."""
     chosen: int | None = parts.options.pad_token_id
     if chosen is not None and chosen >= parts.target.vocab_size:
         highest = parts.target.vocab_size - 1
@@ -259,11 +238,7 @@ def _pad_token_id(parts: DrafterParts) -> int:
 
 
 def build_draft_model(parts: DrafterParts) -> Drafter:
-    """A smaller model, with whatever vocabulary.
-
-    Raises:
-        ConfigError: its vocabulary asks for drafting by text, and another option rules that out.
-    """
+    """A smaller model, with whatever vocabulary."""
     from tokenleap.drafters.learnable import LearnableModel
     from tokenleap.drafters.vocabulary import Vocabularies
 

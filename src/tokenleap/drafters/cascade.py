@@ -29,13 +29,7 @@ __all__ = ["Cascade", "CascadeOptions"]
 
 @dataclass(frozen=True)
 class _InnerSpeculation:
-    """The drafting side of the middle model's steps (see `decode.Speculates`).
-
-    Args:
-        drafter: drafts for the middle model.
-        length: its draft length, in tokens.
-        acceptance: the inner rule, which must be lossless.
-    """
+    """The drafting side of the middle model's steps (see `decode.Speculates`)."""
 
     drafter: Drafter
     length: int
@@ -69,12 +63,10 @@ class _Chain:
 
     Attributes:
         inner: the middle model's request; its tokens begin with the outer request's.
-        root: the index of the outer request's last token.
         budget: limits of the draft; its depth is as far as the middle model can go.
         tokens: drafted so far, and `q` and `path_probs` as in `Draft`. Those of greedy requests are
             probabilities at temperature 1, since q is one-hot. Those of sampled ones are q's, also
             under the rule `coupled`: clarity (`drafters.drawing`) takes a fifth of a level's time.
-        ended: whether the draft is complete.
     """
 
     inner: Request
@@ -110,12 +102,8 @@ class Cascade(Drafter):
     """Chains drawn from a middle model, which an inner drafter accelerates.
 
     Args:
-        model: the middle model.
-        drafter: the inner drafter.
         rule: the inner acceptance rule. It must be lossless, else q would not be the distribution
             the tokens were drawn from.
-        options: see `CascadeOptions`.
-        coupled: whether to draw with the target's own noise.
     """
 
     stops_early = True

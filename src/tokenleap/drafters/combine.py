@@ -50,11 +50,7 @@ __all__ = [
 
 
 class Several(Drafter):
-    """Base of `Ensemble`, `Switch` and `Hybrid`: several drafters that serve the same requests.
-
-    Args:
-        drafters: the drafters, in the order of the options.
-    """
+    """Base of `Ensemble`, `Switch` and `Hybrid`: several drafters that serve the same requests."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = list(drafters)
@@ -91,11 +87,7 @@ class Several(Drafter):
 
 
 class Ensemble(Several):
-    """All drafters propose, and `merge` makes one tree of their drafts.
-
-    Args:
-        drafters: the drafters, in the order of the options.
-    """
+    """All drafters propose, and `merge` makes one tree of their drafts."""
 
     drafts_trees = True
 
@@ -135,10 +127,8 @@ def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft
     are kept.
 
     Args:
-        drafts: drafts with the same root.
         limit: most drafted nodes of the tree. A sampled node is dropped where a tree of so many
             nodes has no room for a new one, even if it could share one: its token must not matter.
-        shared: whether equal draws share a node.
     """
     tokens, parents = [drafts[0].tree.tokens[0]], [-1]
     draws: list[tuple[int, Distribution]] = []
@@ -248,10 +238,6 @@ class Switch(Several):
     """Each request drafts with the drafter that had the best goodput in its recent steps.
 
     The cost of a step is its duration, or 1 after `ignore_times`.
-
-    Args:
-        drafters: the drafters, in the order of the options.
-        options: see `SwitchOptions`.
     """
 
     def __init__(self, drafters: Sequence[Drafter], options: SwitchOptions) -> None:
@@ -367,16 +353,7 @@ def _token_probs(draft: Draft) -> list[float]:
 
 
 class HorizontalCascade(Drafter):
-    """Chains that the first drafter begins and the next ones continue.
-
-    Args:
-        drafters: the drafters in order of position.
-        options: see `HorizontalOptions`.
-
-    Raises:
-        CompatibilityError: a drafter proposes trees, or a drafter after the first one reads the
-            target's KV or hidden states, which end with the committed tokens.
-    """
+    """Chains that the first drafter begins and the next ones continue."""
 
     def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
         for index, drafter in enumerate(drafters):
@@ -437,12 +414,7 @@ class HorizontalCascade(Drafter):
 
 
 class _Stage:
-    """One drafter of the cascade, and for each request the tokens that it was shown last.
-
-    Args:
-        drafter: the drafter.
-        max_tokens: most tokens that it adds to a chain.
-    """
+    """One drafter of the cascade, and for each request the tokens that it was shown last."""
 
     def __init__(self, drafter: Drafter, max_tokens: int) -> None:
         self._drafter = drafter
@@ -517,11 +489,6 @@ class Chooser(Protocol):
     ) -> list[Budget]:
         """Choose between the lookup and a trained draft for each request.
 
-        Args:
-            batch: the requests of this step.
-            budgets: the limits of each request's draft.
-            found: the lookups.
-
         Returns:
             The limits of each trained draft; an empty one where the lookup is the draft.
         """
@@ -529,11 +496,7 @@ class Chooser(Protocol):
 
 
 class MoreTokens:
-    """Takes what has more expected tokens, as known beforehand; the clock has no say.
-
-    Args:
-        levels: number of levels of a full trained draft.
-    """
+    """Takes what has more expected tokens, as known beforehand; the clock has no say."""
 
     def __init__(self, levels: int) -> None:
         self._levels = levels
@@ -541,7 +504,6 @@ class MoreTokens:
     def choose(
         self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
     ) -> list[Budget]:
-        """See `Chooser.choose`."""
         return [
             replace(budget, nodes=0) if self._is_better(draft, budget) else budget
             for budget, draft in zip(budgets, found, strict=True)
@@ -554,13 +516,7 @@ class MoreTokens:
 
 
 class Hybrid(Several):
-    """A lookup, a trained drafter, and the choice between them.
-
-    Args:
-        lookup: drafts with features (`Drafter.looks_up`).
-        trained: drafts with a model.
-        max_nodes: most nodes of a trained draft.
-    """
+    """A lookup, a trained drafter, and the choice between them."""
 
     def __init__(self, lookup: Drafter, trained: Drafter, max_nodes: int) -> None:
         super().__init__([lookup, trained])
@@ -617,12 +573,6 @@ def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
 
     The nodes of the trained draft keep their indices, so that none is dropped. The features of the
     result tell where a token comes from: 0 is a token of the trained draft alone.
-
-    Args:
-        trained: the trained draft.
-        found: a draft with features; nothing is appended if it is empty.
-        limit: most drafted nodes of the result.
-        siblings: whether a node of the trained draft that has children may get another one.
     """
     tree = trained.tree
     tokens, parents = list(tree.tokens), list(tree.parents)

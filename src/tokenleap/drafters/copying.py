@@ -61,10 +61,7 @@ class Alignment:
     """The position in the input that a text has reached: a function of the committed tokens alone.
 
     Args:
-        tokens: the input's texts, with a separator between each two.
         start: index in the input of the first expected token; None without an alignment.
-        seen: length of the text so far.
-        options: see `CopyOptions`.
     """
 
     def __init__(
@@ -108,12 +105,8 @@ class Alignment:
         """How an encoder-decoder's source is copied: from its beginning.
 
         Args:
-            source: the source.
             given: how the text begins whatever the model finds: the decoder's prompt, and the token
                 that comes first by the model's rules.
-            special: the tokens that are not content, those in front of the given ones included.
-            options: see `CopyOptions`.
-            references: further texts of the input.
         """
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
@@ -177,10 +170,6 @@ class CopyDrafter(Drafter):
     """Chains that continue the input; q is one-hot.
 
     It proposes nothing while text and input are not aligned.
-
-    Args:
-        options: see `CopyOptions`.
-        special_ids: the tokenizer's special tokens.
     """
 
     looks_up = True
@@ -312,11 +301,6 @@ class BetterLookup(Several):
     """Two drafters that look tokens up; each request gets the draft with more expected tokens.
 
     How often the tokens of either are right is learnt from what is generated, by their features.
-
-    Args:
-        first: it is taken in doubt.
-        second: the other one.
-        most: most drafted nodes of the other one.
     """
 
     looks_up = True
@@ -373,7 +357,6 @@ def with_prediction(drafter: Drafter, most: int) -> Drafter:
     Args:
         drafter: what drafts where there is no prediction, or where it is of no use. It may serve
             other requests as well, for its state belongs to requests.
-        most: most nodes of its drafts.
     """
     prediction = PredictionDrafter()
     if isinstance(drafter, NoDrafter):
@@ -419,11 +402,7 @@ are no longer than the match that they continue, which has at least two tokens."
 
 
 class PredictedText:
-    """A text that outputs are expected to follow; all outputs of a prompt share it.
-
-    Args:
-        tokens: the text.
-    """
+    """A text that outputs are expected to follow; all outputs of a prompt share it."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tuple(tokens)
@@ -446,7 +425,6 @@ class _Divergence:
 
     Attributes:
         at: index in the text of the token that did not come.
-        written: the output's tokens from there on.
         edit: old and new tokens, if the present alignment is right.
     """
 
@@ -457,10 +435,6 @@ class _Divergence:
 
 class Follower:
     """Follows one output through a text.
-
-    Args:
-        text: the text.
-        seen: tokens of the request that stand before the output.
 
     Attributes:
         seen: tokens of the request that need no following any more.
@@ -537,11 +511,7 @@ class Follower:
     # What came
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Follow the new committed tokens, one by one.
-
-        Args:
-            tokens: all tokens of the request.
-        """
+        """Follow the new committed tokens, one by one."""
         for end in range(self.seen + 1, len(tokens) + 1):
             hit = self._aligned and self._follows(tokens[end - 1])
             self._trust += _TRUST_RATE * (hit - self._trust)

@@ -50,22 +50,12 @@ computes them."""
 
 
 def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:
-    """What a pass returns: before the first level, logits of the root alone (`Scorer.verify`).
-
-    Args:
-        num_computed: of all trees of the pass.
-        hidden: see `Need`.
-    """
+    """What a pass returns: before the first level, logits of the root alone (`Scorer.verify`)."""
     return Need(last=None if any(num_computed) else 1, hidden=hidden)
 
 
 class OwnModel(GrowingScorer):
-    """A draft model with KV rows of its own (see `scorer.Scorer`).
-
-    Args:
-        model: the draft model.
-        partial: see `Scorer.partial`.
-    """
+    """A draft model with KV rows of its own (see `scorer.Scorer`)."""
 
     reads_target_kv = False
     token_ids: Tensor | None = None
@@ -148,7 +138,6 @@ class OwnModel(GrowingScorer):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
-        """See `GrowingScorer`."""
         return self._model.grow(keys, pending, plan, limits)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
@@ -194,14 +183,8 @@ def open_row(model: Passes, key: int, source: Source | None, encoded: Tensor | N
     """Open a row of the draft model, which reads the source if there is one.
 
     Args:
-        model: the draft model.
-        key: the row.
-        source: None of a decoder-only model.
         encoded: [n, E] what another model's encoder made of the source; None runs the draft
             model's own.
-
-    Raises:
-        SlabFull: there is no room for the row or for the source. Then there is no row.
     """
     model.add(key)
     if source is None:
@@ -225,9 +208,6 @@ def rows_that_fit(
     """Choose the requests whose rows fit into the model's memory together.
 
     Args:
-        model: the draft model.
-        wanted: request key -> tokens of its row after drafting; the oldest request first.
-        held: request key -> tokens of the rows that exist, including those of preempted requests.
         states: request key -> bytes of the row's state, of all these rows; None if they have none.
 
     Returns:
@@ -259,12 +239,7 @@ def rows_that_fit(
 
 
 def resized(model: Target, vocab_size: int) -> Target:
-    """A model with logits of width `vocab_size`; `model` itself if it has this width.
-
-    Args:
-        model: the draft model. The result shares its rows and weights.
-        vocab_size: V, the width of the target's logits.
-    """
+    """A model with logits of width `vocab_size`; `model` itself if it has this width."""
     return model if model.vocab_size == vocab_size else _Resized(model, vocab_size)
 
 
@@ -284,7 +259,6 @@ class _Resized(Target):
         states: Tensor | None = None,
         read_logits: Callable[[Tensor], object] | None = None,
     ) -> Mapping[int, Tensor]:
-        """See `Passes.prefill`."""
         assert read_logits is None, "nobody asks a draft model for a prompt's probabilities"
         return super().prefill(key, self._without_padding(tokens), hidden_layers, states)
 
@@ -296,7 +270,6 @@ class _Resized(Target):
         need: Need = LOGITS,
         states: Sequence[Tensor] | None = None,
     ) -> list[PassOutput]:
-        """See `Passes.verify`."""
         trees = [TokenTree(self._without_padding(tree.tokens), tree.parents) for tree in trees]
         outputs = super().verify(keys, trees, num_computed, need, states)
         # Without an argmax: the network's may be a token that is cut off.

@@ -97,13 +97,7 @@ class Growth:
         return Draft(tree, tuple(node.distribution for node in nodes), path_probs=path_probs)
 
     def children(self, node: Node | None, drawn: Sequence[Drawn], *, shared: bool) -> list[Node]:
-        """New nodes below a node, not yet added to the tree.
-
-        Args:
-            node: the parent; None for the root.
-            drawn: its children.
-            shared: whether equal draws share a node, and are kept in `draws`.
-        """
+        """New nodes below a node, not yet added to the tree."""
         ranks = () if node is None else node.ranks
         path_prob = 1.0 if node is None else node.path_prob
         children = []
@@ -153,7 +147,6 @@ def most_probable_below(
 
     Args:
         logits: [n, V] of the nodes, or [n, Vd] of `token_ids`.
-        widths: [n] the number of children of each.
         token_ids: [Vd] the tokens that logits stand for; None if these are all tokens.
 
     Returns:
@@ -258,14 +251,6 @@ def grown_draws(
     """The siblings of a tree that was grown in one call, parents first.
 
     No q is computed before it is read. Under `coupled`, only `trace=True` reads any.
-
-    Args:
-        tree: the tree.
-        draw: how its tokens were drawn; None if they are the most probable ones.
-        q_of: makes q of a row of logits.
-
-    Yields:
-        The parent, -1 for the root, and its children.
     """
     nodes = range(len(tree.tokens))
     for parent, siblings in groupby(nodes, tree.parents.__getitem__):
@@ -327,18 +312,6 @@ def best_first_nodes(
     """Yield the most probable nodes, parents first.
 
     Of equally probable nodes, the one that `successors` gave first comes first.
-
-    Args:
-        start: the root's place: what `successors` needs to find the root's children.
-        successors: maps a node's place to its children: token, probability given the parent, and
-            place of each.
-        max_nodes: most nodes.
-        budget: limits the depth, and stops below improbable nodes (`Budget.stops_below`).
-        min_path_prob: nodes with a smaller path probability are left out.
-
-    Yields:
-        For each node: the index of its parent (-1 for the root), its token, its path probability
-        and its place.
     """
     order = count()
     frontier: list[tuple[float, int, int, int, int, bool, Place]] = []

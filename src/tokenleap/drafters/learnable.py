@@ -42,22 +42,14 @@ class LearnableHead(Learnable):
 
     @abstractmethod
     def write(self, net: nn.Module, folder: Path) -> None:
-        """Write these weights as a folder that `speculative_config` takes.
-
-        Raises:
-            ModelError: the folder cannot be written.
-        """
+        """Write these weights as a folder that `speculative_config` takes."""
 
 
 class LearnableEagle(LearnableHead):
     """An EAGLE head.
 
     Args:
-        head: what drafts.
-        path: its folder.
         layers: ids of the target's layers whose hidden states it reads.
-        target: the target.
-        quantization: of the head that drafts; see `head_network`.
     """
 
     def __init__(
@@ -73,11 +65,9 @@ class LearnableEagle(LearnableHead):
         self.layers = layers
 
     def net(self) -> EagleNet:
-        """See `Learnable.net`."""
         return head_net(read_checkpoint(self._path), self._target).to(self._target.device)
 
     def use(self, net: nn.Module) -> None:
-        """See `Learnable.use`."""
         assert isinstance(net, EagleNet)
         target, net = self._target, _frozen(net)
         network = network_of(net, target, self._quantization)
@@ -86,7 +76,6 @@ class LearnableEagle(LearnableHead):
         self._head.use_head(network, fusion)
 
     def write(self, net: nn.Module, folder: Path) -> None:
-        """See `LearnableHead.write`."""
         assert isinstance(net, EagleNet)
         checkpoint = read_checkpoint(self._path).for_target(self._target.network.num_layers)
         tensors = {**file_tensors(net), **checkpoint.vocabulary}
@@ -94,14 +83,7 @@ class LearnableEagle(LearnableHead):
 
 
 class LearnableState(LearnableHead):
-    """A head without attention.
-
-    Args:
-        head: what drafts.
-        read: reads its folder.
-        kind: the class of its network.
-        target: the target.
-    """
+    """A head without attention."""
 
     def __init__(
         self, head: StateHead, read: Callable[[], StateFile], kind: type[StateNet], target: Target
@@ -110,7 +92,6 @@ class LearnableState(LearnableHead):
         self.layers = (head.layer,)
 
     def net(self) -> StateNet:
-        """See `Learnable.net`."""
         net = load_net(self._read(), self._kind, self._target)
         for weight in net.parameters():
             weight.data = weight.data.to(self._target.device, torch.float32)
@@ -118,7 +99,6 @@ class LearnableState(LearnableHead):
         return net.to(self._target.device)
 
     def use(self, net: nn.Module) -> None:
-        """See `Learnable.use`."""
         assert isinstance(net, StateNet)
         self._head.use(_frozen(net))
 
@@ -133,9 +113,7 @@ class LearnableModel(Learnable):
     """A draft model with the target's vocabulary.
 
     Args:
-        scorer: what drafts.
         given: what it was loaded from: a name, or a module, which is not changed.
-        model: the draft model as it was loaded.
         target: the target. What has the same bits in both is in memory once, here too.
     """
 
@@ -158,7 +136,6 @@ class LearnableModel(Learnable):
         return "" if isinstance(self._given, PreTrainedModel) else str(self._given)
 
     def net(self) -> PreTrainedModel:
-        """See `Learnable.net`."""
         if isinstance(self._given, PreTrainedModel):
             given: Any = deepcopy(self._given)
             net = given.float()
@@ -169,7 +146,6 @@ class LearnableModel(Learnable):
         return lm
 
     def use(self, net: nn.Module) -> None:
-        """See `Learnable.use`."""
         lm: Any = _frozen(net)
         network = network_for(
             lm.to(self._dtype), self._quantization, self._runtime, self._target.network

@@ -29,11 +29,7 @@ __all__ = ["LookaheadDrafter", "LookaheadOptions", "Pool", "Window"]
 
 
 class Pool:
-    """The latest n-grams of one request, by their first token.
-
-    Args:
-        max_ngrams: most n-grams kept for each first token.
-    """
+    """The latest n-grams of one request, by their first token."""
 
     def __init__(self, max_ngrams: int) -> None:
         self._max_ngrams = max_ngrams
@@ -57,7 +53,6 @@ class Window:
 
     Args:
         request: the first guesses are random tokens of its input, drawn with its seed.
-        options: the sizes.
 
     Attributes:
         rows: the rows, the oldest first, each with one token per column.
@@ -79,12 +74,7 @@ class Window:
             yield [*self.rows[0][:index], *column], column
 
     def advance(self, length: int, guesses: Sequence[int]) -> None:
-        """Move the window behind the text after a step.
-
-        Args:
-            length: tokens of the text now.
-            guesses: the target's argmax after the last row, for each column that was computed.
-        """
+        """Move the window behind the text after a step."""
         shift = length - self._length
         if guesses:
             self.rows.append(list(guesses))
@@ -101,11 +91,7 @@ class Window:
 
 
 class LookaheadDrafter(Drafter):
-    """Trees of n-grams and the window; q is one-hot.
-
-    Args:
-        options: see `LookaheadOptions`.
-    """
+    """Trees of n-grams and the window; q is one-hot."""
 
     drafts_trees = True
 

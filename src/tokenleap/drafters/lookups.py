@@ -60,11 +60,6 @@ class SearchedText:
     """The text of one request as a string with one character per token.
 
     Python searches such a string faster than it can maintain an index.
-
-    Args:
-        shortest: shortest suffix to look up, in tokens.
-        longest: longest suffix to look up, in tokens.
-        references: the request's references.
     """
 
     def __init__(self, shortest: int, longest: int, references: References = NO_REFERENCES) -> None:
@@ -94,9 +89,6 @@ class SearchedText:
 
     def find_beside(self, least: int) -> tuple[int, int] | None:
         """Find the last occurrence in the references of the longest suffix that occurs there.
-
-        Args:
-            least: the match must have more tokens than this.
 
         Returns:
             The position behind the occurrence, for `quote`, and the length of the match there; None
@@ -147,9 +139,6 @@ class NgramDrafter(Drafter):
     """Chains that continue an earlier occurrence; q is one-hot.
 
     It proposes nothing if no suffix has occurred before.
-
-    Args:
-        options: see `NgramOptions`.
     """
 
     looks_up = True
@@ -225,12 +214,6 @@ class Occurrences:
         """Positions behind the occurrences of the longest suffix, ascending, and its length.
 
         Where the text ends, nothing follows, so this is no occurrence.
-
-        Args:
-            suffix: the output's latest tokens; of those, `LONGEST_ALIGNED` are compared.
-
-        Returns:
-            No positions, and 0, if the last token does not occur.
         """
         ends = self._ends.get(suffix[-1], _NOWHERE)
         length = int(len(ends) > 0)
@@ -266,13 +249,7 @@ def _ends_of(tokens: NDArray[Any]) -> dict[int, Positions]:
 
 
 class CountedChains(Drafter):
-    """Chains whose q comes from counts.
-
-    Args:
-        options: see `CountedOptions`.
-        coupled: whether to draw with the target's own noise.
-        context_length: most tokens that `successors` reads.
-    """
+    """Chains whose q comes from counts."""
 
     def __init__(self, options: CountedOptions, *, coupled: bool, context_length: int) -> None:
         self._options = options
@@ -283,13 +260,7 @@ class CountedChains(Drafter):
     def successors(
         self, request: Request, context: Sequence[int], temperature: float
     ) -> Distribution | None:
-        """The distribution of the next token; one-hot at temperature 0, None where there is none.
-
-        Args:
-            request: the request that is drafted for.
-            context: the last tokens, drafted ones included.
-            temperature: see `CountedOptions.draft_temperature`.
-        """
+        """The distribution of the next token; one-hot at temperature 0, None where there is none."""
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains that end where nothing is known to follow."""
@@ -401,12 +372,7 @@ class NgramTable:
 
 
 class NgramTableDrafter(CountedChains):
-    """Chains from the tables of each request's own text.
-
-    Args:
-        options: see `NgramTableOptions`.
-        coupled: whether to draw with the target's own noise.
-    """
+    """Chains from the tables of each request's own text."""
 
     def __init__(self, options: NgramTableOptions, *, coupled: bool) -> None:
         super().__init__(options, coupled=coupled, context_length=max(ORDERS) - 1)
@@ -423,7 +389,6 @@ class NgramTableDrafter(CountedChains):
     def successors(
         self, request: Request, context: Sequence[int], temperature: float
     ) -> Distribution | None:
-        """See `CountedChains.successors`."""
         counts = self._tables[request.key].successors(context)
         return distribution_of_counts(counts, temperature) if counts else None
 
@@ -436,10 +401,6 @@ def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distri
     """The q proportional to count^(1/temperature).
 
     At temperature 0 it is one-hot at the most frequent token, the latest on a tie.
-
-    Args:
-        counts: token -> count, in the order of the last occurrence.
-        temperature: see `CountedOptions.draft_temperature`.
     """
     if temperature < GREEDY_BELOW:
         best = max(counts.values())
@@ -458,12 +419,7 @@ def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distri
 
 
 class RegexDrafter(Drafter):
-    """Chains of forced tokens; q is one-hot. It proposes nothing where there is a choice.
-
-    Args:
-        options: see `RegexOptions`.
-        grammars: compiles `expected` for the target's tokens.
-    """
+    """Chains of forced tokens; q is one-hot. It proposes nothing where there is a choice."""
 
     def __init__(self, options: RegexOptions, grammars: Grammars) -> None:
         form = options.expected

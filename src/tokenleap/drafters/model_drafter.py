@@ -79,8 +79,6 @@ class Scorer(Protocol):
         """One pass over the new nodes of each tree.
 
         Args:
-            keys: [B] request keys.
-            trees: [B] the pending tokens as a chain, then the drafted nodes to score.
             num_computed: [B] nodes at the beginning of each tree that earlier passes computed.
                 It is 0 in the first pass, which has no drafted nodes.
 
@@ -94,7 +92,6 @@ class Scorer(Protocol):
         """End the draft of a request and free the KV of its drafted nodes.
 
         Args:
-            request: the request.
             num_tokens: nodes at the beginning of its last tree that are committed tokens. A model
                 with KV of its own keeps theirs.
         """
@@ -117,12 +114,6 @@ class GrowingScorer(ABC):
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
         """Draft trees of the most probable tokens (see `Passes.grow`).
-
-        Args:
-            keys: [B] request keys.
-            pending: [B] what `Scorer.pending` has returned.
-            plan: how all trees grow.
-            limits: [B] where each tree ends.
 
         Returns:
             [B] trees of the target's tokens; None if the model cannot do this.
@@ -163,14 +154,7 @@ class TargetScorer(Scorer):
 
 
 class ModelDrafter(Drafter):
-    """Trees and chains from a drafting model.
-
-    Args:
-        scorer: the drafting model with its KV.
-        options: parameters of q, and expansion.
-        shape: which nodes get children, and how many.
-        coupled: whether to draw with the target's own noise.
-    """
+    """Trees and chains from a drafting model."""
 
     def __init__(
         self, scorer: Scorer, options: TreeOptions, shape: Shape, *, coupled: bool
@@ -339,7 +323,6 @@ class ModelDrafter(Drafter):
         """Add the children of the frontier; the shape chooses the next frontier among them.
 
         Args:
-            growth: the tree of one request.
             logits: [n, V] or [n, Vd] of nodes of the pass; the last ones are the frontier's.
         """
         frontier, budget = growth.frontier, growth.budget

@@ -21,11 +21,7 @@ _CONFIG, _TYPE = "config.json", "tokenleap_drafters"
 
 
 def write_drafters(folder: Path, names: Sequence[str]) -> None:
-    """Say which folders of draft models inside this folder belong together.
-
-    Raises:
-        ModelError: the folder cannot be written.
-    """
+    """Say which folders of draft models inside this folder belong together."""
     text = json.dumps({"model_type": _TYPE, "drafters": list(names)}, indent=2) + "\n"
     try:
         write_whole(folder / _CONFIG, lambda to: to.write_text(text, encoding="utf-8"))
@@ -34,11 +30,7 @@ def write_drafters(folder: Path, names: Sequence[str]) -> None:
 
 
 def drafters_in(folder: str | Path) -> list[dict[str, Any]]:
-    """A configuration for each draft model of a folder.
-
-    Raises:
-        ConfigError: it is no such folder, or one of them is not there.
-    """
+    """A configuration for each draft model of a folder."""
     found = [Path(folder) / name for name in _names(Path(folder))]
     if missing := [each for each in found if not _is_file(each / _CONFIG)]:
         raise ConfigError(

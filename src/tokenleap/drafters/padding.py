@@ -65,11 +65,7 @@ MOST_PADDING = 15
 
 
 class PadDrafter(Drafter):
-    """Trees of the last pass' predictions, with padding below every node; q is one-hot.
-
-    Args:
-        pad_token_id: the padding token.
-    """
+    """Trees of the last pass' predictions, with padding below every node; q is one-hot."""
 
     drafts_trees = True
     most_guesses: int | None = None
@@ -157,7 +153,6 @@ class PassDrafter(PadDrafter):
 
     Args:
         first: id of the first of the look-ahead tokens; the others follow.
-        count: L, their number.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -165,19 +160,12 @@ class PassDrafter(PadDrafter):
         self.most_guesses, self.token_limit = count, first + count
 
     def padding(self, place: int) -> int:
-        """See `PadDrafter.padding`."""
         return self._pad + place
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of look-ahead embeddings.
-
-    Args:
-        hidden_size: E, the width of the target's embedding.
-        vocab_size: V, of the target.
-        num_tokens: L.
-    """
+    """Of look-ahead embeddings."""
 
     hidden_size: _Size
     vocab_size: _Size
@@ -185,12 +173,7 @@ class _Sizes:
 
 
 def read_pass_tokens(path: str | Path, target: Target) -> Tensor:
-    """The look-ahead embeddings [L, E] of a folder.
-
-    Raises:
-        ModelError: the folder does not exist, is damaged, or holds another kind of drafter.
-        CompatibilityError: they were trained for another target.
-    """
+    """The look-ahead embeddings [L, E] of a folder."""
     folder = existing_folder(path)
     fields = read_json(folder / CONFIG)
     if fields.get("model_type") != MODEL_TYPE:
@@ -216,14 +199,7 @@ def write_pass_tokens(
     """Write look-ahead embeddings; each file appears complete or not at all.
 
     Args:
-        folder: made if it does not exist.
         rows: [L, E] the embeddings.
-        vocab_size: V, of the target.
-        verifier: the target.
-        notes: what else is to be recorded about the training.
-
-    Raises:
-        ModelError: the folder cannot be written.
     """
     fields = {
         "model_type": MODEL_TYPE,

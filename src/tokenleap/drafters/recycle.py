@@ -104,9 +104,6 @@ class RecycleDrafter(Drafter):
     """Trees of recycled tokens; q is one-hot.
 
     It proposes nothing after a token that has not occurred before.
-
-    Args:
-        options: see `RecycleOptions`.
     """
 
     drafts_trees = True
@@ -203,7 +200,6 @@ def most_probable(logits: Tensor, count: int) -> list[int]:
 
     Args:
         logits: [V] logits.
-        count: number of tokens; at most V are returned.
     """
     count, blocks = min(count, len(logits)), len(logits) // _BLOCK
     if logits.device.type != "cpu" or blocks < 2 * count:

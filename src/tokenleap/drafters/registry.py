@@ -250,11 +250,7 @@ PLUGINS = "tokenleap.drafters"
 
 
 def drafter_spec(method: str) -> DrafterSpec:
-    """The specification of this method, from this library or from another package.
-
-    Raises:
-        ConfigError: no method has this name, or its entry point does not name a `DrafterSpec`.
-    """
+    """The specification of this method, from this library or from another package."""
     spec = METHODS.get(method) or plugin(PLUGINS, method)
     if spec is None:
         names = [*METHODS, *plugin_names(PLUGINS)]

@@ -45,7 +45,6 @@ class SharedLayers(TargetScorer, GrowingScorer):
     """A part of the target as drafting model, on the target's own KV (see `Scorer`).
 
     Args:
-        target: the target.
         network: the network that drafts: a part of the target's layers.
     """
 
@@ -65,21 +64,11 @@ class SharedLayers(TargetScorer, GrowingScorer):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
-        """See `GrowingScorer`."""
         return self._target.grow(keys, pending, plan, limits)
 
 
 def exit_early(target: Target, options: EarlyExitOptions) -> Scorer:
-    """The target's first layers with its final norm and head, as a drafting model.
-
-    Args:
-        target: the target.
-        options: see `EarlyExitOptions`.
-
-    Raises:
-        ConfigError: `exit_layer`, or one of `exit_layers`, is not below the number of layers.
-        CompatibilityError: the network cannot go on from a layer, for `exit_layers`.
-    """
+    """The target's first layers with its final norm and head, as a drafting model."""
     layers = target.network.num_layers
     if options.exit_layers is not None:
         if options.exit_layers[-1] >= layers:
@@ -97,32 +86,13 @@ def exit_early(target: Target, options: EarlyExitOptions) -> Scorer:
 
 
 def skip_layers(target: Target, options: LayerSkipOptions) -> SharedLayers:
-    """The target without the chosen sublayers, as a drafting model.
-
-    Args:
-        target: the target.
-        options: see `LayerSkipOptions`.
-
-    Raises:
-        ConfigError: a layer does not exist.
-        CompatibilityError: the layers of this architecture have no separate attention or MLP, or
-            the file was made for a model with another number of layers.
-    """
+    """The target without the chosen sublayers, as a drafting model."""
     skipped = options.skipped(target.network.num_layers)
     return SharedLayers(target, leave_out(target.network, skipped))
 
 
 def leave_out(network: Network, skipped: Mapping[str, Sequence[int]]) -> Network:
-    """A network without some sublayers, over the same weights.
-
-    Args:
-        network: the whole network.
-        skipped: layers (from 0) under "skip_attention" and "skip_mlp".
-
-    Raises:
-        ConfigError: a layer does not exist.
-        CompatibilityError: the layers of this architecture have no separate attention or MLP.
-    """
+    """A network without some sublayers, over the same weights."""
     for field, indices in skipped.items():
         for index in indices:
             if not 0 <= index < network.num_layers:
@@ -149,11 +119,7 @@ def leave_out(network: Network, skipped: Mapping[str, Sequence[int]]) -> Network
 
 
 class _Row:
-    """What a draft of one request has computed.
-
-    Args:
-        stages: number of checked layers.
-    """
+    """What a draft of one request has computed."""
 
     def __init__(self, stages: int) -> None:
         self.states: list[list[Tensor]] = [[] for _ in range(stages)]
@@ -168,12 +134,8 @@ class SaturatingLayers(TargetScorer):
     """A growing part of the target as drafting model, on the target's own KV (see `Scorer`).
 
     Args:
-        target: the target.
         layers: numbers of layers, ascending, behind which a node may stop; at least two.
         confidence: a node also stops where its most probable token has this probability; None: not.
-
-    Raises:
-        CompatibilityError: the target's network cannot go on from hidden states.
     """
 
     def __init__(self, target: Target, layers: Sequence[int], confidence: float | None) -> None:
@@ -218,12 +180,7 @@ class SaturatingLayers(TargetScorer):
         row.open = [n for n, logits in enumerate(row.logits) if not self._is_confident(logits)]
 
     def _go_on(self, stage: int, still: Sequence[tuple[int, TokenTree]]) -> None:
-        """Run the layers of one stage for the nodes that have not stopped.
-
-        Args:
-            stage: number of the checked layer behind them, from 1.
-            still: keys and trees of the requests that have such nodes.
-        """
+        """Run the layers of one stage for the nodes that have not stopped."""
         rows = [self._rows[key] for key, _ in still]
         done = [len(row.states[stage]) for row in rows]
         ends = [row.start + row.open[-1] + 1 for row in rows]
@@ -248,13 +205,7 @@ class SaturatingLayers(TargetScorer):
             self._check(row, len(row.states[stage]), output)
 
     def _check(self, row: _Row, last: int, output: PassOutput) -> None:
-        """Take the deeper logits of the nodes that have not stopped, and see which of them do.
-
-        Args:
-            row: what the draft has computed.
-            last: nodes of the tree that have passed these layers.
-            output: has the logits of the last ones of these nodes.
-        """
+        """Take the deeper logits of the nodes that have not stopped, and see which of them do."""
         scores, going = output.scores.clone(), []
         first = last - len(scores)
         for node in row.open:

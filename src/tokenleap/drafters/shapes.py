@@ -50,13 +50,8 @@ class Node:
     """A node of a tree that is being drafted.
 
     Args:
-        token: its token id.
-        distribution: the q it was drawn from.
-        parent: its parent; None for a child of the root.
         ranks: [depth] the rank of each node on the path down to it: the number of its earlier
             siblings.
-        path_prob: the drafter's probability of the path down to it.
-        stopped: whether the budget allows no nodes below it (`Budget.stops_below`).
     """
 
     token: int
@@ -123,15 +118,12 @@ class Chain(Shape):
     """One child per node, as deep as the budget allows."""
 
     def width(self, ranks: tuple[int, ...]) -> int:
-        """See `Shape.width`."""
         return 1
 
     def plan(self, depth: int) -> GrowthPlan:
-        """See `Shape.plan`."""
         return GrowthPlan((1,) * depth)
 
     def positions(self, budget: Budget) -> int:
-        """See `Shape.positions`."""
         return budget.chain
 
     @property
@@ -151,11 +143,9 @@ class Widths(Shape):
         self._widths = tuple(widths)
 
     def width(self, ranks: tuple[int, ...]) -> int:
-        """See `Shape.width`."""
         return self._widths[len(ranks)] if len(ranks) < len(self._widths) else 0
 
     def plan(self, depth: int) -> GrowthPlan:
-        """See `Shape.plan`."""
         return GrowthPlan(self._widths[:depth])
 
     @property
@@ -190,7 +180,6 @@ class Paths(Shape):
                 self._widths[above] = max(self._widths.get(above, 0), rank + 1)
 
     def width(self, ranks: tuple[int, ...]) -> int:
-        """See `Shape.width`."""
         return self._widths.get(ranks, 0)
 
     @property
@@ -210,10 +199,6 @@ class Dynamic(Shape):
     Li et al., "EAGLE-2". At every level, the `top_k` nodes with the highest path probability get
     `top_k` children each. At the end the nodes with the highest path probability are kept. They
     form a tree, because no node has a higher path probability than its parent.
-
-    Args:
-        top_k: nodes expanded per level, and children of each.
-        depth: number of levels.
     """
 
     prunes: ClassVar[bool] = True
@@ -223,11 +208,9 @@ class Dynamic(Shape):
         self._depth = depth
 
     def width(self, ranks: tuple[int, ...]) -> int:
-        """See `Shape.width`."""
         return self._top_k if len(ranks) < self._depth else 0
 
     def plan(self, depth: int) -> GrowthPlan:
-        """See `Shape.plan`."""
         return GrowthPlan((self._top_k,) * min(depth, self._depth), beam=self._top_k)
 
     def positions(self, budget: Budget) -> int:
@@ -308,7 +291,6 @@ class TreeOptions(SampledOptions):
             `Paths`). "dynamic" grows EAGLE-2's tree (see `Dynamic`). A `Path`, or text that ends
             in .json, names a file written by `tokenleap tree`.
         tree_top_k: for "dynamic": nodes expanded per level, and children of each.
-        tree_depth: for "dynamic": the number of levels.
         expansion: how children are chosen. `top_k` takes the most probable tokens (q is one-hot),
             `sample` draws without replacement, and `sample_with_replacement` draws independently.
             `auto` is `sample` for sampled requests and `top_k` for greedy ones. At temperature 0,
@@ -373,7 +355,6 @@ class TreeOptions(SampledOptions):
         """Whether children at this temperature are the top-k tokens, whatever the noise is.
 
         Args:
-            temperature: of the draft.
             coupled: whether the drafter knows the target's noise. Dynamic trees then have the
                 tokens that the target probably draws with it (`drafters.drawing.clearest`).
         """
@@ -423,8 +404,6 @@ class TreeFile:
 
     Args:
         paths: [n] every node as the ranks on the path down to it, as in `shapes.Paths`.
-        acceptance: the positional acceptance vector that it is optimal for.
-        expected_tokens: expected tokens per target pass under this vector.
         method: the method that drafted while the vector was measured; None if it was given.
         model: the target of the measurement; None if the vector was given.
     """
@@ -441,12 +420,7 @@ class TreeFile:
 
     @staticmethod
     def load(path: str | Path) -> TreeFile:
-        """Read and check a file.
-
-        Raises:
-            TokenleapError: the file cannot be read, holds no tree, or holds a tree that exceeds
-                `MAX_NODES` or `MAX_DEPTH`.
-        """
+        """Read and check a file."""
         value = _read(Path(path))
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise TokenleapError(
@@ -515,11 +489,7 @@ def _is_path(path: Any) -> bool:
 
 
 def closed(paths: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
-    """All nodes of a tree as paths of ranks.
-
-    Args:
-        paths: some of the nodes. Their ancestors, and the earlier siblings of all these, are added.
-    """
+    """All nodes of a tree as paths of ranks."""
     return {
         (*path[:depth], rank)
         for path in paths

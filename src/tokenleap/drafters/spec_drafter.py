@@ -62,13 +62,8 @@ class SpecDrafterNotes:
     """What a folder says about its drafter.
 
     Args:
-        num_masks: k, the masks of a block in training.
-        mask_token_id: their token.
-        vocab_size: V, of the target.
-        encoder: whose encoder its decoder reads.
         fewer_masks: whether it has learnt blocks of fewer masks, too. Then a block has as many as
             the draft has tokens.
-        transitions: whether there are `Transitions` between its tokens.
     """
 
     num_masks: Annotated[int, Gt(0)]
@@ -87,10 +82,7 @@ class MaskScorer(BlockScorer):
     """A model whose passes fill blocks of masks (see `BlockScorer`).
 
     Args:
-        model: the Spec-Drafter.
-        notes: its sizes.
         encoder: rows of the model whose encoder it reads; None if the encoder is its own.
-        transitions: see `BlockScorer.transitions`.
     """
 
     def __init__(
@@ -110,13 +102,11 @@ class MaskScorer(BlockScorer):
         return super().admit(requests, self.most_depths)
 
     def pending(self, request: Request) -> list[int]:
-        """See `OwnModel.pending`."""
         depth = self._depths[request.key] if self._notes.fewer_masks else self.most_depths
         self._masks[request.key] = min(depth, self.room(request))
         return super().pending(request)
 
     def _open_row(self, request: Request) -> None:
-        """See `OwnModel._open_row`."""
         key, source = request.key, request.source
         encoded = None
         if self._encoder is not None and source is not None:
@@ -130,7 +120,6 @@ class MaskScorer(BlockScorer):
         return [logits[:, : self._notes.vocab_size] for logits in found]
 
     def release(self, request: Request) -> None:
-        """See `BlockScorer.release`."""
         super().release(request)
         self._masks.pop(request.key, None)
 
@@ -138,17 +127,7 @@ class MaskScorer(BlockScorer):
 def load_spec_drafter(
     path: str | Path, target: Target, quantization: str | None = None
 ) -> tuple[MaskScorer, Passes]:
-    """The drafter of a folder for a target, and its KV rows.
-
-    Args:
-        path: the folder.
-        target: the target.
-        quantization: see `SpecDrafterOptions.draft_quantization`.
-
-    Raises:
-        ModelError: the folder does not exist, is damaged, or holds another model.
-        CompatibilityError: the drafter reads or writes other tokens, or is for another target.
-    """
+    """The drafter of a folder for a target, and its KV rows."""
     folder = existing_folder(path)
     written = read_json(folder / CONFIG).get("tokenleap")
     given: Mapping[str, Any] = written if isinstance(written, dict) else {}

@@ -50,12 +50,6 @@ class EarlierOutputs:
     """The outputs of requests that have ended, in a trie per salt (`Scope`).
 
     The limits of the options are for all salts together.
-
-    Args:
-        options: see `SuffixOptions`.
-
-    Attributes:
-        num_tokens: tokens of all kept outputs.
     """
 
     def __init__(self, options: SuffixOptions) -> None:
@@ -108,11 +102,7 @@ class EarlierOutputs:
 
 
 class OwnText:
-    """A trie of the prompt and output of one request.
-
-    Args:
-        max_depth: most tokens of a string in the trie.
-    """
+    """A trie of the prompt and output of one request."""
 
     def __init__(self, max_depth: int) -> None:
         self._trie = SuffixTrie(max_depth)
@@ -152,9 +142,6 @@ class SuffixDrafter(Drafter):
     """Chains or trees of the best candidate; q is one-hot.
 
     It proposes nothing if no suffix has occurred before.
-
-    Args:
-        options: see `SuffixOptions`.
     """
 
     quotes_references = True
@@ -207,14 +194,7 @@ class SuffixDrafter(Drafter):
     def _best(
         self, longest: int, match: Callable[[int], Place], budget: Budget, best: Candidate
     ) -> Candidate:
-        """The candidate of one trie with the highest score; on a tie that of the longest match.
-
-        Args:
-            longest: length of the longest match.
-            match: returns the place of the match of a given length.
-            budget: limits of the draft.
-            best: the best candidate so far; it is returned if none has a higher score.
-        """
+        """The candidate of one trie with the highest score; on a tie that of the longest match."""
         branching = self._options.branching
         grow, most = (grow_tree, budget.nodes) if branching else (grow_chain, budget.chain)
         min_path_prob = self._options.suffix_decoding_min_token_prob
@@ -264,10 +244,7 @@ class Candidate:
     """A possible draft and its score.
 
     Attributes:
-        tokens: [n] drafted tokens, without the root.
         parents: [n] index of each token's parent in `tokens`; -1 for the root's children.
-        score: expected number of accepted tokens.
-        match: length of the matched suffix, in tokens.
         source: key of a text that it was found in; -1 for none.
     """
 
@@ -286,14 +263,7 @@ class Candidate:
 
 
 def grow_chain(place: Place, max_nodes: int, budget: Budget, min_path_prob: float) -> Candidate:
-    """The chain that follows the most frequent successor at every node (see `most_frequent`).
-
-    Args:
-        place: the match.
-        max_nodes: most drafted tokens.
-        budget: stops the chain below improbable tokens.
-        min_path_prob: the chain ends before a token with a smaller path probability.
-    """
+    """The chain that follows the most frequent successor at every node (see `most_frequent`)."""
     chain = Candidate()
     path_prob = token_prob = 1.0
     while len(chain.tokens) < max_nodes and not budget.stops_below(token_prob, path_prob):
@@ -379,10 +349,8 @@ class Node:
     """A string that occurs, or has occurred, at least twice.
 
     Attributes:
-        count: its occurrences.
         followed: its occurrences that have a successor: the sum of the children's counts.
         children: next token -> place of the longer string, in order of their first occurrence.
-        source: key of the text that contained it last.
     """
 
     __slots__ = ("children", "count", "followed", "source")
@@ -398,8 +366,6 @@ class Text:
     """A text in the trie.
 
     Attributes:
-        key: identifies it in `Node.source`.
-        tokens: its tokens so far.
         cursors: nodes of its suffixes of length 0, 1, 2, ..., up to the longest that is a node.
     """
 
@@ -422,12 +388,6 @@ class SuffixTrie:
     """All substrings of at most `max_depth` tokens of any number of texts.
 
     Only the text that was opened last may grow.
-
-    Args:
-        max_depth: longest substring, in tokens.
-
-    Attributes:
-        root: the node of the empty string.
     """
 
     def __init__(self, max_depth: int) -> None:

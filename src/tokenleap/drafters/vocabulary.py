@@ -68,7 +68,6 @@ class Splitter:
     """Splits text that continues committed tokens into the target's tokens.
 
     Args:
-        script: converts between the target's tokens and text.
         texts: [V] the text of each of the target's tokens inside a text.
     """
 
@@ -88,10 +87,6 @@ class Splitter:
         Committed tail and new text are split together. This may split the tail differently from its
         committed tokens. The tokens that begin at the end of the committed text are then the
         result. If a token crosses that border, the new text is split alone.
-
-        Args:
-            tokens: the committed tokens.
-            text: the text that continues them.
         """
         tail, before = self._tail(tokens), self.before(tokens)
         if not text or before is None:
@@ -117,15 +112,7 @@ class Splitter:
 
 
 class TextDrafter(Drafter):
-    """Chains of the target's tokens from a draft model with other tokens.
-
-    Args:
-        model: the draft model.
-        script: converts between the draft model's tokens and text.
-        translator: converts the committed tokens to the draft model's ids.
-        splitter: converts the draft model's text to the target's tokens.
-        vocab_size: V, the width of the target's logits.
-    """
+    """Chains of the target's tokens from a draft model with other tokens."""
 
     def __init__(
         self,
@@ -210,8 +197,6 @@ class TranslatedModel(OwnModel):
     over the remaining tokens is the restricted and renormalised q.
 
     Args:
-        model: the draft model.
-        translator: converts the committed tokens to the draft model's ids.
         to_draft: [V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
     """
 
@@ -225,7 +210,6 @@ class TranslatedModel(OwnModel):
         self._num_pending: dict[int, int] = {}  # request key -> tokens of the last `pending`
 
     def seen(self, request: Request) -> Sequence[int]:
-        """See `OwnModel.seen`."""
         return self._translator.translate(request)
 
     def room(self, request: Request) -> int:
@@ -299,9 +283,6 @@ class Script:
     Many tokenizers add a space at the beginning of a text, or remove one. To encode or decode a
     piece inside a text, an anchor (a newline or a full stop) is put before it, and removed from the
     result.
-
-    Args:
-        tokenizer: the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -376,8 +357,6 @@ class Translator:
     """Translates the committed tokens of requests, and keeps the translations until `release`.
 
     Args:
-        target: converts between the target's tokens and text.
-        draft: converts between the draft model's tokens and text.
         to_draft: [V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
         texts: [V] the text of each of the target's tokens inside a text.
     """
@@ -465,8 +444,6 @@ class DraftModel:
     """A loaded draft model and its tokenizer.
 
     Args:
-        model: the draft model.
-        tokenizer: its tokenizer, or None if it has none.
         source: what it can be loaded from again: a name, or a module; None if that is not known.
     """
 
@@ -475,15 +452,7 @@ class DraftModel:
     source: str | Path | PreTrainedModel | None = None
 
     def with_tokenizer(self, chosen: str | Path | PreTrainedTokenizerBase | None) -> DraftModel:
-        """The same draft model with another tokenizer.
-
-        Args:
-            chosen: a tokenizer, or a folder or alias that holds one; None keeps the tokenizer.
-
-        Raises:
-            ModelError: the folder or alias does not exist.
-            ConfigError: it holds no tokenizer.
-        """
+        """The same draft model with another tokenizer."""
         if chosen is None:
             return self
         if isinstance(chosen, str | Path):
@@ -495,13 +464,7 @@ class DraftModel:
 
 
 class Vocabularies:
-    """Compares the vocabularies of a target and a draft model, and makes the drafter for them.
-
-    Args:
-        target: the target.
-        tokenizer: the target's tokenizer, or None if it has none.
-        draft: the draft model with its tokenizer.
-    """
+    """Compares the vocabularies of a target and a draft model, and makes the drafter for them."""
 
     def __init__(
         self, target: Target, tokenizer: PreTrainedTokenizerBase | None, draft: DraftModel
@@ -523,14 +486,7 @@ class Vocabularies:
         return target is draft or _tokens_of(target) == _tokens_of(draft)
 
     def way(self, wanted: Literal["auto"] | Way) -> Way:
-        """Choose how the draft model drafts.
-
-        Args:
-            wanted: see `DraftModelOptions.vocabulary`.
-
-        Raises:
-            CompatibilityError: the vocabularies do not allow what is wanted.
-        """
+        """Choose how the draft model drafts."""
         if self._target.reads_source:
             self._check_same_source(wanted)
             return "same"
@@ -548,15 +504,7 @@ class Vocabularies:
         return wanted
 
     def check_same(self, part: str, advice: str = "") -> None:
-        """Check that the vocabularies are the same.
-
-        Args:
-            part: the part that needs this, such as "method 'cascade'", for the message.
-            advice: further advice to the user, added to the message.
-
-        Raises:
-            CompatibilityError: the vocabularies differ.
-        """
+        """Check that the vocabularies are the same."""
         if self.same:
             self._check_embeds_sources(part)
             return
@@ -577,11 +525,7 @@ class Vocabularies:
         self.check_same("an encoder-decoder's draft model")
 
     def _check_embeds_sources(self, part: str) -> None:
-        """Check that the draft model's encoder has all tokens that its tokenizer writes.
-
-        Raises:
-            CompatibilityError: it has fewer.
-        """
+        """Check that the draft model's encoder has all tokens that its tokenizer writes."""
         own, tokenizer = self._draft.source_network, self._tokenizers[1]
         if own is None or own.num_bins is not None or tokenizer is None:
             return
@@ -595,11 +539,7 @@ class Vocabularies:
             )
 
     def overlap(self, way: Way) -> VocabularyOverlap | None:
-        """The comparison to report to users; None if a tokenizer is missing.
-
-        Args:
-            way: how the draft model drafts.
-        """
+        """The comparison to report to users; None if a tokenizer is missing."""
         if None in self._tokenizers:
             return None
         shared = min(self._num_tokens) if self.same else self._num_shared

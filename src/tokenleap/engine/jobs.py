@@ -53,11 +53,7 @@ class Job:
     """A prompt and its requests, one per output.
 
     Args:
-        prompt: the prompt as the user gave it.
-        requests: one request per output (`SamplingParams.n`).
-        strategy: how these requests speculate; None is the `LLM`'s default.
         request_id: the id of a prompt that came through `LLMEngine.add_request`, else None.
-        prompt_index: place of a prompt among those of its call.
     """
 
     prompt: Prompt
@@ -147,12 +143,7 @@ class JobSpec:
     """One prompt with all that belongs to it, as the user gave it; nothing is checked yet.
 
     Args:
-        prompt: see `LLM.generate`; so are the others.
-        params: sampling parameters.
-        speculative_config: how its requests speculate.
         references: what drafts may quote; texts that were read already are taken as they are.
-        prediction: what the output is expected to repeat; the same.
-        trace: whether the trace has p of every drafted token.
         scope: what its requests share with others; a prompt's `cache_salt` replaces the salt.
     """
 
@@ -174,11 +165,7 @@ def specs_of(
     prediction: Any = None,
     trace: bool = False,
 ) -> list[JobSpec]:
-    """The prompts of one call of `LLM.generate`; arguments as there.
-
-    Raises:
-        PromptError, ConfigError: there are more or fewer of an argument than prompts.
-    """
+    """The prompts of one call of `LLM.generate`; arguments as there."""
     listed = as_list(prompts)
     columns = (
         listed,
@@ -192,15 +179,7 @@ def specs_of(
 
 @dataclass(frozen=True)
 class ReadSpec:
-    """A `JobSpec` whose parameters are checked and whose texts are tokens.
-
-    Args:
-        given: the specification.
-        params: sampling parameters.
-        config: how its requests speculate; None takes the `LLM`'s configuration.
-        references: what drafts may quote.
-        prediction: what the output is expected to repeat.
-    """
+    """A `JobSpec` whose parameters are checked and whose texts are tokens."""
 
     given: JobSpec
     params: SamplingParams
@@ -229,11 +208,6 @@ class JobMaker:
     takes one turn for all prompts, or none if all speculate by default.
 
     Args:
-        maker: makes their requests.
-        references: reads what their drafts may quote.
-        strategies: builds their strategies.
-        speculation: has the default one.
-        turns: the engine's.
         chose_drafter: whether the default was chosen by the user, so that it is for beams, too.
     """
 
@@ -260,13 +234,7 @@ class JobMaker:
         return self.make(read, self.strategies(read))
 
     def read(self, specs: Sequence[JobSpec]) -> list[ReadSpec]:
-        """Check parameters and read texts; a text that several prompts share is read once.
-
-        Raises:
-            ConfigError: parameters or a configuration are out of range.
-            PromptError: references or a prediction are malformed.
-            CompatibilityError: a beam search has a prediction.
-        """
+        """Check parameters and read texts; a text that several prompts share is read once."""
         found = [
             ReadSpec(
                 spec,
@@ -296,9 +264,6 @@ class JobMaker:
         Building may load a model or time passes, so no thread may run a step meanwhile. What rows
         keep of a source, and so whether a request fits, depends on the drafters: call it before
         `make`.
-
-        Raises:
-            ConfigError, CompatibilityError: as `StrategyFactory`.
         """
         if not any(spec.needs_strategy for spec in specs):
             return [None] * len(specs)
@@ -326,13 +291,7 @@ class JobMaker:
         return built
 
     def make(self, specs: Sequence[ReadSpec], strategies: Sequence[Strategy | None]) -> list[Job]:
-        """The jobs of prompts whose strategies are built.
-
-        Raises:
-            PromptError: a prompt is empty, too long, or has ids outside the vocabulary.
-            ConfigError: parameters need something that the model does not have.
-            CompatibilityError: a drafter quotes no references.
-        """
+        """The jobs of prompts whose strategies are built."""
         pairs = enumerate(zip(specs, strategies, strict=True))
         return [self._job(spec, strategy, index) for index, (spec, strategy) in pairs]
 
@@ -362,13 +321,6 @@ class RequestMaker:
     """Makes requests for one model.
 
     Args:
-        target: the model.
-        tokenizer: its tokenizer, or None if it has none.
-        eos_token_ids: its end-of-sequence tokens.
-        grammars: compiles structured outputs for its tokens.
-        rules: what the model's generation config does to its logits.
-        sampling_defaults: the model's own values of sampling parameters.
-        beam_defaults: the model's own values of options of beam search.
         reader: reads the prompts of an encoder-decoder; None for a decoder-only model.
     """
 
@@ -395,15 +347,7 @@ class RequestMaker:
         self._new_seed = partial(target.peers.from_first, fresh_seed)
 
     def make(self, spec: ReadSpec) -> list[Request]:
-        """Make one request per output.
-
-        Args:
-            spec: what the user asks for.
-
-        Raises:
-            PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
-            ConfigError: the parameters need something that the model does not have.
-        """
+        """Make one request per output."""
         params, trace = spec.params, spec.given.trace
         bad_words = self._bad_words(params)
         if params.stop_strings and self.tokenizer is None:
@@ -447,20 +391,12 @@ class RequestMaker:
         ]
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Token ids of a prompt; of an encoder-decoder, those of the source.
-
-        Raises:
-            PromptError: the prompt is malformed.
-        """
+        """Token ids of a prompt; of an encoder-decoder, those of the source."""
         source, ids = self.read(prompt)
         return ids if source is None else source.tokens
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
-        """The source, if the model reads one, and the prompt that it continues.
-
-        Raises:
-            PromptError: the prompt is malformed, or the encoder cannot read its source.
-        """
+        """The source, if the model reads one, and the prompt that it continues."""
         if self._reader is None:
             return None, token_ids(prompt, self.tokenizer)
         return self._reader.read(prompt)
@@ -510,17 +446,7 @@ class RequestMaker:
 def _truncated(
     ids: Sequence[int], params: SamplingParams, most: int, *, reads_source: bool
 ) -> Sequence[int]:
-    """The last tokens of a prompt, as many as `params.truncate_prompt_tokens` keeps.
-
-    Args:
-        ids: the prompt.
-        params: sampling parameters.
-        most: most tokens of prompt and output together.
-        reads_source: whether the model is an encoder-decoder.
-
-    Raises:
-        ConfigError: it is an encoder-decoder, whose text to cut is the source.
-    """
+    """The last tokens of a prompt, as many as `params.truncate_prompt_tokens` keeps."""
     kept = params.truncate_prompt_tokens
     assert kept is not None
     if reads_source:

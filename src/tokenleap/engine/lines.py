@@ -53,13 +53,7 @@ class Line:
 
     Args:
         number: of its line in the file, from 1; None without a file.
-        form: one of `FORMS`.
-        prompt: text, messages or token ids.
-        params: sampling parameters.
-        references: what its drafts may quote; None for nothing.
-        id: the user's own name for it, or None.
         prediction: what its answer is expected to repeat; None for nothing.
-        of_source: those of `OF_SOURCE` that it has.
     """
 
     number: int | None
@@ -85,8 +79,6 @@ class Shape:
 
     Args:
         chat: whether it is a message; None means if the model has a chat template.
-        source_language: of an encoder-decoder's text.
-        target_language: to translate into.
     """
 
     chat: bool | None = None
@@ -114,13 +106,7 @@ class Shape:
 
 
 def shaped(llm: LoadedLLM, text: str, chat: bool | None = None) -> Prompt:
-    """A prompt as the first message of a conversation, or as plain text.
-
-    Args:
-        llm: the model.
-        text: the prompt.
-        chat: whether it is a message; None means if the model has a chat template.
-    """
+    """A prompt as the first message of a conversation, or as plain text."""
     if chat is None:
         chat = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
     return [{"role": "user", "content": text}] if chat else text
@@ -130,14 +116,8 @@ def line_of(number: int | None, fields: Mapping[str, Any], params: SamplingParam
     """A line.
 
     Args:
-        number: see `Line`.
         fields: what it says. All but the prompt, `id`, `references`, `prediction` and those of
             `OF_SOURCE` are parameters of `SamplingParams`.
-        params: for what it does not say.
-
-    Raises:
-        PromptError: it has not one prompt, or a field has the wrong type.
-        ConfigError: a parameter is wrong.
     """
     fields = dict(fields)
     forms = [form for form in FORMS if form in fields]
@@ -172,12 +152,7 @@ def line_of(number: int | None, fields: Mapping[str, Any], params: SamplingParam
 
 
 def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
-    """The engine's jobs; nothing is generated yet.
-
-    Raises:
-        TokenleapError: a line is no prompt, or its fields do not go together; the message has its
-            number, if it has one.
-    """
+    """The engine's jobs; nothing is generated yet."""
     from tokenleap.engine.jobs import JobSpec
 
     quoted: dict[int, References] = {}  # lines may share what they quote, which is read once
@@ -204,11 +179,6 @@ def records(
     """Generate for all lines together; yield each result as soon as those before it are done.
 
     A request that fails has an `error` in its result, and the others go on.
-
-    Args:
-        llm: the model.
-        lines: the lines.
-        jobs: those of `jobs_of`.
     """
     left = deque(jobs)
     try:

@@ -245,8 +245,6 @@ class LLMEngine:
                     self.end([job])
 
     def reset_drafter_memory(self) -> None:
-        """See `LLM.reset_drafter_memory`."""
-
         def forget() -> None:
             for strategy in (self._speculation.default, *self.strategies.kept()):
                 strategy.forget()
@@ -255,14 +253,12 @@ class LLMEngine:
 
     @property
     def online_report(self) -> OnlineReport | None:
-        """See `LLM.online_report`."""
         learner = self._speculation.default.learner
         return None if learner is None else learner.report
 
     # Jobs, for `LLM` and `AsyncLLM`
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
-        """See `JobMaker.jobs`."""
         return self._job_maker.jobs(specs)
 
     def job(self, spec: JobSpec) -> Job:
@@ -300,11 +296,9 @@ class LLMEngine:
         return self._maker.make(read)
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
-        """See `RequestMaker.read`."""
         return self._maker.read(prompt)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """See `LLM.encode`."""
         return list(self._maker.encode(prompt))
 
     def measure_costs(self) -> None:
@@ -328,11 +322,9 @@ class LLMEngine:
         return self._runs.advance()
 
     def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
-        """See `Runs.run`."""
         return self._runs.run(jobs, after_step)
 
     def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
-        """See `Runs.stream`."""
         return self._runs.stream(jobs)
 
 

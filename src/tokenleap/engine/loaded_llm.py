@@ -24,12 +24,8 @@ class LoadedLLM:
     """The part of `LLM` that says what was loaded; it generates nothing.
 
     Args:
-        loaded: the model and its tokenizer.
         config: how to speculate by default; None takes the head that comes with the package.
         options: limits on memory and batches, and how passes are computed.
-
-    Attributes:
-        tokenizer, model_path, speculative_config, eos_token_ids, engine: see `LLM`.
     """
 
     def __init__(
@@ -168,27 +164,14 @@ _ENGINE = {
 
 
 def check_at_least_1(**values: int) -> None:
-    """Refuse arguments that are too small.
-
-    Raises:
-        ConfigError: a value is less than 1.
-    """
+    """Refuse arguments that are too small."""
     for name, value in values.items():
         if value < 1:
             raise ConfigError(f"{name}: must be at least 1, got {value}.")
 
 
 def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> None:
-    """Say where an argument that `generate` does not take belongs.
-
-    Args:
-        method: what was called.
-        unknown: arguments that it does not take.
-        prompts: its first argument.
-
-    Raises:
-        ConfigError: there is one, or there are no prompts.
-    """
+    """Say where an argument that `generate` does not take belongs."""
     wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
     takes = f"give {wanted} as its first argument."
     for name in unknown:
@@ -205,11 +188,7 @@ def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> 
 
 
 def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Say what to write in place of an argument that `LLM` does not take.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Say what to write in place of an argument that `LLM` does not take."""
     for name in unknown:
         if name in _ENGINE:
             advice = _ENGINE[name]

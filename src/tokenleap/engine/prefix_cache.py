@@ -62,15 +62,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Cached blocks of KV of one target.
-
-    Args:
-        target: the target whose KV is cached.
-        num_bytes: most memory of the cache, hidden states included.
-
-    Raises:
-        ConfigError: `num_bytes` is less than one block takes.
-    """
+    """Cached blocks of KV of one target."""
 
     def __init__(self, target: Target, num_bytes: int) -> None:
         self._block_bytes = BLOCK * target.cell_bytes
@@ -104,18 +96,8 @@ class PrefixCache:
     ) -> tuple[int, Mapping[int, Tensor]]:
         """Copy the KV of the longest cached prefix into an empty row.
 
-        Args:
-            key: the row.
-            tokens: the prompt to look up.
-            layers: layers whose hidden states are needed, too. A block without them counts as not
-                cached.
-            beginning: the salt of the row's request, and what its decoder reads.
-
         Returns:
             The number n of tokens found, and layer id -> [n, E] hidden states.
-
-        Raises:
-            SlabFull: the row cannot hold the prefix. It is empty again.
         """
         found = self._find(tokens, layers, beginning)
         try:
@@ -142,10 +124,7 @@ class PrefixCache:
         """Cache the whole blocks of a prompt, as many as there is room for.
 
         Args:
-            key: the row that holds the prompt's KV.
-            tokens: [n] the prompt, with which the row begins.
             hidden: layer id -> [n, E] hidden states. Blocks cached without them gain them.
-            beginning: as in `restore`.
         """
         states = hidden or {}
         kept: list[_Key] = []

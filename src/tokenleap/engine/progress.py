@@ -27,16 +27,7 @@ EVERY_SECONDS = 0.1
 
 @contextmanager
 def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[AfterStep | None]:
-    """Show the progress of jobs on stderr.
-
-    Args:
-        jobs: the jobs.
-        wanted: see `LLM.generate`.
-
-    Yields:
-        A function to call after each step with the jobs that have changed; None if there is
-        nothing to show.
-    """
+    """Show the progress of jobs on stderr."""
     if wanted is None:
         shown = sum(len(job.requests) for job in jobs) > 1 and _somebody_looks()
     else:
@@ -78,9 +69,7 @@ class _Bar:
     """A bar over the jobs of one call.
 
     Args:
-        jobs: the jobs.
         make: makes the bar; None takes tqdm's own, for terminals or notebooks.
-        delay: seconds before it is shown.
     """
 
     def __init__(self, jobs: Sequence[Job], make: Callable[..., Any] | None, delay: float) -> None:
@@ -97,11 +86,7 @@ class _Bar:
             self._bar = self._made()
 
     def update(self, changed: Sequence[Job]) -> None:
-        """Show where the jobs are, unless that was shown just now.
-
-        Args:
-            changed: the jobs that have changed since the last call.
-        """
+        """Show where the jobs are, unless that was shown just now."""
         self._changed.update((id(job), job) for job in changed)
         if time.perf_counter() >= self._next:
             self._show()

@@ -64,11 +64,7 @@ SALT = "cache_salt"
 
 
 def cache_salt(prompt: Prompt) -> str | None:
-    """The salt of a prompt; None if it has none.
-
-    Raises:
-        PromptError: it is no text, or empty.
-    """
+    """The salt of a prompt; None if it has none."""
     if not isinstance(prompt, Mapping) or SALT not in prompt:
         return None
     salt = prompt[SALT]
@@ -87,9 +83,6 @@ def as_list(prompts: Any) -> list[Any]:
     """The prompts as a list.
 
     A string, a mapping, a conversation and a list of token ids each count as one prompt.
-
-    Raises:
-        PromptError: `prompts` is neither a prompt nor a list.
     """
     if isinstance(prompts, str | Mapping) or is_conversation(prompts):
         return [prompts]
@@ -105,16 +98,7 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def one_per_prompt(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any]:
-    """One value for each prompt.
-
-    Args:
-        name: the parameter, for error messages.
-        prompts: the prompts.
-        given: one value for all prompts, or a sequence with one value per prompt.
-
-    Raises:
-        ConfigError: `given` is neither, or has another length than `prompts`.
-    """
+    """One value for each prompt."""
     if given is None or isinstance(given, Config | Mapping):
         return [given] * len(prompts)
     if not isinstance(given, Sequence) or isinstance(given, str):
@@ -130,11 +114,7 @@ def one_per_prompt(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any
 
 
 def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Token ids of a prompt, including special tokens; the chat template formats conversations.
-
-    Raises:
-        PromptError: there is no tokenizer or no chat template, or the prompt is malformed.
-    """
+    """Token ids of a prompt, including special tokens; the chat template formats conversations."""
     prompt = _text_of(prompt)
     if not isinstance(prompt, str) and not is_conversation(prompt):
         return checked_ids(prompt)
@@ -151,18 +131,7 @@ def conversation_ids(
     check_text: Callable[[str], object] = lambda _: None,
     **template: Any,
 ) -> list[int]:
-    """Token ids of a conversation, which the model's chat template formats.
-
-    Args:
-        messages: the messages.
-        tokenizer: the model's tokenizer, or None if it has none.
-        add_generation_prompt: whether an answer begins behind them.
-        check_text: called with their text before it is split into tokens.
-        **template: more arguments of `apply_chat_template`, such as tools.
-
-    Raises:
-        PromptError: there is no tokenizer or no chat template, or the template refuses them.
-    """
+    """Token ids of a conversation, which the model's chat template formats."""
     tokenizer = needed(tokenizer)
     if not tokenizer.chat_template:
         raise PromptError("this model has no chat template: pass text instead of messages.")
@@ -183,8 +152,6 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool)
     """The tokens of a text inside another one, without special tokens.
 
     Args:
-        tokenizer: the model's.
-        text: the text.
         in_output: whether it is a part of what an encoder-decoder writes. Some split that in
             another way than their sources.
     """
@@ -196,11 +163,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool)
 
 
 def _text_of(prompt: Any) -> Any:
-    """What vLLM's mappings of decoder-only models hold; anything else as it is.
-
-    Raises:
-        PromptError: a mapping has other keys.
-    """
+    """What vLLM's mappings of decoder-only models hold; anything else as it is."""
     if not isinstance(prompt, Mapping):
         return prompt
     for key in ("prompt", "prompt_token_ids"):
@@ -218,15 +181,7 @@ def _text_of(prompt: Any) -> Any:
 
 
 def checked_text(name: str, text: str) -> str:
-    """A text that has an encoding.
-
-    Args:
-        name: what it is, for error messages.
-        text: the text.
-
-    Raises:
-        PromptError: it has half of a surrogate pair, which stands for no character.
-    """
+    """A text that has an encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -238,11 +193,7 @@ def checked_text(name: str, text: str) -> str:
 
 
 def _with_text(message: Message) -> dict[str, Any]:
-    """A message whose content is one text; content may be a list of parts, as in OpenAI's API.
-
-    Raises:
-        PromptError: a part is not text.
-    """
+    """A message whose content is one text; content may be a list of parts, as in OpenAI's API."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": checked_text("messages", content)}
@@ -259,16 +210,7 @@ def _with_text(message: Message) -> dict[str, Any]:
 
 
 def check_prompt(ids: Sequence[int], target: Target, state_bytes: int = 0) -> None:
-    """Refuse a prompt that the target cannot continue.
-
-    Args:
-        ids: the prompt; of an encoder-decoder, the decoder's.
-        target: the model.
-        state_bytes: memory that the row needs besides its KV.
-
-    Raises:
-        PromptError: the prompt is empty, too long, or has ids outside the vocabulary.
-    """
+    """Refuse a prompt that the target cannot continue."""
     if not ids:
         raise PromptError("the prompt is empty: give at least one token to continue.")
     if len(ids) >= target.max_model_len:
@@ -292,15 +234,6 @@ def check_room(ids: Sequence[int], params: SamplingParams, most: int, most_kept:
     """Refuse an output that `kv_cache_memory` would cut, as far as its length is known.
 
     A beam search is refused wherever it might be cut: which output is the best may depend on that.
-
-    Args:
-        ids: the prompt.
-        params: its sampling parameters.
-        most: most tokens of prompt and output together.
-        most_kept: the same, as far as memory allows.
-
-    Raises:
-        PromptError: `max_tokens` do not fit.
     """
     if params.max_tokens is None and params.beam_width == 1:
         return
@@ -316,22 +249,14 @@ def check_room(ids: Sequence[int], params: SamplingParams, most: int, most_kept:
 
 
 def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model that has one.
-
-    Raises:
-        PromptError: the model has none.
-    """
+    """The tokenizer of a model that has one."""
     if tokenizer is None:
         raise PromptError("this model has no tokenizer: pass token ids, or LLM(tokenizer=...).")
     return tokenizer
 
 
 def checked_ids(prompt: Any) -> list[int]:
-    """Token ids as the user gave them.
-
-    Raises:
-        PromptError: they are something else.
-    """
+    """Token ids as the user gave them."""
     if (
         not isinstance(prompt, Sequence)
         or isinstance(prompt, bytes)
@@ -370,7 +295,6 @@ class TextLimit:
     """The longest text that can fit into a context.
 
     Args:
-        max_tokens: the context.
         bytes_per_token: most bytes that a token stands for; None if there is no bound.
         tokenizer: counts the tokens of long texts; None does not count.
         times: contexts that a text may fill, where it need not fit into one.
@@ -388,15 +312,7 @@ class TextLimit:
         return TextLimit(max_tokens, bound, tokenizer)
 
     def check(self, text: str, name: str = "prompt") -> None:
-        """Refuse a text that has too many tokens in any case.
-
-        Args:
-            text: the text.
-            name: what it is, for error messages.
-
-        Raises:
-            PromptError: it does.
-        """
+        """Refuse a text that has too many tokens in any case."""
         most = self.times * self.max_tokens
         if self.bytes_per_token is not None and len(text) >= most:
             size = len(text.encode(errors="replace"))
@@ -428,11 +344,7 @@ def _count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def most_bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Most bytes of a text that one token stands for; None if there is no bound, or none is known.
-
-    Args:
-        tokenizer: byte-level BPE, or BPE whose unknown characters become bytes.
-    """
+    """Most bytes of a text that one token stands for; None if there is no bound, or none is known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not isinstance(backend.model, models.BPE) or backend.truncation:
         return None
@@ -515,21 +427,13 @@ class ReferenceReader:
 
     A text is split into tokens as if it began a text of its own. Where it continues a line in the
     output, the tokens of its first word may differ from these; all others are the same.
-
-    Args:
-        target: the model.
-        tokenizer: its tokenizer, or None.
     """
 
     target: Target
     tokenizer: PreTrainedTokenizerBase | None
 
     def read(self, given: GivenReferences | References) -> References:
-        """The references of one prompt; those that were read already are returned as they are.
-
-        Raises:
-            PromptError: they are no list of texts, or have ids outside the vocabulary.
-        """
+        """The references of one prompt; those that were read already are returned as they are."""
         if given is None:
             return NO_REFERENCES
         if isinstance(given, References):
@@ -543,11 +447,7 @@ class ReferenceReader:
         return _once(self.read, given)
 
     def prediction(self, given: GivenPrediction | References) -> References:
-        """The prediction of one prompt, as references of one text; none of an empty text.
-
-        Raises:
-            PromptError: it is neither text nor token ids, or has ids outside the vocabulary.
-        """
+        """The prediction of one prompt, as references of one text; none of an empty text."""
         if isinstance(given, References):
             return given
         tokens = () if given is None else self._tokens("prediction", given)
@@ -581,12 +481,8 @@ def per_prompt(count: int, given: Any) -> list[GivenReferences]:
     """The references of each of several prompts, as the user gave them.
 
     Args:
-        count: the number of prompts.
         given: None, a list of references that all prompts share, or a list with such a list or
             None for each prompt.
-
-    Raises:
-        PromptError: it is none of these, or has another length than there are prompts.
     """
     listed = isinstance(given, Sequence) and not isinstance(given, str)
     shared = not listed or not given
@@ -601,15 +497,7 @@ def per_prompt(count: int, given: Any) -> list[GivenReferences]:
 
 
 def predictions_per_prompt(count: int, given: Any) -> list[GivenPrediction]:
-    """The prediction of each of several prompts, as the user gave it.
-
-    Args:
-        count: the number of prompts.
-        given: a prediction for all, or a list with one (or None) for each.
-
-    Raises:
-        PromptError: the list has another length than there are prompts.
-    """
+    """The prediction of each of several prompts, as the user gave it."""
     if given is None or isinstance(given, str) or (given and _is_ids(given)):
         return [given] * count
     if not isinstance(given, Sequence) or len(given) != count:
@@ -621,11 +509,7 @@ def predictions_per_prompt(count: int, given: Any) -> list[GivenPrediction]:
 
 
 def check_quotes(method: str, drafter: Drafter) -> None:
-    """Refuse references that no draft could come from.
-
-    Raises:
-        CompatibilityError: the drafter of this method does not quote references.
-    """
+    """Refuse references that no draft could come from."""
     if not drafter.quotes_references:
         names = " or ".join(", ".join(f"'{name}'" for name in QUOTING).rsplit(", ", 1))
         raise CompatibilityError(

@@ -26,25 +26,14 @@ AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
 
 
 class StepReport(NamedTuple):
-    """What a step did.
-
-    Args:
-        outcomes: of the requests that it advanced.
-        seconds: how long it took, prompts included.
-    """
+    """What a step did."""
 
     outcomes: Sequence[Outcome]
     seconds: float
 
 
 class Runs:
-    """Runs jobs on one scheduler, in turns with other threads.
-
-    Args:
-        turns: the engine's.
-        scheduler: advances the requests of all jobs together.
-        speculation: learns between the steps.
-    """
+    """Runs jobs on one scheduler, in turns with other threads."""
 
     def __init__(self, turns: Turns, scheduler: Scheduler, speculation: Speculation) -> None:
         self._turns = turns
@@ -58,11 +47,7 @@ class Runs:
                 self._scheduler.add(request, job.strategy)
 
     def step(self) -> StepReport | None:
-        """Advance all requests by one step; to be called in a turn.
-
-        Returns:
-            What the step did, or None if no request waits or runs.
-        """
+        """Advance all requests by one step; to be called in a turn."""
         if not self._scheduler.busy:
             return None
         began = clock.now()
@@ -92,12 +77,8 @@ class Runs:
         """Queue the jobs, step until they have ended, and collect their results.
 
         Args:
-            jobs: the jobs.
             after_step: called between two steps with the jobs that have changed since the last
                 call, if it is given.
-
-        Raises:
-            RequestError: a request ended with an error; `outputs` has the results of all jobs.
         """
         new, open_jobs = list(jobs), _OpenJobs(jobs)
 
@@ -121,11 +102,7 @@ class Runs:
         return _results(jobs)
 
     def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
-        """Queue the jobs and yield their chunks; closing the generator aborts those that run.
-
-        Raises:
-            RequestError: a request ended with an error; it comes behind the chunks of all jobs.
-        """
+        """Queue the jobs and yield their chunks; closing the generator aborts those that run."""
         outbox = Outbox()
         outbox.watch(jobs)
         open_outputs = sum(len(job.requests) for job in jobs)
@@ -144,11 +121,7 @@ class Runs:
 
 
 class _OpenJobs:
-    """Which of some jobs have changed and which have ended, without looking at those that wait.
-
-    Args:
-        jobs: jobs that are not queued yet.
-    """
+    """Which of some jobs have changed and which have ended, without looking at those that wait."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._outbox = Outbox()
@@ -175,11 +148,7 @@ class _OpenJobs:
 
 
 def _results(jobs: Sequence[Job]) -> list[RequestOutput]:
-    """What the jobs have brought.
-
-    Raises:
-        RequestError: a request ended with an error.
-    """
+    """What the jobs have brought."""
     results = [job.result() for job in jobs]
     for job in jobs:
         for request in job.requests:
@@ -199,9 +168,6 @@ class AddedJobs:
     """Jobs that a user has added one by one, and whose chunks `LLMEngine.step` returns.
 
     Any thread may ask. None of them runs a step here.
-
-    Attributes:
-        jobs: those with output left to report, by their ids.
     """
 
     def __init__(self) -> None:
@@ -217,15 +183,7 @@ class AddedJobs:
         return bool(self.jobs or self._collected)
 
     def add(self, job: Job, request_id: str | None) -> str:
-        """Give a job its id and report it from now on; to be called in a turn of the engine.
-
-        Args:
-            job: the job, before it is queued.
-            request_id: the id that the user wants; None takes a free one.
-
-        Raises:
-            ConfigError: the id is taken.
-        """
+        """Give a job its id and report it from now on; to be called in a turn of the engine."""
         if request_id is not None and request_id in self._known_ids:
             raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
         job.request_id = name = self._free_id() if request_id is None else request_id
@@ -235,12 +193,7 @@ class AddedJobs:
         return name
 
     def take(self) -> list[StreamChunk]:
-        """A chunk for each output that has new tokens or has ended since the last call.
-
-        Raises:
-            Exception: an output's text or trace could not be made. Its job is forgotten, and the
-                next call has the chunks of the others.
-        """
+        """A chunk for each output that has new tokens or has ended since the last call."""
         failed: Exception | None = None
         with Uninterrupted(), self._reporting:  # a SIGINT must not lose chunks
             for job in self._outbox.take():
@@ -261,11 +214,7 @@ class AddedJobs:
         return chunks
 
     def forget(self, request_id: str) -> Job | None:
-        """Report no more of a job, which the caller ends; None if it has ended.
-
-        Raises:
-            ConfigError: no job has this id, and none had it recently.
-        """
+        """Report no more of a job, which the caller ends; None if it has ended."""
         if request_id not in self._known_ids:
             raise ConfigError(f"request_id: no request has the id {request_id!r}.")
         with self._reporting:

@@ -47,10 +47,6 @@ class Scheduler:
     """Runs the requests of one target.
 
     Args:
-        target: the model being accelerated.
-        speculation: how the requests speculate.
-        max_num_seqs: most requests that run at the same time.
-        max_num_batched_tokens: most prompt tokens computed in one step, sources included.
         prefix_cache: KV of earlier prompts; None computes every prompt in full.
     """
 
@@ -263,10 +259,8 @@ class Prefill:
     """Computes the sources and prompts of running requests.
 
     Args:
-        target: the model being accelerated.
         speculation: how the requests speculate; drafters see the prompts' hidden states.
         prefix_cache: KV of earlier prompts; None computes every prompt in full.
-        running: the requests that have rows; their sources are shared.
     """
 
     def __init__(
@@ -403,10 +397,6 @@ class _ScoreReader:
 
     Only a few numbers of each row of logits are kept. The request has them once the whole chunk is
     computed, since a chunk that fails is computed again.
-
-    Args:
-        request: the request.
-        start: position of the chunk's first token.
     """
 
     def __init__(self, request: Request, start: int) -> None:
@@ -419,11 +409,7 @@ class _ScoreReader:
         self._found: list[TokenLogprobs] = []
 
     def __call__(self, logits: Tensor) -> None:
-        """Read the logits [n, V] of the next positions.
-
-        Raises:
-            RequestError: the largest logit of a position is not finite.
-        """
+        """Read the logits [n, V] of the next positions."""
         for row in logits:
             if len(self._known) <= self._position < len(self._tokens):
                 log_probs = log_probs_of(row)
@@ -478,11 +464,7 @@ class KVBudget:
         return [slab.held_bytes for each in self._slabs if (slab := each()) is not None]
 
     def share(self) -> None:
-        """Divide the memory among the models added so far; later calls have no effect.
-
-        Raises:
-            ConfigError: the memory is too small for one sequence.
-        """
+        """Divide the memory among the models added so far; later calls have no effect."""
         if self._num_bytes is None or self._positions is not None:
             return
         position_bytes = sum(model.cell_bytes for model in self._models)

@@ -58,12 +58,7 @@ class SourcePrompt:
     """A prompt of an encoder-decoder, taken apart.
 
     Args:
-        source: text, token ids or a conversation; None for audio.
-        audio: see `AudioReader.features`; None for the others.
         decoder: the decoder's prompt as text or token ids, or None.
-        source_language: the language of the source's text, or None.
-        target_language: the language of the output, or None.
-        language, task, timestamps: of audio, or None.
     """
 
     source: Any
@@ -77,11 +72,7 @@ class SourcePrompt:
 
     @staticmethod
     def of(prompt: Prompt) -> SourcePrompt:
-        """Take a prompt apart.
-
-        Raises:
-            PromptError: a mapping has unknown keys, no source, or several.
-        """
+        """Take a prompt apart."""
         if not isinstance(prompt, Mapping):
             return SourcePrompt(prompt)
         _check_keys(prompt, (*KEYS, SALT))
@@ -110,16 +101,7 @@ class SourcePrompt:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """Reads prompts for one encoder-decoder.
-
-    Args:
-        target: the model.
-        tokenizer: its tokenizer, or None.
-        start: the token that the decoder's text begins with.
-        audio: computes features; None for a model that reads text.
-        speech: how the output of such a model begins.
-        take_turn: runs something between the engine's steps.
-    """
+    """Reads prompts for one encoder-decoder."""
 
     target: Target
     tokenizer: PreTrainedTokenizerBase | None
@@ -129,11 +111,7 @@ class SourceReader:
     take_turn: Callable[[Callable[[], object]], None] | None = None
 
     def read(self, prompt: Prompt) -> tuple[Source, tuple[int, ...]]:
-        """The source and the decoder's first tokens.
-
-        Raises:
-            PromptError: the prompt is malformed, or the encoder cannot read its source.
-        """
+        """The source and the decoder's first tokens."""
         parts = SourcePrompt.of(prompt)
         source = self._source(parts)
         check_source(source, self.target)
@@ -266,11 +244,7 @@ class SourceReader:
         return (self.start, token)
 
     def _language_id(self, field: str, language: Any) -> int:
-        """The token of a language.
-
-        Raises:
-            PromptError: the tokenizer has no such language.
-        """
+        """The token of a language."""
         known = languages(needed(self.tokenizer))
         if not known:
             raise PromptError(
@@ -286,11 +260,7 @@ class SourceReader:
 
 
 def check_source(source: Source, target: Target) -> None:
-    """Refuse a source that the target's encoder cannot read.
-
-    Raises:
-        PromptError: it is empty, too long, or has ids outside the encoder's vocabulary.
-    """
+    """Refuse a source that the target's encoder cannot read."""
     network = target.source_network
     assert network is not None, "the model is an encoder-decoder"
     if not len(source):

@@ -65,24 +65,9 @@ again if needed."""
 class StrategyFactory:
     """Builds the strategies of one target, one for each configuration.
 
-    Args:
-        target: the model being accelerated.
-        tokenizer: its tokenizer, or None.
-        grammars: compiles structured outputs for its tokens.
-        config: the `LLM`'s own configuration.
-        kv_budget: limits the KV of draft models, too.
-        quantization: the quantization of draft models.
-        runtime: the runtime of draft models.
-        max_num_seqs: most rows of the passes whose cost is measured.
-
     Attributes:
-        most_kept: most strategies of requests that are kept.
         vocabulary_overlap: how the vocabulary of the last draft model compares with the target's;
             None without a draft model.
-
-    Raises:
-        ConfigError: a configuration asks for something that the model does not have.
-        CompatibilityError: drafter, model and rule do not fit together.
     """
 
     def __init__(
@@ -111,12 +96,7 @@ class StrategyFactory:
         self._for_predictions: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
 
     def strategy(self, given: Speculative, lent: Sequence[Lent] = ()) -> Strategy | None:
-        """The strategy of a configuration, built at its first use; None for the `LLM`'s default.
-
-        Args:
-            given: the configuration.
-            lent: what `lent_to` has returned for it.
-        """
+        """The strategy of a configuration, built at its first use; None for the `LLM`'s default."""
         if given is None:
             return None
         config = SpeculativeConfig.parse(given)
@@ -156,14 +136,7 @@ class StrategyFactory:
         return next((strategy for known, strategy in self._built if known == config), None)
 
     def for_beams(self, given: Strategy | None) -> Strategy:
-        """The strategy of beam searches that take their proposals from this one's drafter.
-
-        Args:
-            given: whose drafter and draft length; None drafts nothing.
-
-        Raises:
-            CompatibilityError: its drafter cannot draft for beams.
-        """
+        """The strategy of beam searches that take their proposals from this one's drafter."""
         if given is None:
             return self._beams
         if (known := self._for_beams.get(given)) is not None:
@@ -183,10 +156,6 @@ class StrategyFactory:
         """The strategy of requests with a prediction, which drafts from it first.
 
         Where the prediction is of no use, it drafts with the same drafter as `strategy`.
-
-        Args:
-            given: the configuration of `strategy`; None is the `LLM`'s.
-            strategy: how the requests would speculate without a prediction.
         """
         if strategy.drafter.follows_prediction:
             return strategy
@@ -375,10 +344,7 @@ class DraftModels:
     """Loads draft models and checks that they fit the target.
 
     Args:
-        target: the model being accelerated.
-        kv_budget: limits the KV of draft models, too.
         quantization: their quantization, unless the target's or a configuration says otherwise.
-        runtime: their runtime.
 
     Attributes:
         lent: what `LendsModel` returned beforehand, for the drafter that is being built.
@@ -392,16 +358,7 @@ class DraftModels:
         self.lent: list[Lent] = []
 
     def load(self, model: Any, quantization: str | None) -> DraftModel:
-        """A draft model with KV rows of its own.
-
-        Args:
-            model: its name or folder, a loaded module, or an `LLM`.
-            quantization: its `draft_quantization`.
-
-        Raises:
-            ConfigError: a lent model has a quantization already.
-            CompatibilityError: it does not read what the target reads, or not where.
-        """
+        """A draft model with KV rows of its own."""
         if isinstance(model, LendsModel):
             if quantization is not None:
                 raise ConfigError(
@@ -426,12 +383,7 @@ class DraftModels:
     def _loaded(
         self, given: str | Path | PreTrainedModel, wanted: str | None
     ) -> tuple[DraftModel, str]:
-        """A draft model by its name, or a loaded one; and the name of its class.
-
-        Args:
-            given: the model.
-            wanted: its `draft_quantization`.
-        """
+        """A draft model by its name, or a loaded one; and the name of its class."""
         tokenizer = None
         given, wanted = _by_packed_name(given, wanted)
         quantization = DRAFTING if wanted == "int4" else wanted or self._quantization
@@ -461,11 +413,7 @@ class DraftModels:
 
 
 def _by_packed_name(given: Any, wanted: str | None) -> tuple[Any, str | None]:
-    """The model and `draft_quantization` that a name of packed weights stands for.
-
-    Raises:
-        ConfigError: the name contradicts `wanted`.
-    """
+    """The model and `draft_quantization` that a name of packed weights stands for."""
     if (packed := packed_name(given)) is None:
         return given, wanted
     held = None if packed.form == OWN else packed.quantization
@@ -488,7 +436,6 @@ class LoadedOnce(DraftModels):
         self._loaded_models: dict[str, DraftModel] = {}
 
     def load(self, model: Any, quantization: str | None) -> DraftModel:
-        """See `DraftModels.load`."""
         key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
         if key not in self._loaded_models:
             self._loaded_models[key] = super().load(model, quantization)
@@ -548,19 +495,7 @@ _MODULE, _CLASS = "tokenleap.training.online", "OnlineLearner"
 def learner_for(
     method: str, drafter: Drafter, options: OnlineOptions, target: Target, *, same_bits: bool
 ) -> Learner:
-    """The learner of a drafter.
-
-    Args:
-        method: the drafter's, for messages.
-        drafter: what drafts.
-        options: how it learns.
-        target: the target.
-        same_bits: whether the output has the same bits for any drafts.
-
-    Raises:
-        CompatibilityError: the drafter has nothing that could learn.
-        ConfigError: an option does not fit, or the clock would decide the output's bits.
-    """
+    """The learner of a drafter."""
     if drafter.learnable is None:
         raise CompatibilityError(
             f"online: method '{method}' has nothing that learns while it serves: use 'eagle', "

@@ -42,11 +42,7 @@ class SameProcess:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Refuse another process.
-
-        Raises:
-            TokenleapError: another process loaded the model.
-        """
+        """Refuse another process."""
         if not self.here:
             raise TokenleapError(
                 "this model was loaded before the process was forked, and its threads were lost: "
@@ -104,16 +100,7 @@ class Turns:
         _all.add(self)
 
     def take(self, act: Callable[[], object], unless: Callable[[], bool] = lambda: False) -> None:
-        """Run `act` when it is this thread's turn, or return without it if `unless` becomes true.
-
-        Args:
-            act: changes the engine.
-            unless: called while this thread waits. Once true, it must stay true.
-
-        Raises:
-            TokenleapError: this thread is in the middle of a turn, another process loaded the
-                model, or Python is ending.
-        """
+        """Run `act` when it is this thread's turn, or return without it if `unless` becomes true."""
         self._process.check()
         if self._ended_by == threading.get_ident():
             raise TokenleapError("Python is ending: generate before its exit handlers run.")

@@ -40,9 +40,6 @@ It must return at once and not raise.
 class Worker:
     """Runs an engine's jobs in a thread of its own.
 
-    Args:
-        engine: the engine.
-
     Attributes:
         observe: called with the report of each step, in the worker's thread; None if nobody asks.
     """
@@ -67,11 +64,7 @@ class Worker:
         return self._thread.is_alive() and not self._closed
 
     def start(self, job: Job, deliver: Deliver) -> None:
-        """Queue a job.
-
-        Raises:
-            TokenleapError: the worker is closed, or belongs to another process.
-        """
+        """Queue a job."""
         self._send(lambda: self._start(job, deliver))
 
     def end(self, job: Job) -> None:
@@ -85,11 +78,7 @@ class Worker:
             self._send(lambda: self._stop_early(job))
 
     def call(self, act: Callable[[], T]) -> Future[T]:
-        """Let the thread run this between two steps.
-
-        Raises:
-            TokenleapError: the worker is closed, or belongs to another process.
-        """
+        """Let the thread run this between two steps."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -106,14 +95,7 @@ class Worker:
         return future
 
     def close(self, timeout: float | None = None) -> bool:
-        """End all jobs and the thread.
-
-        Args:
-            timeout: seconds to wait for the step that runs; None waits for its end.
-
-        Returns:
-            Whether the thread has ended. If not, it ends after the step.
-        """
+        """End all jobs and the thread."""
         self._close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
@@ -254,12 +236,7 @@ class Worker:
 
 
 class Pool:
-    """Daemon threads that run what is submitted: one call of each client in turn.
-
-    Args:
-        threads: how many.
-        name: what their names begin with.
-    """
+    """Daemon threads that run what is submitted: one call of each client in turn."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}  # the next client first
@@ -277,13 +254,8 @@ class Pool:
         """Queue a call.
 
         Args:
-            act: the call.
             client: whose it is. The calls of a client run in order, and do not wait for all those
                 of another one.
-
-        Raises:
-            TokenleapError: the pool belongs to another process, or is closed. The future of a call
-                that had not begun by then has this error, too.
         """
         future: Future[T] = Future()
 

@@ -29,11 +29,6 @@ class AudioReader:
 
     Args:
         folder: the model's, which may say how; None, or one that does not, takes Whisper's own way.
-        num_bins: height of the features.
-        num_frames: their length. Shorter audio is followed by silence.
-
-    Raises:
-        ModelError: the folder's file is damaged.
     """
 
     def __init__(self, folder: Path | None, num_bins: int, num_frames: int) -> None:
@@ -45,14 +40,7 @@ class AudioReader:
                 self._extractor = kind.from_pretrained(folder, local_files_only=True)
 
     def features(self, audio: Any) -> Tensor:
-        """The features, float32 [bins, frames].
-
-        Args:
-            audio: samples [n] between -1 and 1, or a pair of them and the samples per second.
-
-        Raises:
-            PromptError: the audio is malformed, too long, or has another rate than the model's.
-        """
+        """The features, float32 [bins, frames]."""
         rate = self._extractor.sampling_rate
         samples, given = audio if isinstance(audio, tuple) and len(audio) == 2 else (audio, rate)
         if given != rate:
@@ -78,11 +66,7 @@ class AudioReader:
 
 
 def _checked_samples(samples: Any) -> _Samples:
-    """The samples as an array.
-
-    Raises:
-        PromptError: they are not finite numbers in one dimension, or integers, or there are none.
-    """
+    """The samples as an array."""
     try:
         given = np.asarray(samples)
         numbers = given.astype(np.float32)
@@ -117,14 +101,9 @@ class WhisperStart:
     """The fields of a generation config about the first tokens, under its own names.
 
     Args:
-        start: the first token.
-        language, task: of recordings that do not say theirs, or None.
-        lang_to_id, task_to_id: their tokens; empty if the model has none.
-        is_multilingual: whether a recording may say its language and task.
         forced: tokens after the first one, if neither language nor task is given; None is a
             language to detect.
         timestamps: the rule of outputs with timestamps; None if the model has none.
-        return_timestamps: whether outputs have them unless a recording says so.
     """
 
     start: int
@@ -161,17 +140,7 @@ class WhisperStart:
     def tokens(
         self, language: Any, task: Any, detect: Callable[[Sequence[int]], int], *, timestamps: bool
     ) -> tuple[int, ...]:
-        """The first tokens.
-
-        Args:
-            language: of the speech, as a name, a code or a token; None takes the model's.
-            task: "transcribe" or "translate"; None takes the model's.
-            detect: which of these tokens is the language of the recording.
-            timestamps: whether the output has them.
-
-        Raises:
-            PromptError: the model has no such language or task, or no timestamps.
-        """
+        """The first tokens."""
         if not self.is_multilingual and (language is not None or task is not None):
             raise PromptError("language and task: this model knows English only: leave them out.")
         if timestamps and self.timestamps is None:
@@ -219,15 +188,7 @@ class WhisperStart:
 
 
 def decoder_start(model: PreTrainedModel, config: GenerationConfig | None = None) -> int:
-    """The first token of the decoder's text, chosen as `generate()` does.
-
-    Args:
-        model: an encoder-decoder.
-        config: a generation config in place of its own.
-
-    Raises:
-        CompatibilityError: neither the generation config nor the config names one.
-    """
+    """The first token of the decoder's text, chosen as `generate()` does."""
     settings: tuple[Any, ...] = (config or model.generation_config, model.config)
     for name in ("decoder_start_token_id", "bos_token_id"):
         for each in settings:

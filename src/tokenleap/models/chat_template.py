@@ -45,16 +45,7 @@ _budget: ContextVar[_Budget | None] = ContextVar("_budget", default=None)
 def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **arguments: Any
 ) -> str:
-    """The text of a conversation (see `apply_chat_template`).
-
-    Args:
-        tokenizer: it has a chat template.
-        messages: the conversation.
-        arguments: others of `apply_chat_template`.
-
-    Raises:
-        TemplateError: the template refuses the messages, or makes too much of them.
-    """
+    """The text of a conversation (see `apply_chat_template`)."""
     token = _budget.set(_Budget())
     try:
         listed: Any = list(messages)
@@ -224,7 +215,6 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return "".join(map(str, parts))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """See `SandboxedEnvironment.call`."""
         if _budget.get() is None:
             return super().call(__context, __obj, *args, **kwargs)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
@@ -233,7 +223,6 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See `SandboxedEnvironment.call_binop`."""
         if _budget.get() is not None:
             size = _size(left) + _size(right)
             if operator == "*":

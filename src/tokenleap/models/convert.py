@@ -51,14 +51,6 @@ def convert_gguf(file: GgufFile, folder: Path) -> None:
     """Convert a GGUF file to a Hugging Face folder with float32 safetensors.
 
     The weights are the exact dequantized values, which 16-bit formats would round.
-
-    Args:
-        file: The GGUF file.
-        folder: An empty folder to fill.
-
-    Raises:
-        ModelError: If the file is damaged or holds something that cannot be converted.
-        OSError: If writing fails.
     """
     with progress(
         f"Converting {file.path.name}", "half a minute per GB", file.elements * 4
@@ -69,19 +61,7 @@ def convert_gguf(file: GgufFile, folder: Path) -> None:
 
 
 def convert_settings(file: GgufFile, folder: Path) -> PreTrainedModel:
-    """Write the configuration and the tokenizer of a GGUF file into a folder.
-
-    Args:
-        file: The GGUF file.
-        folder: An empty folder to fill.
-
-    Returns:
-        The file's model on the meta device.
-
-    Raises:
-        ModelError: If they cannot be converted, or do not fit the file's tensors.
-        OSError: If writing fails.
-    """
+    """Write the configuration and the tokenizer of a GGUF file into a folder."""
     with guarded(f"cannot convert {file.path}"):
         model = empty_model(file)
         _save_configs(file, model, folder)
@@ -91,11 +71,7 @@ def convert_settings(file: GgufFile, folder: Path) -> PreTrainedModel:
 
 
 def empty_model(file: GgufFile) -> PreTrainedModel:
-    """The file's model on the meta device.
-
-    Raises:
-        ModelError: If its configuration cannot be converted.
-    """
+    """The file's model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     config = config_of(file)
@@ -175,16 +151,7 @@ _GATE_UP = "gate_up_proj"
 
 
 class GgufWeights:
-    """The weights of a GGUF file (see `WeightSource`).
-
-    Args:
-        file: the file, of which everything can be converted.
-        model: its modules, on any device.
-
-    Raises:
-        ModelError: the file lacks a tensor of the model, or has another one, or one of a wrong
-            shape.
-    """
+    """The weights of a GGUF file (see `WeightSource`)."""
 
     def __init__(self, file: GgufFile, model: PreTrainedModel) -> None:
         self.title = file.path.stem
@@ -197,12 +164,10 @@ class GgufWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `WeightSource.shapes`."""
         return self._shapes
 
     @property
     def num_bytes(self) -> int:
-        """See `WeightSource.num_bytes`."""
         return sum(tensor.num_bytes for tensor in self._file.tensors)
 
     def kind(self, name: str) -> gguf.GGMLQuantizationType:
@@ -219,7 +184,6 @@ class GgufWeights:
         return np.ascontiguousarray(self._reordered(tensor, tensor.rows()))
 
     def read(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> Tensor:
-        """See `WeightSource.read`."""
         sources = self._sources[name]
         if len(sources) > 1:  # [experts, I, E] each
             assert rows is None
@@ -247,11 +211,7 @@ class GgufWeights:
 
 
 def _sources(file: GgufFile, model: PreTrainedModel) -> dict[str, _Sources]:
-    """The tensors of every weight, by Hugging Face name.
-
-    Raises:
-        ModelError: The file lacks a tensor of the model, or has one that the model lacks.
-    """
+    """The tensors of every weight, by Hugging Face name."""
     wanted = _gguf_names(file, model)
     present = {tensor.name: tensor for tensor in file.tensors}
     needed = {each for names in wanted.values() for each in names}
@@ -287,11 +247,7 @@ def _gguf_names(file: GgufFile, model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _check_shape(file: GgufFile, sources: _Sources, expected: tuple[int, ...]) -> None:
-    """Check that tensors have the shape of the model's parameter.
-
-    Raises:
-        ModelError: If they do not.
-    """
+    """Check that tensors have the shape of the model's parameter."""
     tensor = sources[0]
     shapes = [source.shape for source in sources]
     if len(sources) > 1:
@@ -329,7 +285,6 @@ def _rotary_halves(weight: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
     Args:
         weight: Query or key projection, [heads * head size, anything].
-        heads: The number of heads.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
@@ -375,15 +330,7 @@ _HINT = "use the model's safetensors folder instead"
 
 
 def convert_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file, with its chat template, into a folder.
-
-    Args:
-        file: The GGUF file.
-        folder: Where the tokenizer's files go, beside a `config.json`.
-
-    Raises:
-        ModelError: If the tokenizer cannot be converted without changing it.
-    """
+    """Write the tokenizer of a GGUF file, with its chat template, into a folder."""
     from transformers import PreTrainedTokenizerFast
 
     kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
@@ -419,11 +366,7 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _check_vocabulary(file: GgufFile) -> None:
-    """Check the types and lengths of what makes up the vocabulary.
-
-    Raises:
-        ModelError: One is wrong.
-    """
+    """Check the types and lengths of what makes up the vocabulary."""
     tokens = file.get("tokenizer.ggml.tokens")
     if not _are(str, tokens) or max(map(len, tokens), default=_MAX_TOKEN + 1) > _MAX_TOKEN:
         raise file.wrong("tokenizer.ggml.tokens")
@@ -490,11 +433,7 @@ def _pieces_of(tokenizer: Any) -> tuple[list[int], list[str]]:
 
 
 def _check_saved(file: GgufFile, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Check that the saved tokenizer encodes like `tokenizer` and has the file's tokens.
-
-    Raises:
-        ModelError: If it does not.
-    """
+    """Check that the saved tokenizer encodes like `tokenizer` and has the file's tokens."""
     loaded = load_tokenizer(folder)
     assert loaded is not None
     # For some architectures Transformers ignores the saved class and loads another.

@@ -174,22 +174,13 @@ class _Tokenizer(_Part):
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder has a readable config and all the weight files it should have.
-
-    Raises:
-        ModelError: If it lacks one of them.
-    """
+    """Check that a folder has a readable config and all the weight files it should have."""
     read_config(folder)
     weight_files(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's `config.json`.
-
-    Raises:
-        ModelError: If there is none, it is not a JSON object, it names code on the Hub, or it or
-            the generation config has a value that no model has.
-    """
+    """The content of a folder's `config.json`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
@@ -209,26 +200,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Check what a folder's `tokenizer_config.json` says, if there is one.
-
-    Raises:
-        ModelError: It is not a JSON object, or has a value that no tokenizer has.
-    """
+    """Check what a folder's `tokenizer_config.json` says, if there is one."""
     path = folder / "tokenizer_config.json"
     if path.is_file():
         _check(_Tokenizer, path, _read_object(path))
 
 
 def check_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Check the types and ranges of a configuration, in Transformers' words.
-
-    Args:
-        path: The file that it comes from.
-        config: Its fields.
-
-    Raises:
-        ModelError: A field has a value that no model has.
-    """
+    """Check the types and ranges of a configuration, in Transformers' words."""
     for name in (None, "text_config", "decoder", "encoder"):
         part = config if name is None else config.get(name)
         if isinstance(part, Mapping):
@@ -239,14 +218,6 @@ def check_sizes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> None:
     """Compare the sizes of a checked configuration with the tensors that are there.
 
     A model much larger than its files would be made before its weights are found missing.
-
-    Args:
-        path: The file of the configuration.
-        config: Its fields, in Transformers' words.
-        shapes: Of the tensors of its weights.
-
-    Raises:
-        ModelError: They cannot be those of such a model.
     """
     present = sum(math.prod(shape) for shape in shapes.values())
     if "quantization_config" in config:
@@ -297,11 +268,7 @@ def _most(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a folder's weights.
-
-    Raises:
-        ModelError: If the folder has no safetensors, or not all of its shards.
-    """
+    """The safetensors files that hold a folder's weights."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():

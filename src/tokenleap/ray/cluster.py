@@ -42,21 +42,13 @@ _EVERY = 3.0
 
 
 def check_there() -> None:
-    """Refuse to go on without Ray, and leave its import, which reads the environment, to `cluster`.
-
-    Raises:
-        TokenleapError: it is not installed.
-    """
+    """Refuse to go on without Ray, and leave its import, which reads the environment, to `cluster`."""
     if find_spec("ray") is None:
         raise _missing("ray")
 
 
 def check_installed() -> None:
-    """Refuse to go on without Ray and what it needs.
-
-    Raises:
-        TokenleapError: it is not installed.
-    """
+    """Refuse to go on without Ray and what it needs."""
     try:
         import ray.data
         import ray.serve
@@ -72,14 +64,6 @@ def cluster(address: str | None, *, stays: bool = False) -> Iterator[bool]:
     Args:
         address: HOST:PORT of a running one, or "auto" for the one on this machine; None starts one
             on this machine. A process that is connected already stays so.
-        stays: whether the connection outlives the block, and so does a cluster that was started.
-
-    Yields:
-        Whether the cluster was started here, so that all in it ends with it.
-
-    Raises:
-        TokenleapError: Ray is not installed, or there is no cluster at this address.
-        SystemExit: SIGTERM came, unless the connection stays. So nothing is left on the cluster.
     """
     if address is not None and address != "auto":
         prepare(address)
@@ -140,11 +124,7 @@ def is_there() -> bool:
 
 @contextmanager
 def watched() -> Iterator[Callable[[], bool]]:
-    """Watch the head of the cluster that this process is connected to, in a thread.
-
-    Yields:
-        Whether it has answered in the last `LOST_SECONDS`. Once it has not, it never will have.
-    """
+    """Watch the head of the cluster that this process is connected to, in a thread."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -187,11 +167,7 @@ def _failed(address: str | None, error: Exception) -> TokenleapError:
 
 @contextmanager
 def _ending_at_sigterm(*, wanted: bool) -> Iterator[Callable[[], object]]:
-    """Let SIGTERM raise `SystemExit` in this block, if that is wanted and can be.
-
-    Yields:
-        What sees to it again: Ray puts a handler of its own in the place, which writes a stack.
-    """
+    """Let SIGTERM raise `SystemExit` in this block, if that is wanted and can be."""
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
@@ -222,12 +198,6 @@ def prepare(address: str) -> None:
     Ray itself would try for minutes where nobody listens. It takes a token for granted on a cluster
     of this machine, but for an address only if `RAY_AUTH_MODE` says so, which it reads once, when
     it is imported. So a cluster that wants a token sets that variable here.
-
-    Args:
-        address: HOST:PORT.
-
-    Raises:
-        TokenleapError: there is no cluster, or it wants a token that this machine does not have.
     """
     host, port = _parts(address)
     try:
@@ -275,11 +245,7 @@ def _parts(address: str) -> tuple[str, int]:
 
 
 def _takes(address: str, token: str | None) -> bool:
-    """Whether a cluster answers to who has this token.
-
-    Raises:
-        TokenleapError: what listens there is not Ray.
-    """
+    """Whether a cluster answers to who has this token."""
     import grpc
 
     sent = [] if token is None else [("authorization", f"Bearer {token}")]

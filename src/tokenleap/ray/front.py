@@ -47,12 +47,7 @@ class Front:
     begun ends with an error.
 
     Args:
-        replicas: Ray Serve's handle of the deployment.
-        settings: limits; the replicas have the same ones.
         alive: whether there is a cluster. Ray replaces replicas, but nobody replaces the cluster.
-
-    Attributes:
-        stopping: whether no more requests are taken.
     """
 
     def __init__(
@@ -114,11 +109,7 @@ class Front:
         return None
 
     async def _all(self, method: str, *arguments: str) -> list[Any]:
-        """What this method of each replica returns, or why it has failed.
-
-        Raises:
-            TimeoutError: one does not answer.
-        """
+        """What this method of each replica returns, or why it has failed."""
         asked = self._replicas.broadcast(method, *arguments)
         found: list[Any] = await asked.results_async(
             timeout_s=ASKED_SECONDS, return_exceptions=True
@@ -184,14 +175,7 @@ class Front:
         await answer.fail()
 
     async def _once(self, call: Call, keys: list[int], answer: _Answer) -> str | None:
-        """Let a replica answer.
-
-        Returns:
-            What went wrong if the replica was lost; else None.
-
-        Raises:
-            APIError: Ray has no replica for it.
-        """
+        """Let a replica answer."""
         method = self._replicas.options(stream=True, method_name="respond")
         stream = method.remote(call=call, keys=keys)
         ended = False
@@ -224,8 +208,6 @@ class _Answer:
     The head waits for the first piece of the body, so that a lost request can begin again.
 
     Attributes:
-        begun: whether something was sent to the client.
-        complete: whether everything was.
         cut: whether it is to be told that the server shuts down.
     """
 
@@ -235,11 +217,7 @@ class _Answer:
         self.begun = self.complete = self.cut = False
 
     async def take(self, message: Message) -> None:
-        """Send a message of a replica, or keep it until the next one.
-
-        Raises:
-            TimeoutError: the client takes nothing.
-        """
+        """Send a message of a replica, or keep it until the next one."""
         if message["type"] == LOG:
             self._note(message["log"])
         elif message["type"] == "http.response.start":
@@ -253,11 +231,7 @@ class _Answer:
             await self._pass_on(message)
 
     async def fail(self) -> None:
-        """Tell the client that its request is lost.
-
-        Raises:
-            ConnectionError: it has a part of an answer that has no place for that.
-        """
+        """Tell the client that its request is lost."""
         error = APIError(
             503, "the replica with this request was lost: send it again.", code="replica_lost"
         )

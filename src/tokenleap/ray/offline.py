@@ -51,24 +51,10 @@ def generate(
     columns have to be left out before. The order of the rows is kept. If a process is lost, its
     block is made again. Nothing runs before the dataset is read or written.
 
-    Args:
-        dataset: a `ray.data.Dataset`.
-        model: a name that the machines of the cluster can load; see `LLM`.
-        sampling_params: for what a row does not say.
-        replicas: processes with a copy of the model each; "MIN:MAX" adds some while rows wait.
-        batch_size: rows of a block.
-        chat: whether prompts are messages; None means if the model has a chat template.
-        threads: threads of each process; None shares the cores of the cluster.
-        **engine: other arguments of `LLM`.
-
     Returns:
         The dataset with further columns: `text`, `token_ids` and `finish_reason` of the first
         output, `error` (None if all went well), and `result`, the JSON object that
         `tokenleap generate --prompts-file` writes, without `line`.
-
-    Raises:
-        TokenleapError: Ray is not installed, or there are more replicas than cores.
-        ConfigError: an argument is wrong.
     """
     check_installed()
     if batch_size < 1:
@@ -84,14 +70,7 @@ def generate(
 
 
 class Generator:
-    """What runs in a process of the stage: an engine, and the results of blocks of rows.
-
-    Args:
-        model: arguments of `LLM`.
-        shape: what becomes of prompts.
-        threads: threads of a pass.
-        read: the line in a row.
-    """
+    """What runs in a process of the stage: an engine, and the results of blocks of rows."""
 
     def __init__(
         self,
@@ -148,17 +127,7 @@ class Generator:
 
 
 class Offline:
-    """The lines of `tokenleap generate` on the cluster that this process is connected to.
-
-    Args:
-        model: arguments of `LLM`.
-        shape: what becomes of prompts.
-        replicas: how many processes.
-        threads: threads of each; None shares the cores.
-
-    Raises:
-        ConfigError: there are more replicas than cores.
-    """
+    """The lines of `tokenleap generate` on the cluster that this process is connected to."""
 
     def __init__(
         self,
@@ -172,15 +141,7 @@ class Offline:
         self._share = share(model, replicas, threads)
 
     def checked(self, lines: Sequence[Line]) -> dict[str, Any]:
-        """Load the model in a process of the cluster, and look at all lines there.
-
-        Returns:
-            What all results depend on (`settings_of`).
-
-        Raises:
-            TokenleapError: the model cannot be loaded, a line is no prompt, or the process that
-                looked at them was lost, and so were those that tried again.
-        """
+        """Load the model in a process of the cluster, and look at all lines there."""
         import ray
 
         check = ray.remote(num_cpus=self._share.cores, num_gpus=self._share.gpus, max_calls=1)(
@@ -197,11 +158,7 @@ class Offline:
         return found
 
     def records(self, lines: Sequence[Line]) -> Iterates[dict[str, Any], None, None]:
-        """The results of the lines, in their order, block by block.
-
-        Raises:
-            TokenleapError: the run was given up.
-        """
+        """The results of the lines, in their order, block by block."""
         if not lines:
             return
         import ray
@@ -233,15 +190,7 @@ class Offline:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Processes with engines.
-
-    Args:
-        model: arguments of `LLM`.
-        shape: what becomes of prompts.
-        replicas: how many.
-        of_each: what each computes with.
-        cores: what Ray sets aside for each.
-    """
+    """Processes with engines."""
 
     model: Mapping[str, Any]
     shape: Shape
@@ -252,13 +201,7 @@ class _Stage:
     def on(
         self, dataset: Any, read: Callable[[dict[str, Any]], Line], batch_size: int | None
     ) -> Any:
-        """The dataset with the columns of the results, in its order.
-
-        Args:
-            dataset: the rows.
-            read: makes a line of a row.
-            batch_size: rows of a block; None takes the dataset's blocks.
-        """
+        """The dataset with the columns of the results, in its order."""
         import ray
 
         least, most = self.replicas.least, self.replicas.most

@@ -31,23 +31,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas: a number, or a range in which load decides.
-
-    Args:
-        least: at any time.
-        most: under load.
-    """
+    """How many replicas: a number, or a range in which load decides."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str | int) -> Replicas:
-        """`"2"`, or `"1:4"`.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """`"2"`, or `"1:4"`."""
         found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(text).strip(), re.ASCII)
         if found is None:
             raise ConfigError(f"replicas: must be a number, or MIN:MAX such as 1:4, got {text}")
@@ -72,12 +63,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Share:
-    """What Ray sets aside for a replica.
-
-    Args:
-        cores: which are also the threads of its passes.
-        gpus: GPUs.
-    """
+    """What Ray sets aside for a replica."""
 
     cores: int
     gpus: int = 0
@@ -91,18 +77,7 @@ def share_of(
     device: str,
     threads: int | None,
 ) -> Share:
-    """An equal share of the cluster for each replica, of which none is spread over machines.
-
-    Args:
-        cores: of each machine.
-        gpus: of each machine.
-        replicas: how many there are to be.
-        device: of the model; with "auto" each replica gets a GPU if there is one.
-        threads: cores of a replica; None for as many as there are.
-
-    Raises:
-        ConfigError: there are more replicas than cores, or than GPUs.
-    """
+    """An equal share of the cluster for each replica, of which none is spread over machines."""
     wanted = 1 if device.startswith("cuda") or (device == "auto" and sum(gpus) >= 1) else 0
     if wanted and sum(int(each) for each in gpus) < replicas.most:
         raise ConfigError(
@@ -126,10 +101,6 @@ def beside(share: Share, cores: Sequence[float]) -> float:
 
     A replica has as many threads as its share has cores all the same. They wait for nobody, but a
     task that reads a file would wait forever for a core of its own.
-
-    Args:
-        share: of each replica.
-        cores: of each machine.
     """
     if share.cores > 1:
         return share.cores - 1
@@ -159,11 +130,6 @@ def prompt_keys(path: str, body: bytes, caller: str = "") -> list[int]:
 
     Prompts that begin with the same blocks of characters have the same first keys, if caches share
     them: the requests have the same API key and the same salt.
-
-    Args:
-        path: the endpoint.
-        body: the request's body.
-        caller: identifies its API key; empty without keys.
 
     Returns:
         No keys where there is no prompt, and for bodies that the endpoint will refuse.
@@ -206,10 +172,6 @@ class PrefixMemory:
         as many requests as the one with the fewest, and two more. Replicas that have seen equally
         much are in the order of their loads, and then of a hash, so that all who route alike
         choose alike.
-
-        Args:
-            keys: of `prompt_keys`.
-            loads: the replicas, with their running requests.
         """
         known = dict.fromkeys(loads, 0)
         left = set(loads)
@@ -264,8 +226,6 @@ class Call:
 
     Args:
         scope: what ASGI says of it, without what belongs to a process.
-        body: its body.
-        caller: identifies its API key; empty without keys.
     """
 
     scope: dict[str, Any]

@@ -32,11 +32,6 @@ class Replica:
     Ray makes it, and would make it again and again if that failed. So at the start of the server,
     the error is kept for whoever asks (`problem`). A replica that starts later fails: nobody asks
     it, and Ray waits longer each time before it tries again.
-
-    Args:
-        model: arguments of `LLM`.
-        settings: limits and names.
-        threads: threads of a pass; None leaves PyTorch's number.
     """
 
     def __init__(self, model: dict[str, Any], settings: Settings, threads: int | None) -> None:
@@ -95,10 +90,6 @@ class Replica:
 
         The last one waits for the end of the request, and what the log says comes before it: then
         nobody reads on. Ending the iteration early ends the request.
-
-        Args:
-            call: the request.
-            keys: for the router.
         """
         self._end_if_dead()
         last: list[Message] = []

@@ -32,18 +32,7 @@ SPARE = 64
 def serve_replicas(
     handle: Any, settings: Settings, at: socket.socket, ready: Callable[[], object] = lambda: None
 ) -> None:
-    """Answer requests with these replicas until a signal ends it.
-
-    Args:
-        handle: of `deployed`.
-        settings: limits and names.
-        at: a bound socket.
-        ready: called when the server listens.
-
-    Raises:
-        KeyboardInterrupt: the signal was SIGINT.
-        TokenleapError: the cluster has ended.
-    """
+    """Answer requests with these replicas until a signal ends it."""
     from tokenleap.ray.front import Front
 
     with watched() as alive:
@@ -63,22 +52,7 @@ def deployed(
     threads: int | None = None,
     ours: bool = False,
 ) -> Iterator[Any]:
-    """Replicas on the cluster that this process is connected to; they end with the block.
-
-    Args:
-        model: arguments of `LLM`.
-        settings: limits and names. Each replica has these limits.
-        replicas: how many.
-        threads: threads of a replica's passes; None shares the cores.
-        ours: whether the cluster ends behind the block, and all in it.
-
-    Yields:
-        Ray Serve's handle, when the first replicas are loaded.
-
-    Raises:
-        TokenleapError: the model cannot be loaded, the cluster has no room, or has an application
-            of this name.
-    """
+    """Replicas on the cluster that this process is connected to; they end with the block."""
     of_each = share(model, replicas, threads)
     from ray import serve as ray_serve
     from ray.serve.schema import LoggingConfig
@@ -117,13 +91,7 @@ def deployed(
 
 
 def _check_loaded(handle: Any) -> None:
-    """Ask all replicas for what went wrong when they were made.
-
-    Raises:
-        TokenleapError: one could not load the model.
-        RayError: one was lost.
-        TimeoutError: one does not answer.
-    """
+    """Ask all replicas for what went wrong when they were made."""
     for problem in handle.broadcast("problem").results(timeout_s=PROBLEM_SECONDS):
         if problem is not None:
             raise problem

@@ -77,21 +77,13 @@ def slab_attention(
     """Attention with the signature that Transformers modules call.
 
     Args:
-        module: the attention module; not used.
         query: [B, H, N, D].
         key: [B, G, S, D]; the H query heads share G key heads. S is a multiple of `KEY_BLOCK`.
         value: [B, G, S, D].
         attention_mask: [B, 1 or H, padded_rows(N), S], added to the scores.
-        dropout: must be 0.
-        scaling: factor on the scores; None means 1/sqrt(D).
-        **kwargs: `softcap` and `s_aux` (see `attend_scored`, where these are `sinks`); refused if
-            in `UNSUPPORTED`, otherwise ignored.
 
     Returns:
         [B, N, H, D], and None in place of the attention weights.
-
-    Raises:
-        CompatibilityError: the architecture passes an argument in `UNSUPPORTED`.
     """
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -117,8 +109,6 @@ def grouped_mask(mask: Tensor, nodes: int, group: int) -> Tensor:
 
     Args:
         mask: [B, 1, N or more, S], added to the scores.
-        nodes: N.
-        group: number of query heads that share a key head, H / G.
     """
     rows = mask[:, :, :nodes].repeat(1, 1, group, 1)
     # Padding rows see all keys, because a softmax over no keys would be NaN.
@@ -137,8 +127,6 @@ def attend_grouped(
         query: [B, N, H, D].
         key: [B, G, S, D].
         value: [B, G, S, D].
-        mask: from `grouped_mask`.
-        scaling: factor on the scores.
 
     Returns:
         [B, N, H * D].
@@ -175,8 +163,6 @@ def attend_scored(
         key: [B, G, S, D].
         value: [B, G, S, D].
         mask: [B, 1, R, S].
-        scaling: factor on the scores.
-        softcap: c, or None.
         sinks: [H], or None.
 
     Returns:
@@ -216,7 +202,6 @@ def attend_by_head(
         key: [B, H, S, D].
         value: [B, H, S, D].
         mask: [B, 1 or H, padded_rows(N), S], added to the scores.
-        scaling: factor on the scores.
 
     Returns:
         [B, N, H * D].

@@ -46,8 +46,6 @@ def network_for(
     """The fastest network that can run a model. The model itself is not changed.
 
     Args:
-        model: the Transformers module.
-        quantization: "int8" and "int4" quantize the weights of linear layers. None keeps them.
         runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
             operations ("lean": those of `LeanDecoder`, "module": those of the Transformers module),
             "cuda" captures these in CUDA graphs, and "compiled" also compiles them
@@ -55,14 +53,6 @@ def network_for(
             cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
         beside: a network that stays in memory. If both are native, weights with the same bits are
             in memory once.
-        packed: the model's weights as the native runtime reads them, if the module does not have
-            them.
-        peers: the processes over which the model's weights are spread.
-
-    Raises:
-        ConfigError: the quantization or runtime is unknown, or not available for this model on
-            this machine.
-        CompatibilityError: the model's layers cannot be quantized.
     """
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
@@ -94,17 +84,7 @@ def _why_not_native(
     runtime: str,
     unsupported: Callable[[PreTrainedModel], str | None],
 ) -> str | None:
-    """Why the C++ code does not run a model; None if it does. Compiles it if needed.
-
-    Args:
-        model: the Transformers module.
-        quantization: as in `network_for`.
-        runtime: as in `network_for`.
-        unsupported: why it cannot run the model, on any machine.
-
-    Raises:
-        ConfigError: the quantization or runtime is not available without it.
-    """
+    """Why the C++ code does not run a model; None if it does. Compiles it if needed."""
     asked = runtime in ("torch", *TORCH_RUNTIMES)
     reason = f"the runtime is '{runtime}'" if asked else unsupported(model)
     if reason is None:
@@ -129,11 +109,7 @@ def _why_not_native(
 def _torch_network(
     model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None, runtime: str
 ) -> Network:
-    """The network in PyTorch's operations; arguments as in `network_for`.
-
-    Raises:
-        ConfigError: the runtime is "lean", which does not run this model.
-    """
+    """The network in PyTorch's operations; arguments as in `network_for`."""
     if runtime == "lean" and not is_llama(model):
         raise ConfigError(
             "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3, and not all their "
@@ -150,11 +126,7 @@ def _warn_once(reason: str) -> None:
 
 
 def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
-    """Refuse what cannot run a model whose weights are spread over so many processes.
-
-    Raises:
-        ConfigError: the quantization or runtime is for models in one process.
-    """
+    """Refuse what cannot run a model whose weights are spread over so many processes."""
     if size == 1:
         return
     for option, value, takes in (
@@ -169,13 +141,7 @@ def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
 
 
 def _seq2seq_network(model: PreTrainedModel, quantization: str | None, runtime: str) -> Network:
-    """The network of an encoder-decoder.
-
-    Raises:
-        ConfigError: the runtime is for decoder-only models, or the quantization or runtime is not
-            available for this model on this machine.
-        CompatibilityError: the model is of an unknown kind, or its layers cannot be quantized.
-    """
+    """The network of an encoder-decoder."""
     takes = ("auto", "native", "torch", "lean")
     if runtime not in takes:
         raise ConfigError(
@@ -204,14 +170,8 @@ def head_network(
     """The network of a drafting head that works for a target.
 
     Args:
-        weights: the head's, on the target's device and in its dtype.
-        target: the target's network: a native target gets a native head, if it supports the sizes.
         quantization: "int8" or "none". None chooses: int8 for a native head whose weights would be
             bfloat16, or whose target is quantized.
-        of_target: the target's quantization.
-
-    Raises:
-        ConfigError: the device has no int8.
     """
     dtype, device = weights.embedding.dtype, weights.embedding.device
     native = isinstance(target, NativeDecoder) and wrong_sizes(weights) is None

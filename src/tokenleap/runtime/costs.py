@@ -63,12 +63,10 @@ class CostCurve:
         points: measured seconds by the number of nodes of a single row, or by (rows, nodes).
             Without them the curve is a guess in passes over one node, until the first observed
             pass scales it to seconds.
-        peers: the processes that compute the target together.
 
     Attributes:
         agreed: gives all processes the seconds that the first one measured, so that they decide
             alike. Whatever a controller measures goes through it.
-        measured: whether the curve started from measured points.
     """
 
     def __init__(

@@ -76,9 +76,6 @@ class Int8Linear(nn.Module):
     Args:
         weight: [out, in], `in` a multiple of 16.
         bias: [out] or None.
-
-    Raises:
-        CompatibilityError: `in` is not a multiple of 16.
     """
 
     LEAST_ROWS: ClassVar[int] = 1
@@ -121,16 +118,7 @@ def linear_layer(
 def check_quantization(
     quantization: str | None, device: torch.device, option: str = "quantization"
 ) -> None:
-    """Refuse a quantization that is unknown or does not run on this device.
-
-    Args:
-        quantization: the name of it, or None.
-        device: where it is to run.
-        option: where the user gave it.
-
-    Raises:
-        ConfigError: there is no such quantization, or not on this device.
-    """
+    """Refuse a quantization that is unknown or does not run on this device."""
     if quantization is None:
         return
     if quantization not in (*QUANTIZATIONS, DRAFTING):
@@ -198,11 +186,7 @@ def share(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers, wherever the architecture keeps it.
-
-    Raises:
-        CompatibilityError: there is no such list.
-    """
+    """The list of decoder layers, wherever the architecture keeps it."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -44,8 +44,6 @@ class GrowthDraw:
 
     Args:
         noise: of the request, with depths counted from the root; its token stream is drawn from.
-        temperature: of q, above 0.
-        limits: what truncates q.
         coupled: whether the noise is the target's own. The probabilities of tokens are then
             their clarity (`drafters.drawing`).
     """

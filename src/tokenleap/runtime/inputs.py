@@ -57,7 +57,6 @@ class Window:
     """What a layer sees of the positions up to a node's own.
 
     Args:
-        size: number of tokens.
         chunked: whether the text is cut into chunks of `size` tokens, and a node sees its own chunk
             only. Otherwise it sees itself and the `size` - 1 tokens before it.
     """
@@ -112,8 +111,6 @@ class RowNodes:
 
     Args:
         start: slot of the first node's KV; the other nodes' slots follow.
-        tokens: [n] token ids.
-        positions: [n] positions in the text.
         prefixes: [n] how many of the row's first slots each node sees.
         tails: [n] the slots that each node sees behind its prefix, ascending. A node's own slot is
             in its prefix or in its tail. Empty if no node has a tail, as in a chain.
@@ -170,12 +167,8 @@ class PassInputs:
     """One pass over B adjacent rows of the slab, with at most N nodes each and T in all.
 
     Args:
-        rows: [B] the nodes of each row.
-        first: index of the first row in the slab.
         nodes: N. It exceeds the longest row if the network needs padding.
         span: S, the number of slots that attention reads, a multiple of `KEY_BLOCK`.
-        dtype: dtype of the mask.
-        device: device of the tensors.
         states: [T, E] the nodes' states, row by row, for a drafting head that reads a state beside
             each token; None for a language model.
     """
@@ -324,7 +317,6 @@ class ExtendedEmbedding(nn.Module):
     """An embedding module of V tokens, with more tokens behind them.
 
     Args:
-        inner: the module.
         rows: [L, E] what it would return for the others.
     """
 
@@ -350,7 +342,6 @@ def extended(embedding: nn.Module, rows: Tensor) -> tuple[ExtendedEmbedding, int
     """An embedding module with more tokens.
 
     Args:
-        embedding: of V tokens, or one that was extended before.
         rows: [L, E] what it is to return for the next ids.
 
     Returns:

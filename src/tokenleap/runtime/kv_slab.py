@@ -55,7 +55,6 @@ class SlabBuffers:
     """The keys and values of all rows and layers, and the state of rows.
 
     Attributes:
-        lengths: committed tokens of each row.
         kept: how many nodes behind them each row keeps for its next tree.
         limit: most cells (rows x positions) to allocate. Row state counts as the cells that would
             take its bytes. With None, the slab grows as long as there is memory.
@@ -84,13 +83,7 @@ class SlabBuffers:
         return -(-taken // self.cell_bytes) if taken and self.cell_bytes else 0
 
     def has_room(self, rows: int, tokens: int, state_bytes: int = 0) -> bool:
-        """Whether `limit` allows this many rows, the longest of this many tokens.
-
-        Args:
-            rows: number of rows, those in use included.
-            tokens: tokens of the longest row.
-            state_bytes: bytes of row state that is to be added.
-        """
+        """Whether `limit` allows this many rows, the longest of this many tokens."""
         if self.limit is None:
             return True
         return rows * whole_blocks(tokens) + self._state_cells(state_bytes) <= self.limit
@@ -99,7 +92,6 @@ class SlabBuffers:
         """Make the buffers of these layers, for a network that writes to their addresses.
 
         Args:
-            layers: the layers' indices.
             like: [1, G, 1, D] in the dtype and on the device of the buffers.
         """
         for layer in layers:
@@ -158,11 +150,7 @@ class SlabBuffers:
         return whole_blocks(self.longest)
 
     def _fit(self, rows: int, positions: int) -> None:
-        """Grow to at least this size, and to twice the rows if possible.
-
-        Raises:
-            SlabFull: not even this size is possible.
-        """
+        """Grow to at least this size, and to twice the rows if possible."""
         ample = self._rows if rows <= self._rows else max(rows, 2 * self._rows)
         longest = max(positions, self._positions)
         shapes = ((ample, longest), (rows, longest), (rows, positions))
@@ -243,11 +231,7 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def add_row(self) -> int:
-        """Open an empty row behind the others and return its index.
-
-        Raises:
-            SlabFull: there is no room for it.
-        """
+        """Open an empty row behind the others and return its index."""
         if len(self.lengths) == self._rows:
             self._fit(self._rows + 1, self._positions_in_use)
         self.lengths.append(0)
@@ -288,11 +272,7 @@ class KVSlab(SlabBuffers, Cache):
         self._states[row] = self._states[source]
 
     def set_state(self, row: int, state: Sequence[Tensor]) -> None:
-        """Give a row its state: tensors that are written once and never rolled back.
-
-        Raises:
-            OverBudget: `limit` has no room for them beside the KV in use.
-        """
+        """Give a row its state: tensors that are written once and never rolled back."""
         before, self._states[row] = self._states[row], tuple(state)
         if not self.has_room(len(self.lengths), self.longest):
             self._states[row] = before
@@ -310,7 +290,6 @@ class KVSlab(SlabBuffers, Cache):
         """Keep the KV of these nodes of the last pass, in this order, and discard the others.
 
         Args:
-            row: index of the row.
             nodes: indices into the row's tree, ascending, starting with the root (0). Empty only
                 if `kept` is not, or if the row ends.
             kept: more indices, ascending, behind `nodes`. Their tokens are not committed; they are
@@ -343,17 +322,11 @@ class KVSlab(SlabBuffers, Cache):
         """Prepare a pass over B adjacent rows.
 
         Args:
-            first: index of the first row.
             starts: [B] the slot of each row's first new node. It lies behind the committed tokens,
                 and behind the nodes of earlier passes that are still needed, such as kept ones.
-            counts: [B] number of new nodes.
-            num_nodes: N, the largest of `counts`, or more with padding.
 
         Returns:
             S, the number of slots that `write` and `update` will return, a multiple of `KEY_BLOCK`.
-
-        Raises:
-            SlabFull: there is no room for the new nodes.
         """
         self._span = whole_blocks(max(starts) + num_nodes)
         if self._span > self._positions:
@@ -440,11 +413,7 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def append(self, row: int, block: KVBlock) -> None:
-        """Commit KV that `read` returned, behind the row's committed tokens.
-
-        Raises:
-            SlabFull: there is no room for it.
-        """
+        """Commit KV that `read` returned, behind the row's committed tokens."""
         start = self.lengths[row]
         stop = start + block[0][0].shape[1]
         if stop > self._positions:

@@ -70,13 +70,7 @@ class DenseLinear:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One decoder layer: the fields of `LayerWeights`, and which sublayers run.
-
-    Args:
-        index: the layer's index in the slab.
-        attends: whether the attention runs.
-        computes: whether the MLP runs.
-    """
+    """One decoder layer: the fields of `LayerWeights`, and which sublayers run."""
 
     index: int
     attention_norm: Tensor | None
@@ -97,7 +91,6 @@ class LeanDecoder:
 
     Args:
         weights: its weights. Embedding and norms are shared, and linear layers are converted.
-        linear: the class of linear layers to use.
     """
 
     def __init__(self, weights: DecoderWeights, linear: type[LinearLayer]) -> None:
@@ -123,7 +116,6 @@ class LeanDecoder:
 
     @property
     def least_nodes(self) -> int:
-        """See `Network.least_nodes`."""
         return self._least_nodes
 
     @property
@@ -132,11 +124,9 @@ class LeanDecoder:
         return len(self._layers)
 
     def first_layers(self, count: int) -> LeanDecoder:
-        """See `Network.first_layers`."""
         return self._with(self._layers[:count])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> LeanDecoder:
-        """See `Network.without`."""
         return self._with(
             [
                 replace(layer, attends=index not in attention, computes=index not in mlp)
@@ -150,29 +140,24 @@ class LeanDecoder:
         return other
 
     def narrowed(self, size: int) -> LeanDecoder:
-        """See `WindowedNetwork.narrowed`."""
         return self._with(
             [replace(layer, window=resized(layer.window, size)) for layer in self._layers]
         )
 
     def between(self, first: int, last: int) -> LeanDecoder:
-        """See `ContinuingNetwork.between`."""
         return self._with(self._layers[first:last])
 
     def feed(self, states: Tensor) -> int:
-        """See `ContinuingNetwork.feed`."""
         self._more = states.to(self._embedding)
         return len(self._embedding)
 
     def extend(self, rows: Tensor) -> int:
-        """See `Network.extend`."""
         rows = rows.to(self._embedding)
         known = rows[:0] if self._more is None else self._more
         self._more = torch.cat([known, rows])
         return len(self._embedding) + len(known)
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`."""
         x, joined = self._begin(inputs)
         cos, sin = self._angles_at(inputs.flat(inputs.positions))  # [T, 1, D]
         nodes, group = inputs.nodes, self._heads // self._key_heads

@@ -45,14 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Norms:
-    """The names of a layer's norms; None where nothing is normalised.
-
-    Args:
-        attention: of what the attention reads.
-        attention_after: of what the attention adds to the residual stream.
-        mlp: of what the MLP reads.
-        mlp_after: of what the MLP adds to the residual stream.
-    """
+    """The names of a layer's norms; None where nothing is normalised."""
 
     attention: str | None = "input_layernorm"
     attention_after: str | None = None
@@ -74,13 +67,8 @@ class Traits:
     """The numbers by which a model differs from Llama. The defaults are Llama's.
 
     Args:
-        embedding_scale: factor of the embedding.
-        learnt_scale: the same for ids behind the vocabulary (`Network.extend`).
         residual_scale: factor of what attention and MLP add to the residual stream.
-        logit_scale: factor of the logits.
         logit_cap: c: the logits x become c tanh(x / c); 0 for none.
-        score_cap: the same for the scores of attention.
-        activation: of the MLP's gates.
         whole_norms: whether the queries of all heads are normalised together, and the keys.
     """
 
@@ -107,15 +95,9 @@ class Family:
     configuration.
 
     Args:
-        norms: the norms of a layer.
         merged: whether query, key and value are one linear layer, and gate and up one.
-        norms_from_one: whether norms multiply by one plus their weights.
-        whole_norms: see `Traits`.
         activation: the field of the configuration that names it, and its name.
-        multipliers: whether the configuration has the factors of `Traits`.
-        scaled_embedding: whether the embedding's module multiplies by a factor.
         caps_logits: whether the configuration may have a cap for the logits.
-        caps_scores: the same for the scores.
     """
 
     norms: Norms = Norms()
@@ -269,18 +251,11 @@ class LayerWeights:
 
     Args:
         attention_norm: [E], or None if the attention reads the residual stream as it is.
-        qkv: E -> (H + 2 G) D.
         query_norm: [D], or None if the architecture does not normalise heads; [H D] if it does so
             with all of them at once (`Traits.whole_norms`).
         key_norm: as `query_norm`; [G D] for all of them.
-        output: H D -> E.
         mlp_norm: [E], or None as for the attention.
-        gate_up: E -> 2 I.
-        down: I -> E.
         attention_after: [E] of a norm of what the attention adds to the residual stream, or None.
-        mlp_after: the same for the MLP.
-        window: what the attention sees; None for the whole text.
-        rotates: whether queries and keys are rotated by their positions.
     """
 
     attention_norm: Tensor | None
@@ -308,7 +283,6 @@ class JointInput:
     Args:
         embedding_norm: [E] weight of the embedding's RMSNorm.
         state_norm: [E] weight of the state's RMSNorm.
-        norm_before_residual: whether the residual stream begins with the normalised state.
         norm_output: whether the states handed on, which are the hidden states behind the last
             layer, are those after the final norm.
     """
@@ -321,11 +295,7 @@ class JointInput:
 
 @dataclass(frozen=True)
 class MixedInput:
-    """How a drafting head of EAGLE-1 reads states: the stream begins with `linear` of both.
-
-    Args:
-        linear: [embedding; state], 2 E -> E.
-    """
+    """How a drafting head of EAGLE-1 reads states: the stream begins with `linear` of both."""
 
     linear: LinearWeights
 
@@ -363,11 +333,7 @@ class DecoderWeights(Protocol):
 
 
 class LlamaWeights:
-    """A model's sizes and weights. The weights of a layer are merged when `layer` is called.
-
-    Args:
-        model: a model for which `family_of` has a family.
-    """
+    """A model's sizes and weights. The weights of a layer are merged when `layer` is called."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
@@ -426,7 +392,6 @@ class Rotary:
 
     Args:
         module: the rotary embedding; it knows the frequencies and the scaling.
-        device: device of the angles.
         kind: which kind of layers, if the embedding has angles for several.
     """
 

@@ -29,7 +29,6 @@ class ModuleNetwork:
 
     Args:
         model: this network's own copy of the module tree (see `share`). It is changed.
-        least_nodes: see `Network.least_nodes`.
     """
 
     name = "module"
@@ -96,34 +95,24 @@ class ModuleNetwork:
         return inputs.mask_within(window)
 
     def narrowed(self, size: int) -> ModuleNetwork:
-        """See `WindowedNetwork.narrowed`."""
         other = copy(self)
         other._windows = {kind: resized(window, size) for kind, window in self._windows.items()}
         return other
 
     def extend(self, rows: Tensor) -> int:
-        """See `Network.extend`."""
         embedding, first = extended(self._model.get_input_embeddings(), rows)
         self._model.set_input_embeddings(embedding)
         return first
 
     def first_layers(self, count: int) -> Self:
-        """See `Network.first_layers`.
-
-        Raises:
-            CompatibilityError: the module has no list of its layers.
-        """
+        """See `Network.first_layers`."""
         model = share(self._model)
         del decoder_layers(model)[count:]
         model.config.get_text_config().num_hidden_layers = count
         return self._like(model)
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
-        """See `Network.without`.
-
-        Raises:
-            CompatibilityError: no submodule of a layer is known to be its attention or its MLP.
-        """
+        """See `Network.without`."""
         model = share(self._model)
         layers = decoder_layers(model)
         for kind, indices in (("attention", attention), ("mlp", mlp)):
@@ -140,7 +129,6 @@ class _HiddenStates:
     """Records the hidden states of layers while a module runs.
 
     Args:
-        model: the module.
         layers: layer ids (see `Need`). If there are none, no hooks are installed.
     """
 
@@ -230,11 +218,7 @@ the nodes' positions [B, R]."""
 
 
 class Bias:
-    """What all attention modules of a model add to the scores of a pass.
-
-    Args:
-        alibi: the model's ALiBi biases; None if it has none.
-    """
+    """What all attention modules of a model add to the scores of a pass."""
 
     def __init__(self, alibi: Alibi | None) -> None:
         self._alibi = alibi
@@ -268,14 +252,7 @@ _NOWHERE = nn.Module()
 
 
 def rebuild(model: PreTrainedModel) -> Bias | None:
-    """Wrap the attention modules of a model, if Tokenleap has to compute their attention.
-
-    Args:
-        model: a network's own copy (see `share`). It is changed.
-
-    Returns:
-        What the wrapped modules read; None if the model's own modules do.
-    """
+    """Wrap the attention modules of a model, if Tokenleap has to compute their attention."""
     wrapped = next((m.bias for m in model.modules() if isinstance(m, _Wrapped)), None)
     if wrapped is not None:  # a copy of a network's own copy
         return wrapped
@@ -291,12 +268,7 @@ def rebuild(model: PreTrainedModel) -> Bias | None:
 
 
 class _Wrapped(nn.Module):
-    """Computes what an attention module does, with its projections.
-
-    Args:
-        module: the attention module.
-        bias: shared by all layers.
-    """
+    """Computes what an attention module does, with its projections."""
 
     WRAPS: str
     """Name of the module's class."""
@@ -313,7 +285,6 @@ class _Bloom(_Wrapped):
     def forward(
         self, states: Tensor, residual: Tensor, *, layer_past: Any, **_: Any
     ) -> tuple[Tensor, None]:
-        """See `BloomAttention.forward`."""
         own = self.module
         qkv = own.query_key_value(states)  # [B, N, H * 3 * D]
         query, keys, values = qkv.unflatten(2, (own.num_heads, 3, -1)).permute(3, 0, 2, 1, 4)
@@ -326,7 +297,6 @@ class _Mpt(_Wrapped):
     WRAPS = "MptAttention"
 
     def forward(self, states: Tensor, *, past_key_values: Any, **_: Any) -> tuple[Tensor, None]:
-        """See `MptAttention.forward`."""
         own = self.module
         qkv = own.Wqkv(states)  # [B, N, 3 * H * D]
         if own.clip_qkv:
@@ -342,7 +312,6 @@ class _Falcon(_Wrapped):
     def forward(
         self, states: Tensor, *, layer_past: Any, position_embeddings: Any, **_: Any
     ) -> tuple[Tensor, None]:
-        """See `FalconAttention.forward`."""
         from transformers.models.falcon import modeling_falcon as falcon
 
         own, turn = self.module, cast("Any", falcon.apply_rotary_pos_emb)

@@ -52,7 +52,6 @@ class Need:
     """What a pass returns besides writing the KV; other outputs are not computed.
 
     Args:
-        logits: whether logits are needed.
         last: they are needed for the last `last` nodes of each row; None means for all.
         hidden: layer ids whose hidden states are needed, ascending. Id k means the residual stream
             entering layer k, and the number of layers means the one entering the final norm (the
@@ -125,13 +124,7 @@ class Network(Protocol):
         ...
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """Run one pass; `KVSlab.begin` has prepared the slab for it.
-
-        Args:
-            inputs: the T nodes, their mask in the network's dtype.
-            slab: holds the KV; the network adds that of the nodes.
-            need: what to return.
-        """
+        """Run one pass; `KVSlab.begin` has prepared the slab for it."""
         ...
 
     def extend(self, rows: Tensor) -> int:
@@ -142,9 +135,6 @@ class Network(Protocol):
 
         Args:
             rows: [L, E] what the embedding layer is to return.
-
-        Returns:
-            The first id; those of the other rows follow.
         """
         ...
 
@@ -162,7 +152,6 @@ class GrowthLimit:
     """Where the growth of one tree ends.
 
     Args:
-        depth: most levels, at least 1.
         nodes: no level is added to so many nodes. None: there is no such limit.
         scored: most drafted nodes that are computed; each takes a KV slot.
         min_token_prob: nothing is drafted below a token of a smaller probability.
@@ -183,7 +172,6 @@ class GrownTree:
     """A tree of n drafted nodes, parents first.
 
     Args:
-        tokens: [n].
         parents: [n] index of a drafted node, or -1 for a child of the root.
         probabilities: [n] of each token given its ancestors; NaN if the network returned NaN. Of
             drawn tokens before truncation, or as `GrowthDraw.coupled` says.
@@ -231,10 +219,6 @@ class GrowingNetwork(ABC):
         """Draft one tree behind the last node of each row that has nodes.
 
         Args:
-            inputs: the first pass; `KVSlab.begin` has prepared the slab for all nodes.
-            slab: see `Network.forward`.
-            plan: how all trees grow.
-            limits: [R] of the R rows that have nodes; all of them draw, or none.
             token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
 
         Returns:
@@ -284,9 +268,6 @@ class ContinuingNetwork(Network, Protocol):
 
         Args:
             states: [T, E] hidden states of the first of these layers.
-
-        Returns:
-            The token id that stands for the first state; those of the others follow.
         """
         ...
 
@@ -335,7 +316,6 @@ class SourceNetwork(ABC):
             frames.
         source_vocab_size: token ids of a source are smaller; 0 if the model reads audio.
         num_bins: height of the features of audio; None if the model reads text.
-        encoded_size: E, the width of what an encoder returns.
         encoder_readers: drafters without an encoder of their own, as long as they exist. They add
             themselves when they are built.
     """
@@ -369,7 +349,6 @@ class SourceNetwork(ABC):
 
         Args:
             encoded: [n, E].
-            keep: whether it is a part of the state.
         """
 
     @property

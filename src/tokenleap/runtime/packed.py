@@ -81,10 +81,7 @@ class PackedModel:
     """A model whose linear layers are packed and mapped.
 
     Args:
-        folder: a folder with its configuration and its tokenizer.
         module: its modules, with the weights of the embedding and of the final norm only.
-        weights: the packed weights.
-        quantization: "int8", "int4", or `OWN`.
         logits: [3, V] of the unpacked model's modules for the last three of `probe_tokens`; None if
             nothing was rounded that could spoil it.
     """
@@ -108,23 +105,12 @@ class _Build(Protocol):
         kind: store.Kind,
         replaces: str | None,
     ) -> Path:
-        """See `store.build`."""
         ...
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a model is packed.
-
-    Args:
-        origin: the model.
-        title: a short name of it.
-        identity: text that differs when the model's files have changed.
-        dtype: see `open_packed`.
-        form: how it is packed.
-        needed: bytes that packing needs.
-        fill: packs it (see `store.build`).
-    """
+    """How a model is packed."""
 
     origin: Path
     title: str
@@ -149,20 +135,9 @@ def open_packed(
 ) -> PackedModel | None:
     """A model with mapped weights, which are packed now if they are not in the cache.
 
-    Args:
-        name: as `LLM` takes it.
-        dtype: of the embedding and the KV, and of the weights before they are rounded.
-        device: where the model is to run.
-        quantization: as `LLM` takes it, or `DRAFTING`.
-        runtime: as `LLM` takes it.
-
     Returns:
         None if the native runtime does not run this model with these options, or if something is
         wrong with it: loading it as a whole then says what.
-
-    Raises:
-        ModelError: there is no such model, it changes while it is read, or it is a GGUF file that
-            cannot be read or for which the cache has no room.
     """
     if runtime not in ("auto", "native") or device.type != "cpu" or dtype not in FORMATS:
         return None
@@ -196,9 +171,6 @@ def _opened(
     Args:
         pack: makes its packed files if needed. It returns the folder of its configuration and
             tokenizer, and that of its packed files.
-        dtype: see `open_packed`.
-        form: how it is packed.
-        again: whether to pack once more if the files are deleted before they are mapped.
     """
     folder, files = pack()
     try:
@@ -291,14 +263,6 @@ def _kept(recipe: _Recipe, build: _Build) -> Path:
 
     Its name tells the files that it was made from. So nobody maps some layers of an older version
     and some of a newer one.
-
-    Args:
-        recipe: how it is made.
-        build: makes it in the cache, or elsewhere if the cache cannot be written.
-
-    Raises:
-        ModelError: the model changes meanwhile, or `fill` raises it.
-        CacheError: it cannot be written.
     """
     origin, before = recipe.origin, recipe.identity()
     dtype_name = str(recipe.dtype).removeprefix("torch.")
@@ -363,11 +327,8 @@ class RoundingPacker:
     """Writes the packed files of a model, while a few tokens pass through its modules.
 
     Args:
-        source: the weights.
         module: its modules, which are of no use afterwards: each layer is given its weights when
             the tokens reach it.
-        quantization: how to pack.
-        folder: an empty folder to fill.
     """
 
     def __init__(
@@ -381,12 +342,7 @@ class RoundingPacker:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Write the files.
-
-        Raises:
-            ModelError: a weight cannot be read, or logits are not finite.
-            OSError: a file cannot be written.
-        """
+        """Write the files."""
         source, body = self._source, self._module.model
         with packing_progress(source, self._quantization) as self._report:
             embedding = self._read("model.embed_tokens.weight")
@@ -459,13 +415,7 @@ def _ignored(_done: int) -> None:
 
 
 class GgufPacker:
-    """Writes the packed files of a GGUF file.
-
-    Args:
-        source: its weights.
-        module: its modules, on the meta device.
-        folder: a folder to write to.
-    """
+    """Writes the packed files of a GGUF file."""
 
     def __init__(self, source: GgufWeights, module: PreTrainedModel, folder: Path) -> None:
         self._source, self._module, self._folder = source, module, folder
@@ -476,15 +426,7 @@ class GgufPacker:
         self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
 
     def run(self) -> str:
-        """Write the files.
-
-        Returns:
-            What runs, for people: how each kind of numbers in the file is stored.
-
-        Raises:
-            ModelError: the file cannot be read, or is damaged.
-            OSError: a file cannot be written.
-        """
+        """Write the files."""
         done = 0.0
         with packing_progress(self._source, "its own numbers") as report:
             for index in range(self._module.config.num_hidden_layers):
@@ -581,11 +523,7 @@ class GgufPacker:
         return joined(parts)
 
     def _rounded(self, name: str, form: Format) -> PackedWeights:
-        """A weight that is dequantized, a piece at a time if that is possible, and packed.
-
-        Raises:
-            ModelError: it was to keep its own numbers, and one of them is not finite.
-        """
+        """A weight that is dequantized, a piece at a time if that is possible, and packed."""
         if form not in (self._floats, Format.INT8, Format.INT4):
             raise ModelError(
                 f"{self._source.title}: {name} has numbers that are not finite: the file is "

@@ -51,12 +51,7 @@ MARGIN = ROW_MULTIPLE - 1
 
 
 class Rows:
-    """The rows of a KV slab by their keys: request ids, or `INTERNAL_KEY` and below.
-
-    Args:
-        slab: holds the rows' KV.
-        max_model_len: most tokens of a row.
-    """
+    """The rows of a KV slab by their keys: request ids, or `INTERNAL_KEY` and below."""
 
     def __init__(self, slab: KVSlab, max_model_len: int) -> None:
         self.max_model_len = max_model_len
@@ -64,11 +59,7 @@ class Rows:
         self._keys: list[int] = []  # key of each slab row
 
     def add(self, key: int) -> None:
-        """Open an empty row.
-
-        Raises:
-            SlabFull: there is no room for it.
-        """
+        """Open an empty row."""
         assert key not in self._keys
         self._slab.add_row()
         self._keys.append(key)
@@ -141,11 +132,7 @@ class Rows:
     # Memory
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Keep the KV slab within this many bytes.
-
-        Raises:
-            ConfigError: not even one sequence would fit.
-        """
+        """Keep the KV slab within this many bytes."""
         cells = num_bytes // self._slab.cell_bytes
         if cells < KEY_BLOCK:
             least = KEY_BLOCK * self._slab.cell_bytes / MIB
@@ -175,13 +162,7 @@ class Rows:
         return min(self.max_model_len, cells // KEY_BLOCK * KEY_BLOCK - MARGIN)
 
     def has_room(self, rows: int, tokens: int, state_bytes: int = 0) -> bool:
-        """Whether the memory limit allows this many rows, the longest of this many tokens.
-
-        Args:
-            rows: number of rows, those in use included.
-            tokens: tokens of the longest row.
-            state_bytes: bytes of row state that is to be added.
-        """
+        """Whether the memory limit allows this many rows, the longest of this many tokens."""
         return self._slab.has_room(rows, tokens + MARGIN, state_bytes)
 
     @property
@@ -199,13 +180,7 @@ class Rows:
 
 
 class SourceRows(Rows):
-    """The rows of a network's KV slab, and the sources that they read.
-
-    Args:
-        network: the rows are its.
-        slab: holds the rows' KV and state.
-        max_model_len: most tokens of a row.
-    """
+    """The rows of a network's KV slab, and the sources that they read."""
 
     def __init__(self, network: Network, slab: KVSlab, max_model_len: int) -> None:
         super().__init__(slab, max_model_len)
@@ -223,11 +198,7 @@ class SourceRows(Rows):
         return self.source_network is not None
 
     def add(self, key: int) -> None:
-        """Open an empty row. Rows of checks and measurements read the network's `probe_source`.
-
-        Raises:
-            SlabFull: there is no room for it.
-        """
+        """Open an empty row. Rows of checks and measurements read the network's `probe_source`."""
         super().add(key)
         network = self.source_network
         if network is None or key > INTERNAL_KEY:
@@ -241,11 +212,7 @@ class SourceRows(Rows):
             raise
 
     def encode(self, key: int, source: Source) -> None:
-        """Read a source: run the encoder, and give the row the state that its decoder reads.
-
-        Raises:
-            SlabFull: there is no room for the state.
-        """
+        """Read a source: run the encoder, and give the row the state that its decoder reads."""
         self.share_state(key, self._encoded(source))
 
     @torch.inference_mode()
@@ -260,19 +227,11 @@ class SourceRows(Rows):
 
     @torch.inference_mode()
     def read_encoded(self, key: int, encoded: Tensor) -> None:
-        """Give the row the state that its decoder reads of another model's encoder [n, E].
-
-        Raises:
-            SlabFull: there is no room for the state.
-        """
+        """Give the row the state that its decoder reads of another model's encoder [n, E]."""
         self.share_state(key, self._needed_source_network().read(encoded))
 
     def share_state(self, key: int, state: RowState) -> None:
-        """Give a row the state of a source that was read before, as `row_state` returned it.
-
-        Raises:
-            SlabFull: there is no room for the state.
-        """
+        """Give a row the state of a source that was read before, as `row_state` returned it."""
         self.set_state(key, state)
 
     def row_state(self, key: int) -> RowState:
@@ -306,17 +265,7 @@ SCORED_CHUNK = 64
 
 
 class Passes(SourceRows):
-    """A network with its KV slab: prefill, verify, commit, rollback.
-
-    Args:
-        network: computes the passes.
-        max_model_len: most tokens of a row.
-        dtype: of the KV.
-        device: where it runs.
-
-    Attributes:
-        num_passes: number of forward passes so far.
-    """
+    """A network with its KV slab: prefill, verify, commit, rollback."""
 
     def __init__(
         self, network: Network, max_model_len: int, dtype: torch.dtype, device: torch.device
@@ -358,19 +307,12 @@ class Passes(SourceRows):
         """Compute and commit the KV of these tokens in chunks.
 
         Args:
-            key: the row.
-            tokens: [n] what follows the row's committed tokens.
-            hidden_layers: the layers whose hidden states are returned (see `Need`).
             states: [n, E] their states, for a drafting head.
             read_logits: given the logits [chunk, V] after the tokens of each chunk, which are valid
                 until it returns; with None they are not computed.
 
         Returns:
             Layer id -> [n, E].
-
-        Raises:
-            SlabFull: there is no room for them. Then none is committed, because the hidden states
-                of the first ones would be lost.
         """
         need = Need(logits=read_logits is not None, hidden=hidden_layers)
         size = PREFILL_CHUNK if read_logits is None else SCORED_CHUNK
@@ -406,20 +348,14 @@ class Passes(SourceRows):
         The KV of all nodes is written behind the committed tokens. `commit` then keeps a path.
 
         Args:
-            keys: the rows, in any order.
-            trees: a tree per row; its root is the row's first token that is not committed.
             num_computed: per row, how many of the tree's first nodes the row's last pass computed
                 (a drafter grows its tree level by level). None means those that the row keeps.
-            need: what to return.
             states: per row, the states [n + 1 - num_computed, E] of the nodes computed, for a
                 drafting head.
 
         Returns:
             Per row, the output for the n + 1 - num_computed nodes computed. It is valid until the
             next pass.
-
-        Raises:
-            SlabFull: there is no room for the nodes. Nothing was written.
         """
         computed = num_computed or [self.kept(key) for key in keys]
         outputs = self._forward(keys, self._tree_nodes(keys, trees, computed), need, states)
@@ -440,17 +376,8 @@ class Passes(SourceRows):
         Every mask sees the committed tokens, the pending ones, and all masks of its row. The KV of
         pending tokens is written as by `verify`, that of the masks must not be committed.
 
-        Args:
-            keys: the rows, in any order.
-            pending: per row, the tokens behind the committed ones.
-            num_masks: per row, its masks, at least 1.
-            mask_token: their token id.
-
         Returns:
             Per row, the logits [num_masks, V] of its masks, valid until the next pass.
-
-        Raises:
-            SlabFull: there is no room for them. Nothing was written.
         """
         nodes = [
             masked_nodes(tokens, mask_token, count, self.cached(key))
@@ -474,18 +401,8 @@ class Passes(SourceRows):
         The KV of pending and drafted nodes is written behind the committed tokens, as by `verify`.
 
         Args:
-            keys: the rows, in any order.
-            pending: per row, the tokens behind the committed ones; the last one is the root.
-            plan: how all trees grow.
-            limits: per row, where its tree ends.
             token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
             states: per row, the states [n, E] of the pending tokens, for a drafting head.
-
-        Returns:
-            Per row, its tree; None if the network cannot do this.
-
-        Raises:
-            SlabFull: there is no room for the nodes. Nothing was written.
         """
         if not isinstance(self.network, GrowingNetwork):
             return None

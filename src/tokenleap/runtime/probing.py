@@ -43,7 +43,6 @@ class Packed(Protocol):
 
     @property
     def logits(self) -> Tensor | None:
-        """See `PackedModel`."""
         ...
 
 
@@ -61,7 +60,6 @@ class Probed(Protocol):
         ...
 
     def with_own_rows(self, num_layers: int | None = None) -> Self:
-        """See `Target.with_own_rows`."""
         ...
 
     def add(self, key: int) -> None:
@@ -81,7 +79,6 @@ class Probed(Protocol):
         ...
 
     def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[PassOutput]:
-        """See `Target.verify`."""
         ...
 
 
@@ -92,20 +89,10 @@ def probe(
     """Check a tree against the model's own forward pass, and whether invariant 7 holds here.
 
     Args:
-        target: the target under construction.
-        model: its Transformers module.
         quantized: whether the target's weights are quantized. The tree is then compared with a
             chain through the target itself.
         packed: the model's packed weights, if its module does not have them. What lies beyond an
             attention window is then compared with the target's own chains only.
-
-    Returns:
-        Whether logits had the same bits in all passes that were compared.
-
-    Raises:
-        CompatibilityError: the model cannot run with the target's inputs, its weights or logits are
-            not finite, a path of the tree does not get the logits of the same tokens as a chain, or
-            quantization spoils the logits.
     """
     exact = _check_tree(target, model, packed, quantized=quantized)
     windows = [w for w in _layer_windows(model) if w and w.size < target.max_model_len]
@@ -149,18 +136,8 @@ def _check_tree(
 ) -> bool:
     """Check a tree, as `probe` says.
 
-    Args:
-        target: the target.
-        model: its Transformers module.
-        packed: see `probe`.
-        quantized: see `probe`.
-        window: the model's attention window, if both have a narrower one here.
-
     Returns:
         Whether a path of the tree had the bits of a chain, if the network promises that.
-
-    Raises:
-        CompatibilityError: see `probe`.
     """
     name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
     a, b, c, *path = _tokens(target.vocab_size, 5 if window is None else 7)
@@ -215,11 +192,7 @@ def probe_tokens(vocab_size: int) -> list[int]:
 
 
 def _refuse_weights(model: PreTrainedModel) -> NoReturn:
-    """Say which weights make a model's logits NaN or infinite.
-
-    Raises:
-        CompatibilityError: always.
-    """
+    """Say which weights make a model's logits NaN or infinite."""
     found = (
         name
         for name, weight in model.named_parameters()

@@ -37,13 +37,6 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
     Each round times all sizes in turn, because a shared machine may be twice as fast in the next
     second. A small model takes half a second. For a large one, sizes that do not fit into
     `MAX_SECONDS` are left out: the curve extrapolates to them and is corrected in use.
-
-    Args:
-        target: the target whose passes are timed.
-        most_rows: passes over more rows than this are not timed.
-
-    Raises:
-        SlabFull: there is no memory for the rows.
     """
     keys = [INTERNAL_KEY - row for row in range(max(ROWS))]
     others = target.num_rows

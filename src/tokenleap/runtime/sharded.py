@@ -51,7 +51,6 @@ class Group(Peers):
     """All processes of a model; each of them must call the same methods in the same order.
 
     Args:
-        devices: the process group of the shards.
         host: a group of the same processes for what is not on a device.
     """
 
@@ -63,18 +62,13 @@ class Group(Peers):
         return self  # copies of a network belong to the same group
 
     def agreed(self, number: float) -> float:
-        """See `Peers.agreed`."""
         box = torch.tensor([number], dtype=torch.float64)
         with _answers(self.size):
             dist.broadcast(box, group_src=0, group=self._host)
         return box.item()
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """See `Peers.from_first`.
-
-        Raises:
-            Exception: the first process failed to make it.
-        """
+        """See `Peers.from_first`."""
         box: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -89,14 +83,7 @@ class Group(Peers):
         return made  # type: ignore[no-any-return]
 
     def check(self, digest: int) -> None:
-        """Compare what the processes are about to compute, so that none waits for others in vain.
-
-        Args:
-            digest: of it, below 2^63.
-
-        Raises:
-            OutOfStepError: it is not the same in all processes, or one of them does not answer.
-        """
+        """Compare what the processes are about to compute, so that none waits for others in vain."""
         digests = torch.empty(self.size, dtype=torch.int64)
         with _answers(self.size):
             dist.all_gather_single(digests, torch.tensor([digest]), group=self._host)
@@ -134,11 +121,7 @@ class Group(Peers):
 
 @contextmanager
 def _answers(size: int) -> Iterator[None]:
-    """Turn what gloo or nccl says of a process that does not answer into a line that helps.
-
-    Raises:
-        OutOfStepError: one of the `size` processes does not answer.
-    """
+    """Turn what gloo or nccl says of a process that does not answer into a line that helps."""
     try:
         yield
     except RuntimeError as error:
@@ -180,8 +163,6 @@ class ShardedNetwork(ModuleNetwork):
 
     Args:
         model: this network's own copy of the module tree (see `share`). It is changed.
-        least_nodes: see `Network.least_nodes`.
-        group: the processes.
     """
 
     def __init__(self, model: PreTrainedModel, least_nodes: int, group: Group) -> None:
@@ -202,24 +183,13 @@ class ShardedNetwork(ModuleNetwork):
         return type(self)(model, self.least_nodes, self._group)
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`.
-
-        Raises:
-            OutOfStepError: the processes were about to run different passes.
-        """
+        """See `Network.forward`."""
         self._group.check(_digest(inputs.rows, inputs.first, need))
         return super().forward(inputs, slab, need)
 
 
 class ShardedLinear(nn.Module):
-    """`y = x W^T + b` on the rows or columns of W that this process has.
-
-    Args:
-        linear: the layer as Transformers has loaded it.
-        kind: of the plan; one of those above.
-        group: the processes.
-        packed: whether to pack W for a CPU.
-    """
+    """`y = x W^T + b` on the rows or columns of W that this process has."""
 
     weight: None = None
     """See `PackedLinear.weight`."""

@@ -38,26 +38,15 @@ class Target(Passes):
             model whose packed weights are mapped.
         max_model_len: most tokens of a row, prompt included; None means the model's own limit. Of
             an encoder-decoder, these are the decoder's.
-        quantization: see `LLM`.
-        runtime: see `network_for`.
         reload: loads the model again; None if that is not possible.
         beside: a target whose network stays in memory as long as this one's (see `network_for`).
 
     Attributes:
-        config: the model's, of its text part.
         quantization: "int8", "int4", "gguf" for a GGUF file in its own numbers, or None.
-        runtime: as it was given.
-        peers: the processes that compute the model together.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
-        exact_trees: whether this holds for nodes of trees, too.
         final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
         logits_bias: [V] that the model adds to what its output rows give; None if it adds nothing.
-        reload: as given.
-
-    Raises:
-        ConfigError: `max_model_len`, `quantization` or `runtime` is not possible.
-        CompatibilityError: the architecture is not supported; the message says why.
     """
 
     def __init__(
@@ -95,11 +84,7 @@ class Target(Passes):
         self.num_passes = 0
 
     def with_own_rows(self, num_layers: int | None = None) -> Self:
-        """The same model, or its first layers, over rows of its own; weights are in memory once.
-
-        Raises:
-            CompatibilityError: see `Network.first_layers`.
-        """
+        """The same model, or its first layers, over rows of its own; weights are in memory once."""
         other = copy.copy(self)
         network = self.network.first_layers(num_layers or self.network.num_layers)
         Passes.__init__(other, network, self.max_model_len, self.dtype, self.device)

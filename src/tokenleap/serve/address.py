@@ -8,11 +8,7 @@ __all__ = ["bound_socket"]
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at this address. Nobody can connect before the server runs.
-
-    Raises:
-        OSError: the address is taken, unknown, or not of this machine.
-    """
+    """A socket at this address. Nobody can connect before the server runs."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -52,13 +52,6 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     """The ASGI app that serves this model.
 
     Whoever runs it closes `llm` in the end. `app.state.server` is the `ServerState`.
-
-    Args:
-        llm: the engine.
-        settings: limits and names.
-
-    Raises:
-        ConfigError: see `Settings.check_learning`.
     """
     app = endpoints(llm, settings)
     for kind, arguments, options in reversed(_guards(settings)):  # what is added last is outermost
@@ -67,13 +60,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
 
 
 def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
-    """The app without its guards: whoever runs it alone puts them in front (`guarded`).
-
-    Args:
-        llm: the engine.
-        settings: limits and names.
-        engine: the engine's name, a label of all metrics.
-    """
+    """The app without its guards: whoever runs it alone puts them in front (`guarded`)."""
     app = FastAPI(
         title="Tokenleap",
         version=__version__,
@@ -249,10 +236,6 @@ class Authentication:
     written in another way, or that the app does not know, needs a key.
 
     The state of requests with a key has the `caller`, which identifies the key.
-
-    Args:
-        app: the rest of the app.
-        keys: the keys, at least one.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -335,7 +318,6 @@ class Origins:
     rebinding) has that name in `Host`. Other clients send no `Origin`.
 
     Args:
-        app: the rest of the app.
         host: the address that the server listens at; None if it is not known. At a loopback
             address, `Host` has to name this machine.
         allowed: origins of pages that may use it, whose hosts may be in `Host` too; "*" is any.

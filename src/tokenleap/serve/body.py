@@ -92,11 +92,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parsed(kind: type[AnyBody], value: Any) -> AnyBody:
-    """A body of this kind.
-
-    Raises:
-        APIError: 400, which names the field.
-    """
+    """A body of this kind."""
     if not isinstance(value, dict):
         raise invalid(None, f"the body must be a JSON object, not {type(value).__name__}.")
     try:
@@ -107,25 +103,14 @@ def parsed(kind: type[AnyBody], value: Any) -> AnyBody:
 
 
 def by_kind(kind: Callable[[Any], str | None], expected: str) -> Discriminator:
-    """Chooses the branch of a union, so that an error is about the branch that was meant.
-
-    Args:
-        kind: the tag of a value's branch, in angle brackets; None if it has none.
-        expected: what a value has to be.
-    """
+    """Chooses the branch of a union, so that an error is about the branch that was meant."""
     return Discriminator(
         kind, custom_error_type="wrong_type", custom_error_message=f"it must be {expected}"
     )
 
 
 def by_type(text: str = "", items: str = "", fields: str = "") -> Discriminator:
-    """Chooses the branch of a union by the JSON type: `<text>`, `<list>` or `<object>`.
-
-    Args:
-        text: what a string is, if one is allowed.
-        items: what a list is, if one is allowed.
-        fields: what an object is, if one is allowed.
-    """
+    """Chooses the branch of a union by the JSON type: `<text>`, `<list>` or `<object>`."""
     tags: dict[str, tuple[str, Any]] = {
         "<text>": (text, str),
         "<list>": (items, list),
@@ -140,11 +125,7 @@ def by_type(text: str = "", items: str = "", fields: str = "") -> Discriminator:
 
 
 async def read(request: Request, kind: type[AnyBody], settings: Settings) -> AnyBody:
-    """The body of a request, which is of this kind.
-
-    Raises:
-        APIError: it is too large (413), too slow (408), not JSON, or a field is wrong (400).
-    """
+    """The body of a request, which is of this kind."""
     content = await content_of(request, settings)
     if len(content) <= AT_ONCE:
         return parsed(kind, _loads(content))
@@ -152,11 +133,7 @@ async def read(request: Request, kind: type[AnyBody], settings: Settings) -> Any
 
 
 async def content_of(request: Request, settings: Settings) -> bytes:
-    """The body of a request as it came.
-
-    Raises:
-        APIError: it is too large (413) or too slow (408).
-    """
+    """The body of a request as it came."""
     try:
         async with asyncio.timeout(settings.body_timeout):
             return await _read(request, settings.max_body_bytes)

@@ -238,9 +238,7 @@ class _Writer:
     """One output's text, as text and calls.
 
     Args:
-        tools: the functions that may be called.
         forced: the function whose arguments the whole text is; None if it is text or calls.
-        most: most calls; more are left out.
     """
 
     def __init__(self, tools: Sequence[Tool], forced: str | None, most: int | None) -> None:
@@ -298,17 +296,7 @@ def text_ids(
     add_special_tokens: bool,
     limit: TextLimit,
 ) -> list[int]:
-    """Token ids of a text.
-
-    Args:
-        prompt: the text.
-        tokenizer: the model's, or None.
-        add_special_tokens: whether the tokenizer adds those that begin or end a text.
-        limit: refuses it early.
-
-    Raises:
-        PromptError: there is no tokenizer, or the text has no encoding or is too long.
-    """
+    """Token ids of a text."""
     tokenizer = needed(tokenizer)
     limit.check(prompt)
     if not add_special_tokens:
@@ -330,10 +318,6 @@ def chat_ids(
 
     A chat template that has no tools gets them in a system message, and calls and their results as
     text. A text that is too long is refused before it is split into tokens.
-
-    Raises:
-        APIError: `chat_template_kwargs` are not the template's.
-        PromptError: there is no chat template, it refuses the messages, or their text is too long.
     """
     tokenizer = needed(tokenizer)
     listed = [_message(message) for message in messages]
@@ -367,14 +351,7 @@ def chat_ids(
 
 
 def refuse_special_tokens(*, given: bool | None) -> None:
-    """Refuse to add special tokens to a conversation.
-
-    Args:
-        given: the field `add_special_tokens`.
-
-    Raises:
-        APIError: it asks for them.
-    """
+    """Refuse to add special tokens to a conversation."""
     if given:
         raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them.")
 
@@ -465,11 +442,7 @@ class Call:
 
 
 def tools_of(body: ChatBody) -> list[Tool]:
-    """The tools that the model is shown.
-
-    Raises:
-        APIError: `tool_choice` asks for one that is not there, or names are not unique.
-    """
+    """The tools that the model is shown."""
     tools, choice = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -531,11 +504,7 @@ def _call_schema(tool: Tool, shared: dict[str, Any]) -> dict[str, Any]:
 
 
 class CallFinder:
-    """Finds calls in text that comes in pieces, and holds back what may become one.
-
-    Args:
-        tools: the functions that may be called.
-    """
+    """Finds calls in text that comes in pieces, and holds back what may become one."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._names = {tool.function.name for tool in tools}

@@ -42,11 +42,7 @@ class APIError(Exception):
     """A request that is answered with an error object.
 
     Args:
-        status: HTTP status.
         message: what is wrong and what to do, in one line.
-        param: the field that is wrong.
-        code: OpenAI's code, for programs.
-        headers: more headers of the response.
     """
 
     def __init__(
@@ -94,12 +90,7 @@ def unknown_response(response_id: str) -> APIError:
 
 
 def of_validation(error: ValidationError, known: Collection[str]) -> APIError:
-    """The first error of a request's body.
-
-    Args:
-        error: what pydantic found.
-        known: names of the body's fields.
-    """
+    """The first error of a request's body."""
     first = error.errors(include_input=False, include_url=False)[0]
     # Tags of unions are not in the request.
     location = tuple(part for part in first["loc"] if not _TAG.fullmatch(str(part)))
@@ -127,13 +118,7 @@ def of_output(failure: Exception | None, error: str) -> APIError:
 
 
 def of_engine(error: TokenleapError, known: Collection[str], prompt: str) -> APIError:
-    """An error of the library about a request.
-
-    Args:
-        error: the error. Messages about a parameter begin with its name.
-        known: names of the body's fields.
-        prompt: the field that has the prompt.
-    """
+    """An error of the library about a request."""
     message = told(error)
     if isinstance(error, RequestError):
         return APIError(500, message)

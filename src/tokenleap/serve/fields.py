@@ -174,7 +174,6 @@ class Details(Body):
 
     Args:
         tokens: id, text and origin of each token, as they come.
-        metrics: counts and times of the output, at its end.
         trace: what each step drafted and accepted, with p of every drafted token, at the end.
     """
 
@@ -404,21 +403,7 @@ def params_of(
     logprobs: int | None,
     form: Mapping[str, Any] | None,
 ) -> SamplingParams:
-    """The sampling parameters of a request. It may compile a grammar: call it off the loop.
-
-    Args:
-        body: the request.
-        settings: has the server's limits.
-        defaults: the model's own values of what the request does not say.
-        max_tokens: what the request says.
-        most: `max_tokens` if neither it nor the model says it.
-        logprobs: as `SamplingParams` has it.
-        form: fields of `StructuredOutputs`, or None.
-
-    Raises:
-        APIError: a limit of the server is exceeded.
-        ConfigError: a value is out of range or contradicts another.
-    """
+    """The sampling parameters of a request. It may compile a grammar: call it off the loop."""
     fields = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if (body.n or 1) > settings.max_n:
         raise invalid("n", f"n: at most {settings.max_n} on this server, got {body.n}.")
@@ -444,16 +429,7 @@ def _token_id(key: str) -> int:
 def form_of(
     body: SamplingBody, response_format: Mapping[str, Any] | None, param: str = "response_format"
 ) -> dict[str, Any] | None:
-    """The form that a request wants its output to have, as fields of `StructuredOutputs`.
-
-    Args:
-        body: has vLLM's ways to say so.
-        response_format: OpenAI's way.
-        param: the field that `response_format` comes from.
-
-    Raises:
-        APIError: there are several, or `response_format` is not known.
-    """
+    """The form that a request wants its output to have, as fields of `StructuredOutputs`."""
     found: dict[str, dict[str, Any]] = {}
     for kind in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{kind}")) is not None:
@@ -507,15 +483,7 @@ def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
 
 
 def check_speculation(given: Any, own: SpeculativeConfig) -> None:
-    """Refuse what makes the server read or write files, load models, compile forms, or keep much.
-
-    Args:
-        given: a request's `speculative_config`, or None.
-        own: the server's.
-
-    Raises:
-        APIError: a field or a text of the configuration could do that, or it is too large.
-    """
+    """Refuse what makes the server read or write files, load models, compile forms, or keep much."""
     drafters = _check_nesting(given)
     if drafters > MAX_DRAFTERS:
         raise _refused(f"at most {MAX_DRAFTERS} drafters on this server, got {drafters}.")
@@ -531,11 +499,7 @@ def _refused(message: str) -> APIError:
 
 
 def _check_nesting(given: Any, level: int = 0) -> int:
-    """The number of drafters in a value.
-
-    Raises:
-        APIError: it is nested too deeply. What is returned can be read recursively.
-    """
+    """The number of drafters in a value."""
     if level > 2 * MAX_NESTED + 1:  # each level of drafters is an object, mostly in a list
         raise _refused(f"at most {MAX_NESTED} levels of drafters on this server.")
     if isinstance(given, Mapping):

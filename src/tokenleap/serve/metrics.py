@@ -29,13 +29,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class ServerMetrics:
-    """The metrics of one server.
-
-    Args:
-        engine: the engine.
-        model: the served model's name, a label of all metrics.
-        name: the engine's name, which is one, too.
-    """
+    """The metrics of one server."""
 
     def __init__(self, engine: LLMEngine, model: str, name: str = "0") -> None:
         self._engine = engine
@@ -174,21 +168,11 @@ class ServerMetrics:
             self._saved.inc(plain - step.draft_seconds - step.verify_seconds)
 
     def chunk(self, seconds: float, *, first: bool) -> None:
-        """Measure new tokens of an output.
-
-        Args:
-            seconds: since its last ones, or since the request came.
-            first: whether they are its first ones.
-        """
+        """Measure new tokens of an output."""
         (self._first if first else self._between).observe(seconds)
 
     def finished(self, output: Request, seconds: float) -> None:
-        """Count an output that has ended, or that nobody waits for any more.
-
-        Args:
-            output: the output; its reason is "abort" if it still runs.
-            seconds: since the request came.
-        """
+        """Count an output that has ended, or that nobody waits for any more."""
         reason = output.finish_reason or "abort"
         self._ended.labels(**self._labels, finished_reason=reason).inc()
         if output.index == 0:

@@ -56,12 +56,7 @@ def new_id(kind: str) -> str:
 
 
 def usage_of(run: Run, outputs: Sequence[CompletionOutput] | None = None) -> dict[str, Any]:
-    """OpenAI's usage object, of what was generated so far.
-
-    Args:
-        run: the run.
-        outputs: its outputs, if they have ended; None looks at what there is.
-    """
+    """OpenAI's usage object, of what was generated so far."""
     if outputs is None:
         metrics = [r.metrics for request in run.requests for r in request.job.requests]
     else:
@@ -84,12 +79,7 @@ def usage_of(run: Run, outputs: Sequence[CompletionOutput] | None = None) -> dic
 
 
 def stop_fields(output: CompletionOutput | None, reason: str | None = None) -> dict[str, Any]:
-    """Why an output has ended, with vLLM's `stop_reason`; None while it runs.
-
-    Args:
-        output: the output if it has ended.
-        reason: replaces the reason "stop".
-    """
+    """Why an output has ended, with vLLM's `stop_reason`; None while it runs."""
     if output is None:
         return {"finish_reason": None}
     finish = output.finish_reason
@@ -107,15 +97,7 @@ def completion_logprobs(
     pieces: Pieces,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Those of `/v1/completions`.
-
-    Args:
-        tokens: one for each token; None for a prompt's first one.
-        ids: the tokens.
-        texts: what each token added to the text.
-        pieces: the texts of single tokens.
-        offset: length of the text before.
-    """
+    """Those of `/v1/completions`."""
     listed = list(tokens)
     return {
         "tokens": pieces.all_of(ids),
@@ -187,9 +169,6 @@ def details_of(
     """The field `tokenleap` of a choice, if the request asks for it.
 
     Args:
-        wanted: what it asks for.
-        tokens: new tokens.
-        output: the output if it has ended.
         scope: of its request. If others share its drafts, what was drafted for it and not accepted
             may be their text: the trace is without it.
     """
@@ -232,18 +211,7 @@ class Answer(Protocol):
 async def responded(
     request: Request, state: ServerState, run: Run, answer: Answer, *, stream: bool | None
 ) -> Response:
-    """The response to a request.
-
-    Args:
-        request: the HTTP request.
-        state: the server's.
-        run: the request's; it is closed in the end.
-        answer: makes the response.
-        stream: whether it is sent in pieces.
-
-    Raises:
-        APIError: an output has failed.
-    """
+    """The response to a request."""
     if stream:
         return EventStream(run, answer.events(), state.settings.write_timeout)
     try:
@@ -294,9 +262,7 @@ class EventStream(StreamingResponse):
     A failure becomes a last event with OpenAI's error object.
 
     Args:
-        run: what brings the events.
         events: the events; they are not begun if the client has gone already.
-        write_timeout: see `Settings`.
     """
 
     def __init__(self, run: Run, events: AsyncIterator[bytes], write_timeout: float) -> None:
@@ -337,11 +303,7 @@ async def _told(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def refuse_stream_options(body: SamplingBody) -> None:
-    """Refuse options of a stream for a response that is none.
-
-    Raises:
-        APIError: there are some.
-    """
+    """Refuse options of a stream for a response that is none."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", 'stream_options need "stream": true.')
 
@@ -355,13 +317,7 @@ def chunk_usage(body: SamplingBody, run: Run) -> dict[str, Any]:
 
 
 def last_events(body: SamplingBody, run: Run, head: Mapping[str, Any]) -> Iterator[bytes]:
-    """The usage of all outputs, if the request wants it, and the end of the stream.
-
-    Args:
-        body: the request.
-        run: its run, which has ended.
-        head: what all chunks begin with.
-    """
+    """The usage of all outputs, if the request wants it, and the end of the stream."""
     if body.stream_options is not None and body.stream_options.include_usage:
         yield data({**head, "choices": [], "usage": usage_of(run)})
     yield DONE

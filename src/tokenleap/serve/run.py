@@ -39,11 +39,7 @@ KEEP_ALIVE = 75
 
 
 class Serves(Protocol):
-    """What is behind an app.
-
-    Attributes:
-        stopping: whether no more requests are taken.
-    """
+    """What is behind an app."""
 
     stopping: bool
 
@@ -64,12 +60,6 @@ class TokenleapServer(uvicorn.Server):
     seconds. Meanwhile it still listens: more requests are answered with 503, and so is `/health`.
     Then the clients of those that still run are told that they were cut off, and after `TELLING`
     seconds all connections are closed. A second SIGINT ends it at once.
-
-    Args:
-        app: the app.
-        behind: what answers its requests.
-        settings: the app's.
-        ready: called when the server listens.
     """
 
     def __init__(
@@ -157,16 +147,6 @@ def serve(
 
     If a step of the engine still runs `LAST_STEP` seconds after the last connection was closed, the
     process ends at once, with the exit code that it would have had.
-
-    Args:
-        llm: the engine.
-        settings: limits and names.
-        at: a bound socket.
-        ready: called when the server listens.
-
-    Raises:
-        KeyboardInterrupt: the signal was SIGINT.
-        TokenleapError: the engine failed.
     """
     app = create_app(llm, settings)
     server = TokenleapServer(app, app.state.server, settings, ready)
@@ -185,11 +165,7 @@ def serve(
 
 
 def until_signalled(server: TokenleapServer, at: socket.socket) -> None:
-    """Run a server until a signal ends it.
-
-    Raises:
-        KeyboardInterrupt: the signal was SIGINT.
-    """
+    """Run a server until a signal ends it."""
     server.run(sockets=[at])
     if server.interrupted:
         raise KeyboardInterrupt
@@ -277,13 +253,7 @@ class _Transport:
 
 
 def timed_protocol(header_seconds: float, write_seconds: float) -> type[H11Protocol]:
-    """Uvicorn's protocol, which drops clients that are too slow.
-
-    Args:
-        header_seconds: from the connection, or from the first byte of a later request, to the last
-            header.
-        write_seconds: in which a client has to take something of what waits for it.
-    """
+    """Uvicorn's protocol, which drops clients that are too slow."""
 
     class TimedProtocol(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None

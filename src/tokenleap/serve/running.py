@@ -56,18 +56,9 @@ class Run:
 
     Whoever has it calls `close` in the end.
 
-    Args:
-        state: the server's.
-        requests: one per prompt.
-        sequences: outputs that were counted when the request entered.
-        began: when the request came in, by `time.perf_counter`.
-        scope: what its requests share with others.
-
     Attributes:
         log: what the request's log line says of it, when it has ended.
-        entered: whether all prompts are in the engine.
         preparing: the task that queues the prompts, as long as it does.
-        response_id: the id of the response, once it is made.
     """
 
     def __init__(
@@ -94,11 +85,7 @@ class Run:
         state.runs.add(self)
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """Index of the prompt, and the chunk, as they come.
-
-        Raises:
-            APIError: an output has failed, or the run was cut off.
-        """
+        """Index of the prompt, and the chunk, as they come."""
         try:
             async for item in self._joined():
                 self._watch(*item)
@@ -137,11 +124,7 @@ class Run:
                 task.cancel()
 
     async def results(self) -> list[RequestOutput]:
-        """All outputs, when they have ended.
-
-        Raises:
-            APIError: one of them has failed.
-        """
+        """All outputs, when they have ended."""
         async for _ in self.chunks():
             pass
         return [request.result() for request in self.requests]
@@ -234,19 +217,7 @@ async def started(
     prepare: Callable[[], list[JobSpec]],
     prompt_field: str,
 ) -> Run:
-    """Admit a request, prepare it off the loop, and queue its prompts.
-
-    Args:
-        request: the HTTP request.
-        state: the server's.
-        body: its body.
-        sequences: its outputs.
-        prepare: makes of it what the engine takes; called off the loop.
-        prompt_field: the body's field with the prompt, for error messages.
-
-    Raises:
-        APIError: the request cannot be served.
-    """
+    """Admit a request, prepare it off the loop, and queue its prompts."""
     began = time.perf_counter()
     state.check_model(body.model)
     check_speculation(body.speculative_config, state.llm.llm.speculative_config)
@@ -335,23 +306,7 @@ class OpenRun(Protocol):
 
 
 class ServerState:
-    """What all endpoints share.
-
-    Args:
-        llm: the engine.
-        settings: limits and names.
-        engine: the engine's name, a label of all metrics.
-
-    Attributes:
-        metrics: what Prometheus reads.
-        created: when the server began, in seconds since 1970.
-        open_sequences: outputs that were begun and have not ended.
-        stopping: whether no more requests are taken.
-        runs: what holds places for these outputs.
-
-    Raises:
-        ConfigError: the drafter learns from all requests, which these settings keep apart.
-    """
+    """What all endpoints share."""
 
     def __init__(self, llm: AsyncLLM, settings: Settings, engine: str = "0") -> None:
         settings.check_learning(llm.llm.speculative_config)
@@ -393,11 +348,7 @@ class ServerState:
         return Pieces(self.llm.llm.tokenizer)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served here.
-
-        Raises:
-            APIError: 404.
-        """
+        """Refuse a model that is not served here."""
         known = self.settings.served_model_names
         if name is not None and name not in known:
             message = f"the model '{name[:200]}' does not exist here; there is '{known[0]}'."
@@ -417,21 +368,12 @@ class ServerState:
         return getattr(request.state, "caller", None), address
 
     def check_open(self) -> None:
-        """Refuse a request when the engine is closed.
-
-        Raises:
-            APIError: 503.
-        """
+        """Refuse a request when the engine is closed."""
         if not self.alive:
             raise shut_down()
 
     def enter(self, sequences: int) -> None:
-        """Count outputs that are to begin; the caller counts them off with `leave`.
-
-        Raises:
-            APIError: there are too many (429), also if they were alone (400), or the server stops
-                (503).
-        """
+        """Count outputs that are to begin; the caller counts them off with `leave`."""
         if self.stopping:
             raise shut_down()
         self.check_open()
@@ -458,11 +400,7 @@ class ServerState:
             run.cut_off(shut_down())
 
     def stop(self, response_id: str) -> None:
-        """End the outputs of a response that is being generated.
-
-        Raises:
-            APIError: 404.
-        """
+        """End the outputs of a response that is being generated."""
         run = next((run for run in self.runs if run.response_id == response_id), None)
         if run is None:
             raise unknown_response(response_id)

@@ -25,16 +25,10 @@ class Settings(Config):
             of other pages are refused.
         max_waiting: most sequences that wait for a place among the running ones. More requests are
             answered with 429.
-        max_body_bytes: most bytes of a request's body.
-        max_n: most outputs of a prompt.
-        max_prompts: most prompts of one request to `/v1/completions`.
         max_logprobs: most tokens per position whose log-probabilities a request may ask for.
-        body_timeout: seconds in which the whole body has to come.
         header_timeout: seconds in which all headers of a request have to come.
         write_timeout: seconds in which a client has to take a piece of a stream; then its request
             ends.
-        shutdown_timeout: seconds that running requests have left after SIGTERM.
-        log_requests: whether each request is logged when it has ended.
         share_drafts: whether requests without a `cache_salt` draft from one another's outputs, as
             far as they have the same API key.
         traces: whether a request may ask for the trace of its steps.
@@ -63,14 +57,7 @@ class Settings(Config):
         return self.served_model_names[0]
 
     def check_learning(self, config: SpeculativeConfig | None) -> None:
-        """Refuse a drafter that would learn from one client's text for another.
-
-        Args:
-            config: the server's.
-
-        Raises:
-            ConfigError: it learns while it serves, and not all requests share their drafts.
-        """
+        """Refuse a drafter that would learn from one client's text for another."""
         if config is None or config.online is None:
             return
         if not self.share_drafts:

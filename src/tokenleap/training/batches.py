@@ -69,7 +69,6 @@ class Batch(NamedTuple):
         tokens: [B, T + 1] all tokens.
         lengths: [B] pairs of each conversation.
         roots: [B, Q] the pairs from which drafts start, ascending; padded with 0.
-        levels: what is to be learnt.
         sources: [B, S] what an encoder-decoder read, padded with 0; S is 0 for other models.
         source_lengths: [B].
         encoded: [B, S, E] what its encoder made of them, in half precision; S is 0 if no drafter
@@ -98,11 +97,7 @@ class Batch(NamedTuple):
 
 
 class Examples(Dataset[Features]):
-    """Conversations that have something to learn.
-
-    Attributes:
-        sizes: tokens of each.
-    """
+    """Conversations that have something to learn."""
 
     sizes: Sequence[int]
 
@@ -111,11 +106,7 @@ class Examples(Dataset[Features]):
 
 
 class Joined(Examples):
-    """Some of these and some of those conversations.
-
-    Args:
-        parts: conversations with the numbers of those that are taken.
-    """
+    """Some of these and some of those conversations."""
 
     def __init__(self, *parts: tuple[Examples, Sequence[int]]) -> None:
         self._places = [(examples, number) for examples, numbers in parts for number in numbers]
@@ -131,7 +122,6 @@ class TrainingSet(Examples):
     """The conversations of a cache that have something to learn in their first tokens.
 
     Args:
-        cache: the features.
         length: most tokens of a conversation; the rest is cut off.
         answers: for each conversation of the cache, [start, stop) of each part to learn; None for
             all of its answers.
@@ -180,11 +170,7 @@ class TrainingSet(Examples):
         return sum(max(0, stop - max(FIRST_LEARNT, first)) for first, stop in parts)
 
     def only(self, parts: Mapping[int, Sequence[tuple[int, int]]]) -> TrainingSet:
-        """The same conversations with fewer parts to learn.
-
-        Args:
-            parts: index of a conversation -> [start, stop) of each part; others have none.
-        """
+        """The same conversations with fewer parts to learn."""
         answers: list[Sequence[tuple[int, int]]] = [()] * len(self._cache)
         for index, chosen in parts.items():
             answers[self._numbers[index]] = chosen
@@ -255,8 +241,6 @@ def collate(conversations: Sequence[Features], num_levels: int, first: int = FIR
     """One batch of these conversations, to learn `num_levels` levels of drafting.
 
     Args:
-        conversations: [B].
-        num_levels: L.
         first: see `Trainee.first_learnt`. The roots of the batch are so many tokens in front of
             the first ones that their drafts guess.
     """

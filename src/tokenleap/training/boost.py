@@ -66,7 +66,6 @@ class BoostTraining(DraftModelTraining):
 
     @property
     def num_drafters(self) -> int:
-        """See `TrainingMethod.num_drafters`."""
         return self._own.drafters
 
     def missed(self, folder: Path, parts: HeadParts, data: TrainingSet) -> TrainingSet:
@@ -87,13 +86,7 @@ class BoostTraining(DraftModelTraining):
 
 @torch.no_grad()
 def missed(trainee: Trainee, data: TrainingSet, sample_length: int) -> TrainingSet:
-    """The samples in which a drafter does not get every token right.
-
-    Args:
-        trainee: the drafter.
-        data: samples, of parts that follow each other.
-        sample_length: tokens of a sample; the last one of a part may be shorter.
-    """
+    """The samples in which a drafter does not get every token right."""
     left = {}
     for index, right in _right_tokens(trainee.eval(), data):
         if parts := missed_parts(right, data[index].answers, sample_length):
@@ -104,13 +97,7 @@ def missed(trainee: Trainee, data: TrainingSet, sample_length: int) -> TrainingS
 def missed_parts(
     right: Sequence[bool], parts: Sequence[tuple[int, int]], sample_length: int
 ) -> list[tuple[int, int]]:
-    """[start, stop) of the samples that are not all right; neighbours become one part.
-
-    Args:
-        right: for each token of a conversation.
-        parts: [start, stop) of what is cut into samples.
-        sample_length: tokens of a sample.
-    """
+    """[start, stop) of the samples that are not all right; neighbours become one part."""
     found: list[tuple[int, int]] = []
     for first, end in parts:
         for start in range(max(first, FIRST_LEARNT), end, sample_length):

@@ -39,16 +39,7 @@ _STATE = "state.safetensors"
 
 
 class Checkpoints:
-    """Saves and loads the state of a training.
-
-    Args:
-        accelerator: of this process.
-        folder: of the checkpoints.
-        module: the weights.
-        optimizers: of them.
-        schedules: one of each optimizer.
-        progress: where training stands.
-    """
+    """Saves and loads the state of a training."""
 
     def __init__(
         self,
@@ -63,11 +54,7 @@ class Checkpoints:
         self._optimizers, self._schedules, self._progress = optimizers, schedules, progress
 
     def load(self) -> None:
-        """Continue from the last checkpoint, if there is one.
-
-        Raises:
-            TrainingError: it is damaged, or of an older version, which wrote pickle files.
-        """
+        """Continue from the last checkpoint, if there is one."""
         if not (found := checkpoints_in(self._folder)):
             return
         place = found[-1]
@@ -84,11 +71,7 @@ class Checkpoints:
             raise TrainingError(f"{place} cannot be read: {in_one_line(error)}; {again}.") from None
 
     def save(self, step: int) -> None:
-        """Save the state after a step; the one before is deleted when this one is complete.
-
-        Raises:
-            TrainingError: it cannot be written.
-        """
+        """Save the state after a step; the one before is deleted when this one is complete."""
         beside = self._folder / "saving"
         if self._accelerator.is_main_process:
             shutil.rmtree(beside, ignore_errors=True)
@@ -138,11 +121,7 @@ class Checkpoints:
 
 
 def _check_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Refuse an optimizer's state that is not one of its weights, which PyTorch does not check.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Refuse an optimizer's state that is not one of its weights, which PyTorch does not check."""
     shapes = [each.shape for group in optimizer.param_groups for each in group["params"]]
     for number, moments in saved["state"].items():
         shape = shapes[number]
@@ -264,12 +243,7 @@ def _age(checkpoint: Path) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class DrafterFolder:
-    """Where one drafter of a training is.
-
-    Args:
-        out: the folder that serves it.
-        work: its curves, and what is needed to continue.
-    """
+    """Where one drafter of a training is."""
 
     out: Path
     work: Path
@@ -286,11 +260,7 @@ class DrafterFolder:
 
 
 class TrainingFolder:
-    """Where everything is. The data are called "train" and "held_out".
-
-    Args:
-        out: the folder of the drafter.
-    """
+    """Where everything is. The data are called "train" and "held_out"."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.work = out, out / "training"
@@ -330,14 +300,7 @@ class TrainingFolder:
         return shutil.disk_usage(there).free
 
     def check(self, wanted: dict[str, Any]) -> None:
-        """Refuse a folder that has another training, or a drafter of another one.
-
-        Args:
-            wanted: what the training is made with.
-
-        Raises:
-            ConfigError: it has.
-        """
+        """Refuse a folder that has another training, or a drafter of another one."""
         if self._settings.exists():
             try:
                 found = validated(dict[str, Any], read_json(self._settings))

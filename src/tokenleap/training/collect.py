@@ -58,23 +58,12 @@ class Source(Protocol):
     """Where conversations come from, batch by batch."""
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """Batches of new conversations.
-
-        Args:
-            after: highest seed that is already there; None for none.
-            held_out: whether they are for evaluation: greedy ones, of other seeds.
-        """
+        """Batches of new conversations."""
         ...
 
 
 class SelfSource:
-    """The target writes them by itself.
-
-    Args:
-        llm: the target.
-        rows: sequences that it writes at a time.
-        length: most tokens of a conversation.
-    """
+    """The target writes them by itself."""
 
     def __init__(self, llm: LLM, rows: int, length: int) -> None:
         self._talk, self._batch = SelfTalk(llm, length), 4 * rows
@@ -89,13 +78,7 @@ class SelfSource:
 
 
 class FileSource:
-    """The user's own data; the target answers its prompts.
-
-    Args:
-        llm: the target.
-        data: what the files hold.
-        rows: sequences that the target writes at a time.
-    """
+    """The user's own data; the target answers its prompts."""
 
     def __init__(self, llm: LLM, data: FileData, rows: int) -> None:
         self._answerer, self._data, self._batch = Answerer(llm), data, 8 * rows
@@ -130,14 +113,7 @@ def share_of(entries: Sequence[_Entry], *, held_out: bool) -> Iterator[_Entry]:
 class Chooser:
     """Chooses the first conversations with so many tokens of answers.
 
-    Args:
-        tokens: of answers that are wanted.
-        unseen: prompts that training must not see.
-        others: conversations whose prompts are left out, too.
-
     Attributes:
-        kept: the conversations.
-        total: tokens of their answers.
         twice: number left out because an earlier one has the same prompt.
         overlapping: number left out because of prompts that must stay unseen.
     """
@@ -176,20 +152,7 @@ def _prompt(conversation: Conversation) -> tuple[tuple[int, ...], ...]:
 
 
 def collect(source: Source, path: Path, chooser: Chooser, *, held_out: bool) -> Iterator[int]:
-    """Let a file grow until enough can be chosen of it, or the source ends.
-
-    Args:
-        source: writes the conversations.
-        path: of the file.
-        chooser: is shown all of them.
-        held_out: see `Source.write`.
-
-    Yields:
-        Tokens of answers so far.
-
-    Raises:
-        DataError: nothing can be chosen, or a source without an end writes nothing new any more.
-    """
+    """Let a file grow until enough can be chosen of it, or the source ends."""
     file = ConversationFile(path)
     file.mend()
     after = None
@@ -233,13 +196,7 @@ _LANGUAGES = ("source_language", "target_language")
 
 @dataclass(frozen=True)
 class Pair:
-    """One entry.
-
-    Args:
-        number: its place in the data.
-        prompt: the source, as `LLM.generate` takes it.
-        target: the output; None if the data has none.
-    """
+    """One entry."""
 
     number: int
     prompt: Mapping[str, Any]
@@ -249,18 +206,8 @@ class Pair:
 class PairData:
     """What files hold, in the order of the files.
 
-    Args:
-        llm: the target, an encoder-decoder.
-        data: names the files.
-
     Attributes:
-        pairs: whose sources the target can read.
-        left_out: number of the others.
         reason: why the first of them was left out; empty if none was.
-
-    Raises:
-        DataError: a file cannot be read, a line is none of the above, two parallel files have
-            different numbers of lines, or there is nothing to learn from.
     """
 
     def __init__(self, llm: LLM, data: DataSettings) -> None:
@@ -282,18 +229,7 @@ class PairData:
 
 
 class PairSource:
-    """The user's own sources, which the target answers (see `collect.Source`).
-
-    Args:
-        llm: the target.
-        data: what the files hold.
-        rows: sequences that the target writes at a time.
-        params: with which it writes.
-        given_answers: whether the outputs in the files are learnt.
-
-    Raises:
-        DataError: they are to be learnt, and one is missing.
-    """
+    """The user's own sources, which the target answers (see `collect.Source`)."""
 
     def __init__(
         self,
@@ -434,19 +370,7 @@ def ngrams_of_target(
     files: Sequence[Path] = (),
     progress: Callable[[int], None] = lambda _: None,
 ) -> NgramTables:
-    """Count the n-grams of the target's own text; none reaches into a prompt.
-
-    Args:
-        llm: the target.
-        tokens: tokens to write; with `files`, the text ends with the last prompt at the latest.
-        files: prompts to answer, as for `tokenleap train --data`; with none, the target talks with
-            itself.
-        progress: called with the number of tokens written so far.
-
-    Raises:
-        DataError: a file cannot be read, has no prompts, or the target writes nothing.
-        CompatibilityError: there are no files, and the model has no chat template.
-    """
+    """Count the n-grams of the target's own text; none reaches into a prompt."""
     texts: list[tuple[int, ...]] = []
     total = idle = 0
     for batch in _answered(llm, files) if files else _talks(llm):
@@ -497,12 +421,7 @@ class Diversity:
     """What conversations are like.
 
     Args:
-        conversations: number.
-        answer_tokens: number.
-        prompt_tokens: mean number of tokens in front of an answer.
-        turns: mean number of answers.
         distinct: distinct n-grams of the answers as a share of all, for n = 1, 2, 3.
-        greedy: share of greedy conversations.
     """
 
     conversations: int
@@ -543,11 +462,7 @@ def _distinct(texts: Sequence[Sequence[int]], length: int) -> float:
 
 
 class Unseen:
-    """Prompts that training must not see, for example those of a benchmark.
-
-    Args:
-        prompts: their tokens.
-    """
+    """Prompts that training must not see, for example those of a benchmark."""
 
     def __init__(self, prompts: Iterable[Sequence[int]]) -> None:
         self._ngrams = {ngram for prompt in prompts for ngram in _ngrams(prompt, _OVERLAP)}

@@ -44,10 +44,8 @@ class Conversation:
     """The tokens of one conversation, chat template included.
 
     Args:
-        tokens: all of them.
         answers: [start, stop) of each part to learn: what the target wrote.
         seed: what it was generated from; negative if it was not generated.
-        temperature: of the answers; 0 is greedy.
         source: what an encoder-decoder read; `tokens` are then its decoder's. Empty for others.
     """
 
@@ -64,11 +62,7 @@ class Conversation:
 
 
 class ConversationFile:
-    """A JSONL file of conversations that grows.
-
-    Args:
-        path: the file.
-    """
+    """A JSONL file of conversations that grows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,11 +76,7 @@ class ConversationFile:
             os.fsync(file.fileno())
 
     def __iter__(self) -> Iterator[Conversation]:
-        """All conversations, in order.
-
-        Raises:
-            DataError: a line is malformed; the message names it.
-        """
+        """All conversations, in order."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -126,22 +116,12 @@ def _conversation(line: bytes, where: str) -> Conversation:
 
 
 def opening(tokens: Sequence[int], answers: Sequence[tuple[int, int]]) -> Sequence[int]:
-    """What is in front of the first part to learn; of a text that is learnt as a whole, its half.
-
-    Args:
-        tokens: of a conversation.
-        answers: [start, stop) of each part to learn.
-    """
+    """What is in front of the first part to learn; of a text that is learnt as a whole, its half."""
     return tokens[: answers[0][0] or len(tokens) // 2]
 
 
 def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int | None:
     """Where a text begins to repeat itself: the end of the part without an n-gram too many.
-
-    Args:
-        tokens: the text.
-        length: n of the n-grams.
-        times: how often an n-gram may occur.
 
     Returns:
         The index at which some n-gram occurs for the `times` + 1st time; None if none does.
@@ -154,12 +134,7 @@ def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int |
 
 
 class Repeats:
-    """Watches a text that is being written for n-grams that come again and again.
-
-    Args:
-        length: n of the n-grams.
-        times: how often an n-gram may occur.
-    """
+    """Watches a text that is being written for n-grams that come again and again."""
 
     def __init__(self, length: int = 12, times: int = 2) -> None:
         self._times = times
@@ -200,15 +175,7 @@ def usual_temperature(seed: int) -> float:
 
 @dataclass
 class Talk:
-    """A conversation that is being written.
-
-    Args:
-        seed: everything that is sampled in it follows from this.
-        temperature: of its answers; 0 is greedy.
-        tokens: so far, chat template included.
-        answers: [start, stop) of each answer.
-        finished: whether the last answer ended by itself.
-    """
+    """A conversation that is being written."""
 
     seed: int
     temperature: float
@@ -236,15 +203,7 @@ class Talk:
 
 
 def answered(talk: Talk, length: int) -> Writing[bool]:
-    """Add an answer to a conversation; where it begins to loop it is cut off.
-
-    Args:
-        talk: the conversation.
-        length: most tokens that it may have afterwards.
-
-    Returns:
-        Whether there is a useful answer.
-    """
+    """Add an answer to a conversation; where it begins to loop it is cut off."""
     params = talk.answer_params()
     most = min(params.max_tokens or length, length - len(talk.tokens))
     if most < 1:
@@ -261,21 +220,13 @@ def answered(talk: Talk, length: int) -> Writing[bool]:
 
 
 class Answerer:
-    """Lets a model answer.
-
-    Args:
-        llm: the model.
-    """
+    """Lets a model answer."""
 
     def __init__(self, llm: LLM) -> None:
         self._writer, self._length = Writer(llm), llm.max_model_len
 
     def answer(self, talks: Sequence[Talk]) -> list[Talk]:
-        """Add an answer to each, see `answered`.
-
-        Returns:
-            Those with a useful answer.
-        """
+        """Add an answer to each, see `answered`."""
         useful = self._writer.run(answered(talk, self._length) for talk in talks)
         return [talk for talk, is_useful in zip(talks, useful, strict=True) if is_useful]
 
@@ -294,8 +245,6 @@ class Wanted:
     """A text to be written.
 
     Args:
-        prompt: in front of it.
-        params: how it is sampled.
         loop: n of the n-grams that may not occur three times.
     """
 
@@ -306,12 +255,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Written:
-    """A text that was written.
-
-    Args:
-        tokens: its tokens, up to where it begins to loop.
-        finish: why it ended: "stop", "length" or "loop".
-    """
+    """A text that was written."""
 
     tokens: tuple[int, ...]
     finish: str
@@ -346,22 +290,14 @@ class _Running(Generic[_T]):
 
 
 class Writer:
-    """Writes with a target.
-
-    Args:
-        llm: the target.
-    """
+    """Writes with a target."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.engine
         self._most = 2 * llm.engine.options.max_num_seqs  # so that a row never waits for the next
 
     def run(self, writings: Iterable[Writing[_T]]) -> list[_T]:
-        """The results of these, in order.
-
-        Raises:
-            RequestError: the engine failed at one of the texts.
-        """
+        """The results of these, in order."""
         left = iter(enumerate(writings))
         results: dict[int, _T] = {}
         running: dict[str, _Running[_T]] = {}

@@ -98,8 +98,6 @@ class DistillTrainee(Trainee):
 
     Args:
         lm: the draft model, with the target's tokens and perhaps other padding behind them.
-        vocab_size: the target's.
-        loss: of each place.
     """
 
     def __init__(self, lm: PreTrainedModel, vocab_size: int, loss: Loss) -> None:
@@ -123,11 +121,7 @@ class DistillTrainee(Trainee):
         return [weight for weight in super().matrices if id(weight) not in rows]
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: hidden states of one pass over all tokens.
-
-        Raises:
-            ConfigError: a conversation is longer than the model's context.
-        """
+        """See `Trainee.outputs`: hidden states of one pass over all tokens."""
         length = batch.tokens.shape[1]
         if length > self._context:
             raise ConfigError(
@@ -141,7 +135,6 @@ class DistillTrainee(Trainee):
             yield at_roots(states, (batch.roots + 1 + level).clamp(max=length - 1))
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
-        """See `Trainee.logits`."""
         logits: Tensor = output_layer(self.lm)(outputs)
         return logits[..., : len(self.draft_tokens)].float()
 
@@ -154,10 +147,8 @@ class DraftModelTrainingOptions(Config):
             with its embedding, final norm and output rows, or a folder or alias of a model with the
             target's tokenizer.
         hidden_size: of a model from scratch; None means half of the target's.
-        num_layers: decoder layers; None means an eighth of the target's.
         num_heads: of a model from scratch; None means heads of the target's size.
         intermediate_size: of a model from scratch; None keeps the target's proportion.
-        loss: between the draft model's distribution and the target's.
     """
 
     start: Annotated[str, MinLen(1)] = SCRATCH
@@ -188,7 +179,6 @@ class DistillTrainingOptions(DraftModelTrainingOptions):
             model writes (`on_policy`), some of both (`mixed`), or those in the user's files
             (`fixed`).
         on_policy_share: of `mixed`: the share of the conversations that the draft model answers.
-        refresh_every: steps after which the draft model writes again.
     """
 
     answers: Literal["teacher", "on_policy", "mixed", "fixed"] = "teacher"
@@ -226,11 +216,7 @@ class DraftModelTraining(TrainingMethod):
         return sys.maxsize
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level.
-
-        Raises:
-            ConfigError: the settings ask for something else.
-        """
+        """See `TrainingMethod.adapted`: one level."""
         reason = "a draft model learns all levels of a draft at once: remove it."
         return settings.decided(reason, levels=1, first_level_share=0.0, decay=1.0)
 
@@ -239,7 +225,6 @@ class DraftModelTraining(TrainingMethod):
         return ()
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`."""
         vocab_size = parts.embedding.shape[0]
         return self.of(self._lm(parts, vocab_size), vocab_size)
 
@@ -278,18 +263,15 @@ class DistillTraining(DraftModelTraining):
 
     @property
     def on_policy(self) -> OnPolicy | None:
-        """See `TrainingMethod.on_policy`."""
         shares = {"on_policy": 1.0, "mixed": self._own.on_policy_share}
         share = shares.get(self._own.answers)
         return None if share is None else OnPolicy(share, self._own.refresh_every)
 
     @property
     def learns_given_answers(self) -> bool:
-        """See `TrainingMethod.learns_given_answers`."""
         return self._own.answers == "fixed"
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`."""
         return {"method": "draft_model", "model": str(folder)}
 
 
@@ -302,14 +284,7 @@ _SCRATCH = ": start from 'scratch'"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a draft model; None means that they follow from the target's.
-
-    Args:
-        hidden_size: width of the hidden states.
-        num_layers: decoder layers.
-        num_heads: attention heads of each layer.
-        intermediate_size: of the MLPs.
-    """
+    """Of a draft model; None means that they follow from the target's."""
 
     hidden_size: int | None = None
     num_layers: int | None = None
@@ -325,7 +300,6 @@ def new_lm(target: PreTrainedConfig, sizes: Sizes) -> PreTrainedModel:
     """A Llama with random weights, tied embeddings, and the target's vocabulary and context.
 
     Args:
-        target: the configuration of its text part.
         sizes: by default half of the target's width, in multiples of 64, with its head size and
             the proportion of its MLPs.
     """
@@ -364,17 +338,7 @@ def _made(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
-    """A copy of a model with only its first layers.
-
-    Args:
-        name: a folder or an alias.
-        sizes: `num_layers`.
-
-    Raises:
-        ModelError: there is no such model.
-        ConfigError: it does not have so many layers.
-        CompatibilityError: its logits are more than its output layer's.
-    """
+    """A copy of a model with only its first layers."""
     whole = models.load_model(models.resolve(name), torch.float32, torch.device("cpu"))
     config = deepcopy(whole.config)
     text = config.get_text_config()
@@ -393,17 +357,7 @@ def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
 def loaded(
     name: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedModel:
-    """A model to start from.
-
-    Args:
-        name: a folder or an alias.
-        vocab_size: the target's.
-        tokenizer: the target's, if it has one.
-
-    Raises:
-        ModelError: there is no such model.
-        CompatibilityError: it has another vocabulary, or cannot draft.
-    """
+    """A model to start from."""
     folder = models.resolve(name)
     own = models.load_tokenizer(folder)
     lm = models.load_model(folder, torch.float32, torch.device("cpu"))
@@ -421,16 +375,7 @@ def loaded(
 
 @torch.no_grad()
 def checked(lm: PreTrainedModel, name: str, advice: str = "") -> PreTrainedModel:
-    """The same model, if it can draft, and its logits are its output layer's.
-
-    Args:
-        lm: the model.
-        name: its name, for the message.
-        advice: what to do instead, for the message.
-
-    Raises:
-        CompatibilityError: it cannot, or they are scaled or capped.
-    """
+    """The same model, if it can draft, and its logits are its output layer's."""
     check_supported(lm, context_length(lm.config, None))
     tokens = torch.arange(4, device=lm.device).unsqueeze(0)
     lm.train(False)
@@ -481,16 +426,6 @@ def write_lm(
     """Write a model in bfloat16, with the tokenizer and the generation config of the target.
 
     Each file appears complete or not at all, `config.json` last.
-
-    Args:
-        lm: the model; it is not changed.
-        target: name of the target; without a folder of this name, neither of the two is written.
-        folder: made if it does not exist.
-        notes: on the training, for `config.json`.
-        more: they write further files into a folder.
-
-    Raises:
-        ModelError: the folder cannot be written.
     """
     beside = folder / ".writing"
     shutil.rmtree(beside, ignore_errors=True)
@@ -540,14 +475,7 @@ class OnPolicyRounds:
     """See `rounds.Rounds`: answers of the draft model, beside those that are there.
 
     Args:
-        llm: the target.
-        training: conversations with the prompts, and the other answers.
         plan: how many of them the draft model writes, and how often.
-        settings: of the training.
-        num_processes: that train together.
-        folder: for the text of a round.
-        rows: sequences that are written at a time.
-        say: tells the user.
     """
 
     def __init__(
@@ -571,7 +499,6 @@ class OnPolicyRounds:
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def begin(self, number: int, trainee: Trainee) -> None:
-        """See `Rounds.begin`."""
         assert isinstance(trainee, DistillTrainee)
         folder = self._folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -584,11 +511,7 @@ class OnPolicyRounds:
             pass
 
     def examples(self, number: int) -> Examples:
-        """See `Rounds.examples`.
-
-        Raises:
-            TrainingError: there is nothing.
-        """
+        """See `Rounds.examples`."""
         if not self._text(number).exists():
             raise TrainingError(
                 f"{self._text(number)} is gone: delete {self._folder.parent / 'checkpoints'} to "

@@ -85,7 +85,6 @@ class DraftOptions(Config):
     Args:
         draft_vocab_size: most tokens that the head can draft: those that the target writes most
             often. None means all.
-        loss: between the head's distribution and the target's.
     """
 
     draft_vocab_size: Annotated[int, Ge(1)] | None = 8192
@@ -108,13 +107,7 @@ class NoiseOptions(Config):
 
 
 class EagleTrainee(Trainee):
-    """An EAGLE-3 head that is being trained.
-
-    Args:
-        net: the head.
-        loss: of each place.
-        noise: see `features.noisy`.
-    """
+    """An EAGLE-3 head that is being trained."""
 
     def __init__(self, net: EagleNet, loss: Loss, noise: float) -> None:
         super().__init__(net.draft_tokens, net.config.vocab_size, loss)
@@ -127,7 +120,6 @@ class EagleTrainee(Trainee):
         return self.net.fuse(noisy(hidden, self._noise) if self.training else hidden)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`."""
         return self.drafts(self.fused(batch), batch, num_levels)
 
     def drafts(self, states: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
@@ -147,7 +139,6 @@ class EagleTrainee(Trainee):
             states = self.net.next_states(outputs)
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
-        """See `Trainee.logits`."""
         return self.net.logits(outputs)
 
 
@@ -157,9 +148,6 @@ class FusedOptions(DraftOptions, NoiseOptions):
     Args:
         layers: ids of the target's layers whose inputs are fused; None means a low, a middle and a
             high one: 2, L // 2 and L - 3.
-        qk_norm: whether queries and keys are normalised, as in Qwen3.
-        fc_norm: whether each fused hidden state is normalised (EAGLE-3.1).
-        intermediate_size: of the MLP; None means the target's.
     """
 
     layers: Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)] | None = None
@@ -190,12 +178,7 @@ class EagleTrainingOptions(FusedOptions):
 
 
 def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, Any]:
-    """The fields of `EagleConfig` that follow from the target.
-
-    Args:
-        parts: of the head.
-        intermediate_size: None means the target's.
-    """
+    """The fields of `EagleConfig` that follow from the target."""
     config = parts.config.get_text_config()
     heads = config.num_attention_heads
     rope = dict(getattr(config, "rope_parameters", None) or {})
@@ -225,19 +208,16 @@ class EagleHeadTraining(TrainingMethod):
 
     @property
     def draft_vocab_size(self) -> int:
-        """See `TrainingMethod.draft_vocab_size`."""
         assert isinstance(self.options, DraftOptions)
         return self.options.most_draft_tokens
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """See `TrainingMethod.probed`."""
         assert isinstance(trainee, EagleTrainee)
         return Probe.of(seen, trainee.net).note()
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
     ) -> None:
-        """See `TrainingMethod.write`."""
         assert isinstance(trainee, EagleTrainee)
         net = trainee.net
         write_checkpoint(folder, net, Description(net.config, parts.verifier, notes))
@@ -256,15 +236,10 @@ class EagleTraining(EagleHeadTraining):
         return self.options
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`.
-
-        Raises:
-            ConfigError: the settings of several levels are given, and there is only one.
-        """
+        """See `TrainingMethod.adapted`."""
         return settings.one_level_alone()
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
-        """See `TrainingMethod.layers`."""
         start = self._start
         chosen = start.description.config.aux_layers if start else self._options.layers
         if not chosen:
@@ -288,12 +263,7 @@ class EagleTraining(EagleHeadTraining):
 
     @cached_property
     def _start(self) -> Checkpoint | None:
-        """The head that learns on.
-
-        Raises:
-            CompatibilityError: it is an EAGLE-1 head.
-            ModelError: there is none, or it is damaged.
-        """
+        """The head that learns on."""
         start = getattr(self.options, "start", None)
         if start is None:
             return None
@@ -320,12 +290,7 @@ def _over_target(config: EagleConfig, parts: HeadParts) -> EagleNet:
 
 
 def _learning_on(start: Checkpoint, parts: HeadParts) -> EagleNet:
-    """A head with the weights of another one, and the draft vocabulary of `parts`.
-
-    Raises:
-        CompatibilityError: that one is for a target of other sizes, or has an embedding or output
-            rows of its own.
-    """
+    """A head with the weights of another one, and the draft vocabulary of `parts`."""
     check_layers(start.path, start.description.verifier, parts.num_layers)
     old = start.net(parts.embedding, parts.output_rows)
     shared = parts.output_rows[old.draft_tokens]
@@ -359,10 +324,7 @@ class Eagle1Trainee(EagleTrainee):
     """An EAGLE-1 head that is being trained.
 
     Args:
-        net: the head.
-        loss: of each place, for its tokens.
         noise: width of the uniform noise on features, of a text of `_NOISE_LENGTH` tokens.
-        feature_weight: of the features' loss.
     """
 
     keeps_logits = False
@@ -401,10 +363,7 @@ def _missed(outputs: Tensor, features: Tensor, level: int, batch: Batch) -> Tens
     """The mean smooth L1 loss of the features [B, Q, E] that one level predicts; a scalar.
 
     Args:
-        outputs: these.
         features: [B, T, E] the target's.
-        level: its number.
-        batch: the batch.
     """
     valid = batch.levels.valid[:, level]
     places = (batch.roots + 1 + level).clamp(max=features.shape[1] - 1)
@@ -419,10 +378,7 @@ class Eagle1TrainingOptions(DraftOptions):
     Args:
         noise: width of the uniform noise on features, of texts of 512 tokens. It is wider in
             shorter ones, in proportion.
-        feature_weight: of the smooth L1 loss of features.
-        token_weight: of the loss of tokens.
         fc_bias: whether the layer that joins token and feature has a bias.
-        intermediate_size: of the MLP; None means the target's.
     """
 
     draft_vocab_size: Annotated[int, Ge(1)] | None = None
@@ -446,11 +402,7 @@ class Eagle1Training(EagleHeadTraining):
         return self.options
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level, unless the user asks for more.
-
-        Raises:
-            ConfigError: the settings of several levels are given, and there is only one.
-        """
+        """See `TrainingMethod.adapted`: one level, unless the user asks for more."""
         return settings.preferring(levels=1).one_level_alone()
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
@@ -458,7 +410,6 @@ class Eagle1Training(EagleHeadTraining):
         return (num_layers,)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`."""
         if parts.final_norm is None:
             raise CompatibilityError(
                 "an EAGLE-1 head reads hidden states after the final norm, and this architecture's "
@@ -500,9 +451,6 @@ class ParallelTrainee(EagleTrainee):
     """A P-EAGLE head that is being trained.
 
     Args:
-        net: the head.
-        loss: of each place.
-        noise: see `features.noisy`.
         kept: [L] the share of drafts from which each level is learnt, not ascending from 1.
     """
 
@@ -553,8 +501,6 @@ class ParallelTrainingOptions(FusedOptions):
     """Options of `tokenleap train parallel`, besides those of fused states.
 
     Args:
-        depths: most tokens of a draft.
-        num_layers: decoder layers of the head.
         keep: share of the drafts from which a level is learnt, relative to the level before.
         least_kept: least share of the drafts from which a level is learnt.
         mask_token_id: the token whose embedding masks have; None means the padding or the end
@@ -582,16 +528,11 @@ class ParallelTraining(EagleTraining):
         return self.options
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: all levels are learnt from the first step on.
-
-        Raises:
-            ConfigError: the settings ask for something else.
-        """
+        """See `TrainingMethod.adapted`: all levels are learnt from the first step on."""
         reason = f"'{self.name}' learns all levels from the first step on: set depths."
         return settings.decided(reason, levels=self._own.depths, first_level_share=0.0)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`."""
         options = self._own
         config = ParallelConfig(
             **self.sizes(parts),

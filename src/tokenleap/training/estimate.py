@@ -62,14 +62,7 @@ class TrainingBytes:
 def training_bytes(
     trainee: Trainee, num_layers: int, hidden_size: int, settings: TrainingSettings
 ) -> TrainingBytes:
-    """What a training takes.
-
-    Args:
-        trainee: the drafter; its weights stay as they are.
-        num_layers: layers whose hidden states it reads.
-        hidden_size: of the target.
-        settings: of the training.
-    """
+    """What a training takes."""
     weights = sum(weight.numel() for weight in trainee.parameters() if weight.requires_grad)
     moments = sum(
         weight.numel() * (1 if isinstance(each, torch.optim.Muon) else 2)
@@ -141,8 +134,6 @@ class Speeds:
     """Tokens per second of the parts of a training.
 
     Args:
-        writing: tokens that the target writes in batches.
-        features: tokens whose features are computed.
         one_level, all_levels: tokens that training processes with one level, and with all.
     """
 
@@ -154,13 +145,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training takes.
-
-    Args:
-        writing_hours, feature_hours, training_hours: of its parts.
-        disk_bytes: of the features.
-        training_bytes: memory and disk of the training itself.
-    """
+    """What a training takes."""
 
     writing_hours: float
     feature_hours: float
@@ -190,17 +175,8 @@ def estimate(
     """What a training takes.
 
     Args:
-        speeds: of this machine.
-        answer_tokens: tokens to learn, held-out ones included.
-        tokens_to_write: those of them that are still to be written.
-        num_layers: layers whose hidden states are kept.
-        hidden_size: of the target.
-        settings: of the training.
-        needed: see `Estimate.training_bytes`.
-        encoder: whether what the encoder makes of the sources is kept.
         on_policy_share: share of the text that the drafter writes, anew for every epoch. It is
             taken to be as slow as the target.
-        num_drafters: that are trained; those after the first learn less.
     """
     tokens = _PROMPT_SHARE * answer_tokens
     own_tokens = on_policy_share * settings.epochs * tokens
@@ -227,16 +203,7 @@ def measure_speeds(
     *,
     encoder: bool = False,
 ) -> Speeds:
-    """Run every part for a few seconds.
-
-    Args:
-        llm: the target.
-        new_trainee: makes a drafter like the one to train; there is one of them at a time.
-        layers: whose hidden states it reads.
-        settings: of the training.
-        rows: sequences that the target writes at a time.
-        encoder: whether it reads what the target's encoder makes of the sources.
-    """
+    """Run every part for a few seconds."""
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=_SAMPLE_TOKENS, ignore_eos=True)
     prompts = [[1 + row % 7] for row in range(rows)]
     llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # what is done only once

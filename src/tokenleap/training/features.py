@@ -71,7 +71,6 @@ class Features:
 
     Args:
         tokens: [n].
-        answers: [start, stop) of each part to learn.
         hidden: [n, A, E] hidden states of A layers in int8; A may be 0.
         scales: [n, A, G] their scales.
         top_tokens: [n, K] the most probable tokens after each token, the best first.
@@ -154,14 +153,7 @@ class _Index(TypedDict):
 
 
 class FeatureCache:
-    """The features of some conversations.
-
-    Args:
-        folder: made by `compute_features`.
-
-    Raises:
-        DataError: the folder is incomplete.
-    """
+    """The features of some conversations."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -258,21 +250,7 @@ def compute_features(
     *,
     encoder: bool = False,
 ) -> Iterator[int]:
-    """Fill a cache; a complete one for these conversations and layers stays as it is.
-
-    Args:
-        target: the target.
-        conversations: what it is run over.
-        layers: ids of the layers whose hidden states are kept.
-        folder: of the cache.
-        encoder: whether what the encoder makes of the sources is kept.
-
-    Yields:
-        Numbers of tokens that have been computed.
-
-    Raises:
-        DataError: the disk is full. What was there before is gone.
-    """
+    """Fill a cache; a complete one for these conversations and layers stays as it is."""
     index: dict[str, Any] = {
         "layers": list(layers),
         "hidden_size": target.hidden_size,
@@ -357,14 +335,7 @@ def _encoded(target: Target, conversation: Conversation) -> Tensor:
 def passes(
     target: Target, tokens: Sequence[int], need: Need, source: Sequence[int] = ()
 ) -> Iterator[PassOutput]:
-    """The outputs of a target's passes over a text, chunk by chunk.
-
-    Args:
-        target: the target.
-        tokens: of the text; of an encoder-decoder, the decoder's.
-        need: what the outputs are to have.
-        source: what an encoder-decoder reads; without it, a short source of its own.
-    """
+    """The outputs of a target's passes over a text, chunk by chunk."""
     target.add(INTERNAL_KEY)
     try:
         if source:
@@ -402,13 +373,6 @@ def draft_vocabulary(
     vocab_size: int,
 ) -> tuple[torch.Tensor, float]:
     """Choose the tokens that a head can draft.
-
-    Args:
-        training: what it learns from.
-        held_out: what it is evaluated on.
-        ends: tokens that end a text; they are chosen first.
-        size: most tokens.
-        vocab_size: of the target.
 
     Returns:
         [Vd] ids, ascending; and their share of what is held out.

@@ -66,12 +66,7 @@ class Learnt(NamedTuple):
 
 
 class OwnRate(NamedTuple):
-    """Weights that learn at a rate of their own: those of a target that is trained, too.
-
-    Args:
-        weights: the weights.
-        learning_rate: theirs.
-    """
+    """Weights that learn at a rate of their own: those of a target that is trained, too."""
 
     weights: list[nn.Parameter]
     learning_rate: float
@@ -87,8 +82,6 @@ class Trainee(nn.Module, ABC):
 
     Args:
         draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
-        vocab_size: V.
-        loss: of each place.
         max_levels: most levels of a draft; None if there is no limit.
     """
 
@@ -164,8 +157,6 @@ class Trainee(nn.Module, ABC):
 
         Args:
             outputs: [B, Q, E].
-            level: its number.
-            batch: the batch.
 
         Returns:
             A scalar, and [B, Q] as in `Learnt`.
@@ -205,12 +196,9 @@ class HeadParts:
     """What a drafter is made of.
 
     Args:
-        config: the target's.
-        name: the target's, for the drafter's own file.
         embedding: [V, E] the target's.
         output_rows: [V, E] of the target's output layer.
         draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
-        num_layers: the target's decoder layers.
         final_norm: the target's norm before the output layer; None if it is not known.
         reload: loads the target's Transformers model once more; None if that is not possible.
         logits_bias: [V] that the target adds to what its output rows give; None if it adds nothing.
@@ -235,23 +223,14 @@ class HeadParts:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Text that the drafter writes while it learns.
-
-    Args:
-        share: of the conversations.
-        every: steps after which it writes again.
-    """
+    """Text that the drafter writes while it learns."""
 
     share: float
     every: int
 
 
 class TrainingMethod(ABC):
-    """How one kind of drafter is made, trained and written.
-
-    Args:
-        options: the method's own.
-    """
+    """How one kind of drafter is made, trained and written."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -292,22 +271,11 @@ class TrainingMethod(ABC):
         return self.num_drafters
 
     def missed(self, folder: Path, parts: HeadParts, data: TrainingSet) -> TrainingSet:
-        """What the next drafter is to learn; by default all of it.
-
-        Args:
-            folder: of the drafter that was trained last.
-            parts: see `trainee`.
-            data: what that one was to learn.
-        """
+        """What the next drafter is to learn; by default all of it."""
         return data
 
     def finish(self, out: Path, folders: Sequence[Path]) -> None:
-        """Write what serving needs beside the folders of several drafters; by default nothing.
-
-        Args:
-            out: what `serving` reads.
-            folders: inside it, one for each drafter.
-        """
+        """Write what serving needs beside the folders of several drafters; by default nothing."""
         assert list(folders) == [out]
 
     @property
@@ -345,12 +313,7 @@ class TrainingMethod(ABC):
         """Write the drafter as `speculative_config` reads it; each file complete or not at all."""
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """Notes by which serving tells the target and its layers; see `heads.probe`.
-
-        Args:
-            trainee: the drafter.
-            seen: what the target does on a text, with the hidden states of `layers`.
-        """
+        """Notes by which serving tells the target and its layers; see `heads.probe`."""
         return {}
 
     def serving(self, folder: Path) -> dict[str, Any]:
@@ -470,21 +433,12 @@ LOSSES: dict[str, Loss] = {"kl": kl, "rkl": rkl, "jsd": jsd, "ce": ce, "tv": tv}
 
 
 class Rounds(Protocol):
-    """What is learnt if it is not the same from beginning to end.
-
-    Attributes:
-        steps: of each round.
-    """
+    """What is learnt if it is not the same from beginning to end."""
 
     steps: int
 
     def begin(self, number: int, trainee: Trainee) -> None:
-        """Prepare a round: called at its first step, and again if training continues there.
-
-        Args:
-            number: of the round.
-            trainee: with the weights with which the round begins.
-        """
+        """Prepare a round: called at its first step, and again if training continues there."""
         ...
 
     def examples(self, number: int) -> Examples:
@@ -493,11 +447,7 @@ class Rounds(Protocol):
 
 
 class Current(Examples):
-    """What is learnt now.
-
-    Args:
-        now: it.
-    """
+    """What is learnt now."""
 
     def __init__(self, now: Examples) -> None:
         self.use(now)

@@ -45,11 +45,7 @@ TRAINING_METHODS: dict[str, type[TrainingMethod]] = {
 
 
 def training_method(name: str, options: Mapping[str, Any]) -> TrainingMethod:
-    """The method of this name with its options.
-
-    Raises:
-        ConfigError: no method has this name, or it has no such option.
-    """
+    """The method of this name with its options."""
     check_trainable(name)
     kind = TRAINING_METHODS[name]
     return kind(kind.Options(**options))

@@ -61,18 +61,7 @@ _MORE_POSITIONS = 2
 
 
 class OnlineLearner:
-    """See `drafters.online.Learner`.
-
-    Args:
-        learnable: what learns.
-        options: how.
-        target: the target.
-
-    Raises:
-        ConfigError: the folder to save to cannot be written.
-        CompatibilityError: a draft model's logits are not its output layer's, or it has an
-            embedding for each position.
-    """
+    """See `drafters.online.Learner`."""
 
     def __init__(self, learnable: Learnable, options: OnlineOptions, target: Target) -> None:
         self._learnable, self._options, self._target = learnable, options, target
@@ -108,7 +97,6 @@ class OnlineLearner:
 
     @property
     def report(self) -> OnlineReport:
-        """See `Learner.report`."""
         return OnlineReport(
             self._positions,
             self._buffer.num_tokens,
@@ -123,8 +111,6 @@ class OnlineLearner:
     # Watching
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """See `Learner.observe`."""
-
         def record() -> None:
             for outcome in outcomes:
                 self._keep(self._recorder.observe(outcome))
@@ -132,7 +118,6 @@ class OnlineLearner:
         self._watch(record)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """See `Learner.observe_prefill`."""
         self._watch(lambda: self._keep(self._recorder.observe_prefill(request, start, hidden)))
 
     def release(self, request: Request) -> None:
@@ -171,7 +156,6 @@ class OnlineLearner:
     # Learning
 
     def work(self, seconds: float) -> None:
-        """See `Learner.work`."""
         self._pace.served(max(0.0, seconds - self._watched))
         self._watched = 0.0
         while self._failure is None and self._pace.take():
@@ -232,7 +216,6 @@ class OnlineLearner:
             _write(self._learnable, self._net, Path(self._options.save))
 
     def forget(self) -> None:
-        """See `Learner.forget`."""
         with torch.no_grad():
             for weight, loaded in zip(self._trainee.parameters(), self._loaded, strict=True):
                 weight.copy_(loaded)
@@ -272,11 +255,7 @@ def _trainee(net: nn.Module, options: OnlineOptions, target: Target) -> Trainee:
 
 
 def _refuse_positions(lm: PreTrainedModel) -> None:
-    """Refuse a draft model for which text that is cut off at the front is another text.
-
-    Raises:
-        CompatibilityError: it has an embedding for each position.
-    """
+    """Refuse a draft model for which text that is cut off at the front is another text."""
     most = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     sizes = [each.num_embeddings for each in lm.modules() if isinstance(each, nn.Embedding)]
     if most is not None and any(0 <= size - most <= _MORE_POSITIONS for size in sizes):
@@ -329,7 +308,6 @@ class Mark:
     """A place to learn.
 
     Args:
-        root: index of the token from which the draft started.
         level: of the draft; the token to guess is at `root + 1 + level`.
         tokens: [K] the target's most probable tokens there.
         logprobs: [K] their log-probabilities among each other.
@@ -345,7 +323,6 @@ def marks_of(outcome: Outcome, num_levels: int, *, only_rejected: bool) -> list[
     """What a step has to teach.
 
     Args:
-        outcome: of the step.
         num_levels: levels of drafting that are learnt. What is deeper in the draft is learnt as a
             level of a draft that starts later.
         only_rejected: only where the target decided otherwise than the draft, or without one; else
@@ -418,11 +395,7 @@ class Window:
 
 
 class _Text:
-    """The end of a request's text.
-
-    Args:
-        first: index of its first token.
-    """
+    """The end of a request's text."""
 
     def __init__(self, first: int) -> None:
         self.first = self.stop = first  # tokens whose hidden states are known
@@ -461,9 +434,6 @@ class Recorder:
 
     Args:
         layers: ids of the target's layers whose hidden states are kept, in this order.
-        hidden_size: E, of the target.
-        window: tokens of a window.
-        num_levels, only_rejected: see `marks_of`.
     """
 
     def __init__(
@@ -552,9 +522,7 @@ class Buffer:
     """Windows to learn, in random order.
 
     Args:
-        size: most tokens; the oldest windows are dropped first.
         passes: how often each window is drawn before it is dropped.
-        seed: of the order.
     """
 
     def __init__(self, size: int, passes: int, seed: int) -> None:
@@ -589,11 +557,7 @@ class Buffer:
 
 
 class Pace:
-    """Says when a slice of learning is due.
-
-    Args:
-        options: `share` or `every`.
-    """
+    """Says when a slice of learning is due."""
 
     def __init__(self, options: OnlineOptions) -> None:
         self._rate = options.share / (1 - options.share)

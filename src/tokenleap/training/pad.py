@@ -101,13 +101,7 @@ def block_levels(
     """The states at the padding behind every root, computed in several passes.
 
     Args:
-        states: the model.
-        config: of the model, whose layers may have windows.
-        batch: B texts with Q roots each.
         padding: [k] the tokens of a block.
-
-    Yields:
-        [B, Q, E] for each of the k tokens.
     """
     apart = _apart(batch, len(padding))
     passes = [
@@ -162,7 +156,6 @@ def _masks(mask: Tensor, positions: Tensor, config: PreTrainedConfig) -> Tensor 
     Args:
         mask: [B, 1, S, S] who sees whom without windows.
         positions: [B, S] of all tokens.
-        config: of the model.
     """
     windows = windows_by_kind(config)
     if not windows:
@@ -193,16 +186,7 @@ def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:
 
 
 class PadTrainee(TargetTrainee):
-    """A copy of the target that learns to predict behind padding.
-
-    Args:
-        lm: the copy.
-        vocab_size: the target's.
-        loss: of each place.
-        pad: the padding token.
-        num_pads: k, of each block.
-        weight: lambda.
-    """
+    """A copy of the target that learns to predict behind padding."""
 
     def __init__(
         self,
@@ -240,9 +224,6 @@ def padding_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) ->
 
     It is the mask or padding token, if it does not end sequences; or the last special token that
     has no other use. Without a tokenizer it is the last one of the vocabulary.
-
-    Raises:
-        ConfigError: there is none.
     """
     if tokenizer is None:
         return vocab_size - 1
@@ -265,9 +246,7 @@ class PadTrainingOptions(Config):
     Args:
         pad_token_id: the padding token; None takes the mask or padding token, or a special token
             without another use.
-        num_pads: most tokens of a draft.
         draft_weight: weight of the losses behind padding, relative to the copy's own.
-        loss: between the copy's distributions and the target's.
     """
 
     pad_token_id: Annotated[int, Ge(0)] | None = None
@@ -285,7 +264,6 @@ class PadTraining(BlockTraining, TuningMethod):
 
     @property
     def block_length(self) -> int:
-        """See `BlockTraining.block_length`."""
         return self._options.num_pads
 
     @property
@@ -294,22 +272,14 @@ class PadTraining(BlockTraining, TuningMethod):
         return self.options
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: all padding tokens are learnt from the first step on.
-
-        Raises:
-            ConfigError: the settings ask for something else.
-        """
+        """See `TrainingMethod.adapted`: all padding tokens are learnt from the first step on."""
         reason = "'pad' learns all of a block from the first step on: set num_pads."
         levels = self.block_length
         decided = settings.decided(reason, levels=levels, first_level_share=0.0)
         return decided.preferring(**TUNING_RATES)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`.
-
-        Raises:
-            ConfigError: the padding token does not exist, or there is none.
-        """
+        """See `TrainingMethod.trainee`."""
         options, vocab_size = self._options, parts.embedding.shape[0]
         pad = options.pad_token_id
         if pad is None:
@@ -340,8 +310,6 @@ class PassTrainee(Trainee):
 
     Args:
         lm: a copy of the target. It is changed: its embedding gets the look-ahead tokens.
-        vocab_size: the target's.
-        loss: of each place.
         rows: [L, E] the embeddings to begin with.
     """
 
@@ -391,12 +359,7 @@ class PassTrainee(Trainee):
 
 
 class PassTrainingOptions(Config):
-    """Options of `tokenleap train pass`.
-
-    Args:
-        num_tokens: L, most tokens of a draft.
-        loss: between what is predicted and the target's distribution.
-    """
+    """Options of `tokenleap train pass`."""
 
     num_tokens: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
     loss: LossName = "kl"
@@ -421,15 +384,10 @@ class PassTraining(BlockTraining):
 
     @property
     def block_length(self) -> int:
-        """See `BlockTraining.block_length`."""
         return self._options.num_tokens
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: all embeddings are learnt from the first step on.
-
-        Raises:
-            ConfigError: the settings ask for something else.
-        """
+        """See `TrainingMethod.adapted`: all embeddings are learnt from the first step on."""
         reason = "'pass' learns all of its embeddings from the first step on: set num_tokens."
         levels = self.block_length
         decided = settings.decided(reason, levels=levels, first_level_share=0.0)
@@ -452,13 +410,11 @@ class PassTraining(BlockTraining):
         return PassTrainee(copy_of_target(parts), vocab_size, LOSSES[options.loss], rows)
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """See `TrainingMethod.probed`."""
         return Probe.of(seen).note()
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
     ) -> None:
-        """See `TrainingMethod.write`."""
         assert isinstance(trainee, PassTrainee)
         write_pass_tokens(folder, trainee.rows, len(parts.embedding), parts.verifier, notes)
 

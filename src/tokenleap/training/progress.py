@@ -22,11 +22,6 @@ class Step:
     """One step of the optimizer.
 
     Args:
-        step: its number, from 1.
-        total: number of steps of the whole training.
-        tokens: tokens of its batches on this process.
-        seconds: how long it took.
-        losses: mean loss of each level that was learnt.
         accuracy: for each of them, the share of its places whose token was right.
     """
 
@@ -43,11 +38,8 @@ class Evaluation:
     """What held-out conversations show after a step.
 
     Args:
-        step: the step.
-        loss: mean loss of the steps since the evaluation before.
         by_position: for each level, the probability that it is accepted if those before were.
         mean_lengths: mean acceptance lengths of chains of 1 to L tokens.
-        best: whether no evaluation before was better.
     """
 
     step: int
@@ -99,9 +91,6 @@ class Panel:
     """One diagram of a picture.
 
     Args:
-        title: above it.
-        x_title: below it.
-        x: of all lines.
         lines: their names and values; a single line has no legend.
     """
 

@@ -39,19 +39,11 @@ class FileData:
 
     Args:
         llm: the target; its tokenizer encodes, and its chat template shapes conversations.
-        files: JSONL or text.
         text_length: most tokens of each piece of a text; prompts that are longer than three
             quarters of it are left out.
-        given_answers: whether the answers in the files are learnt.
 
     Attributes:
-        talks: prompts to answer.
-        texts: text to learn as it is.
         answered: if the answers in the files are learnt: the talks with them.
-        too_long: number of prompts that were left out.
-
-    Raises:
-        DataError: a file cannot be read, or a line is none of the above; the message names it.
     """
 
     def __init__(
@@ -140,15 +132,7 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _prompt(fields: dict[str, Any], *, shapes: bool) -> Prompt:
-    """An entry as `LLM.encode` takes it.
-
-    Args:
-        fields: of the entry.
-        shapes: whether there is a chat template, so that a prompt is a user's message.
-
-    Raises:
-        DataError: there is no prompt in it.
-    """
+    """An entry as `LLM.encode` takes it."""
     turns = fields.get("turns")
     prompt = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
     if isinstance(prompt, str):
@@ -165,11 +149,7 @@ def _prompt(fields: dict[str, Any], *, shapes: bool) -> Prompt:
 
 
 def _answer(where: str, fields: dict[str, Any]) -> str:
-    """The answer of an entry whose prompt is well-formed.
-
-    Raises:
-        DataError: it has none.
-    """
+    """The answer of an entry whose prompt is well-formed."""
     found = fields.get("answer")
     if found is None and (messages := fields.get("messages") or fields.get("conversations")):
         last = _message(messages[-1])
@@ -183,11 +163,7 @@ def _answer(where: str, fields: dict[str, Any]) -> str:
 
 
 def _message(fields: Any) -> dict[str, str]:
-    """A message as chat templates know it.
-
-    Raises:
-        DataError: it is malformed.
-    """
+    """A message as chat templates know it."""
     if not isinstance(fields, dict):
         raise DataError("a message is not a JSON object with 'role' and 'content'.")
     role = fields.get("role", fields.get("from"))

@@ -52,7 +52,6 @@ class Served:
     """Drafts of a fixed length, and the default controller, on held-out prompts.
 
     Args:
-        prompts: number.
         mean_length: mean acceptance length of chains of as many tokens as were asked for.
         by_position: how often each of their positions was accepted, given those before.
         draft_share: time of drafting a level, as a share of a plain pass.
@@ -74,18 +73,7 @@ def measure(
     length: int,
     nodes_per_token: int = 1,
 ) -> Served:
-    """Measure a drafter, in turn with plain decoding.
-
-    Args:
-        llm: the target without speculation.
-        config: of the drafter.
-        prompts: held-out prompts.
-        length: tokens of a chain.
-        nodes_per_token: nodes of a draft for each token of its chain.
-
-    Raises:
-        TrainingError: the drafter failed, or an output differs.
-    """
+    """Measure a drafter, in turn with plain decoding."""
     fixed = {**config, "num_speculative_tokens": length * nodes_per_token, "controller": "fixed"}
     ratios, plain_metrics, drafted = [], [], []
     for number, prompt in enumerate([prompts[0], *prompts]):
@@ -145,12 +133,7 @@ _CONVERSATIONS = 64
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of the target and of the new model, on the same held-out answers.
-
-    Args:
-        target: that of the target.
-        new: that of the model that was made of it.
-    """
+    """Of the target and of the new model, on the same held-out answers."""
 
     target: float
     new: float
@@ -163,12 +146,7 @@ class Perplexity:
 
 
 def served_alike(llm: LLM, folder: Path) -> LLM:
-    """A model in a folder, with the options with which another one is served.
-
-    Args:
-        llm: the other one.
-        folder: of the model.
-    """
+    """A model in a folder, with the options with which another one is served."""
     options = llm.engine.options
     return LLM(
         folder,
@@ -220,11 +198,7 @@ class TrainingReport:
     """What a training brought.
 
     Args:
-        training, held_out: the data.
         coverage: share of the held-out answers' tokens that are in the draft vocabulary.
-        best: the best evaluation.
-        served: by the engine.
-        advice: what to change if acceptance is low.
         perplexity: of the new model, if one was written in place of the target.
     """
 
@@ -260,12 +234,7 @@ def evaluation_text(found: Evaluation) -> str:
 
 
 def usage_text(config: Mapping[str, Any], new_target: Path | None) -> str:
-    """The options of the command line for a `speculative_config`.
-
-    Args:
-        config: it.
-        new_target: the model that it is for, if training wrote one.
-    """
+    """The options of the command line for a `speculative_config`."""
     of_target = f"--model {new_target} " if new_target else ""
     if not config.keys() <= {"method", "model"}:
         return f"{of_target}--speculative-config '{json.dumps(config)}'"
@@ -280,15 +249,7 @@ def advice(
     changed: Perplexity | None = None,
     deeper: str = TrainingMethod.deeper,
 ) -> Sequence[str]:
-    """What to change if acceptance is low, or if the new model has become worse.
-
-    Args:
-        coverage: share of the target's text in the draft vocabulary.
-        best: the evaluation of the drafter that was written.
-        served: what it did in the engine.
-        changed: perplexity of the target and of the new one, if training wrote one.
-        deeper: see `TrainingMethod`.
-    """
+    """What to change if acceptance is low, or if the new model has become worse."""
     found = []
     if coverage < 0.95:
         found.append(

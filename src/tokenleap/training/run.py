@@ -70,22 +70,7 @@ _SERVED_PROMPTS = 12
 
 
 class TrainingRun:
-    """One training.
-
-    Args:
-        llm: the target without speculation.
-        name: the target's, for the drafter's own file.
-        method: the kind of drafter.
-        data: what is learnt.
-        settings: how.
-        folder: for the drafter.
-        reporter: shows how it goes.
-
-    Raises:
-        ConfigError: the folder has another training.
-        CompatibilityError: the target has no chat template, and there is no data; or the method is
-            for another kind of target.
-    """
+    """One training."""
 
     def __init__(
         self,
@@ -149,12 +134,7 @@ class TrainingRun:
     # Beforehand
 
     def estimate(self) -> Estimate:
-        """How long it will take, and how much disk; measured in a few seconds.
-
-        Raises:
-            ConfigError: there are several processes.
-            DataError: there is not enough space on the disk.
-        """
+        """How long it will take, and how much disk; measured in a few seconds."""
         if self._processes.num_processes > 1:
             raise ConfigError("an estimate is for one process: ask without `accelerate launch`.")
         target, plan = self._llm.engine.target, self._method.on_policy
@@ -292,11 +272,7 @@ class TrainingRun:
 
 
 def _check_kind(method: TrainingMethod, llm: LLM) -> None:
-    """Refuse a method that is for another kind of target.
-
-    Raises:
-        CompatibilityError: it is.
-    """
+    """Refuse a method that is for another kind of target."""
     reads = llm.engine.target.reads_source
     if method.for_sources is None or method.for_sources == reads:
         return
@@ -324,18 +300,7 @@ _FEW = 20
 
 
 class DrafterSeries:
-    """Trains the drafters of a method.
-
-    Args:
-        llm: the target without speculation.
-        method: the kind of drafter.
-        parts: what each is made of.
-        settings: how they are trained.
-        folder: has the features, and gets the drafters.
-        reporter: shows how it goes.
-        processes: that train together.
-        rows: sequences that are written at a time.
-    """
+    """Trains the drafters of a method."""
 
     def __init__(
         self,
@@ -358,15 +323,7 @@ class DrafterSeries:
         return self._method.trainee(self._parts).to(self._llm.device)
 
     def train(self) -> Evaluation:
-        """Train all of them; each continues where it stopped.
-
-        Returns:
-            The best evaluation of the first, which learns from everything.
-
-        Raises:
-            DataError: there is nothing to learn.
-            TrainingError: there is nothing to learn for a second one, or a loss is not finite.
-        """
+        """Train all of them; each continues where it stopped."""
         training, held_out = self._examples("train"), self._examples("held_out")
         number = self._method.num_drafters
         trained = [self._folder.drafter(0, number)]
@@ -405,11 +362,7 @@ class DrafterSeries:
     def _train(
         self, trainee: Trainee, training: TrainingSet, held_out: TrainingSet, folder: DrafterFolder
     ) -> Evaluation:
-        """Train one of them.
-
-        Returns:
-            Its best evaluation.
-        """
+        """Train one of them."""
         layers = self._method.layers(self._parts.num_layers)
         seen = look(self._llm.engine.target, _probe_text(held_out), layers)
 
@@ -476,22 +429,7 @@ def _probe_text(held_out: TrainingSet) -> list[int]:
 
 
 class TrainingText:
-    """The conversations of one training.
-
-    Args:
-        llm: the target, which writes the answers.
-        method: the kind of drafter.
-        data: what is learnt.
-        max_length: most tokens of a conversation.
-        rows: sequences that the target writes at a time.
-        folder: of the training.
-        reporter: shows how it goes.
-
-    Raises:
-        ConfigError: the data do not suit the target or the method.
-        CompatibilityError: the target has no chat template, and there is no data.
-        DataError: a file is malformed.
-    """
+    """The conversations of one training."""
 
     def __init__(
         self,
@@ -543,13 +481,7 @@ class TrainingText:
     def conversations(
         self, name: str, tokens: int, others: Sequence[Conversation] = ()
     ) -> list[Conversation]:
-        """Conversations that are there, and new ones until there are enough.
-
-        Args:
-            name: `train` or `held_out`.
-            tokens: of answers.
-            others: conversations whose prompts must not be used again.
-        """
+        """Conversations that are there, and new ones until there are enough."""
         path, held_out = self._folder.conversations(name), name == "held_out"
         path.parent.mkdir(parents=True, exist_ok=True)
         what = "Held-out conversations" if held_out else "Conversations"
@@ -579,13 +511,7 @@ class TrainingText:
     def compute_features(
         self, name: str, conversations: Sequence[Conversation], layers: Sequence[int]
     ) -> None:
-        """Run the target over conversations; complete features stay as they are.
-
-        Args:
-            name: `train` or `held_out`.
-            conversations: these.
-            layers: ids of the layers whose hidden states are kept.
-        """
+        """Run the target over conversations; complete features stay as they are."""
         target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
         encoder = self._method.reads_encoder
         size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)

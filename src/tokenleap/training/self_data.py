@@ -79,7 +79,6 @@ class Template:
     """The tokens of a chat template around its messages.
 
     Args:
-        before: up to the first user's message.
         after: from the end of a user's message to the beginning of the answer.
         between: from the end of an answer to the next user's message.
     """
@@ -90,11 +89,7 @@ class Template:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None) -> Template:
-        """The template of a tokenizer.
-
-        Raises:
-            CompatibilityError: it has none.
-        """
+        """The template of a tokenizer."""
         if tokenizer is None or tokenizer.chat_template is None:
             raise CompatibilityError(
                 "this model has no chat template, so it cannot write conversations by itself: give "
@@ -132,12 +127,7 @@ def topics(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class SelfTalk:
-    """Writes conversations with a model.
-
-    Args:
-        llm: the target.
-        length: most tokens of a conversation.
-    """
+    """Writes conversations with a model."""
 
     def __init__(self, llm: LLM, length: int) -> None:
         self._template = Template.of(llm.tokenizer)
@@ -490,11 +480,7 @@ _NEXT = (
 
 
 def first_opening(seed: int) -> Opening:
-    """Of the first message of a conversation.
-
-    Args:
-        seed: of the conversation.
-    """
+    """Of the first message of a conversation."""
     random = Random(f"opening {seed}")
     if reads(seed):
         return random.choice(_READINGS)
@@ -514,12 +500,7 @@ def first_opening(seed: int) -> Opening:
 
 
 def next_opening(seed: int, turn: int) -> Opening:
-    """Of a later message.
-
-    Args:
-        seed: of the conversation.
-        turn: answers before it.
-    """
+    """Of a later message."""
     return Opening(Random(f"opening {seed} {turn}").choice(_NEXT))
 
 

@@ -26,9 +26,6 @@ class DataSettings:
 
     Args:
         files: the user's own data; empty means that the target writes by itself.
-        tokens: of answers to learn.
-        held_out_tokens: of answers for evaluation.
-        unseen: files of prompts that training must not see.
         parallel: two files for an encoder-decoder, in place of `files`: a source and its output in
             each line.
     """
@@ -44,31 +41,20 @@ class TrainingSettings(Config):
     """How any drafter is trained.
 
     Args:
-        epochs: passes over the data.
         max_steps: steps of the optimizer, in place of `epochs`; None means that those decide.
         batch_tokens: most tokens of a batch, padding included, on each device.
-        accumulation: batches per step of the optimizer.
         max_length: most tokens of a conversation; the rest is cut off.
-        levels: levels of a draft that are learnt.
         first_level_share: share of the steps in which only the first level is learnt. It costs a
             third of three levels, and the others learn fast once it is good.
         decay: weight of a level's loss, relative to the level before.
         optimizer: of the matrices: Muon, or AdamW. All other weights have AdamW.
-        betas: of AdamW.
-        learning_rate: of the matrices.
-        vector_learning_rate: of all other weights.
-        weight_decay: of the matrices.
         schedule: how the learning rates fall after they have risen: as a `cosine` to 0, or as one
             over the square root of the step.
         warmup: share of the steps in which the learning rates rise.
         warmup_steps: the number of these steps, in place of `warmup`; None means that decides.
-        max_grad_norm: gradients are clipped to this norm.
-        evaluate_every: steps between two evaluations, and between two checkpoints.
         average: the weights after the last so many evaluations are averaged at the end, and are
             the drafter if it is better; 1 means that nothing is averaged.
         patience: training stops after so many evaluations without a better drafter; 0 means never.
-        mixed_precision: of the matrix products; see Accelerate.
-        seed: of weights, noise and the order of the data.
     """
 
     epochs: Annotated[FiniteFloat, Gt(0)] = 3.0
@@ -116,11 +102,7 @@ class TrainingSettings(Config):
         return self.model_copy(update=left)
 
     def one_level_alone(self) -> Self:
-        """The settings, without those for more than one level if there is only one.
-
-        Raises:
-            ConfigError: the user has given one of them.
-        """
+        """The settings, without those for more than one level if there is only one."""
         if self.levels > 1:
             return self
         return self.decided(
@@ -128,28 +110,12 @@ class TrainingSettings(Config):
         )
 
     def decided(self, reason: str, **fields: Any) -> Self:
-        """The settings with fields that a method decides by itself.
-
-        Args:
-            reason: why, and what to do instead; the end of the message.
-            fields: their values.
-
-        Raises:
-            ConfigError: the user has given one of them.
-        """
+        """The settings with fields that a method decides by itself."""
         self.refuse(reason, *fields)
         return self.model_copy(update=fields)
 
     def refuse(self, reason: str, *names: str) -> None:
-        """Refuse fields that a method has no use for.
-
-        Args:
-            reason: why, and what to do instead; the end of the message.
-            names: of the fields.
-
-        Raises:
-            ConfigError: the user has given one of them.
-        """
+        """Refuse fields that a method has no use for."""
         for name in names:
             if name in self.model_fields_set:
                 raise ConfigError(f"{name}: {reason}")
@@ -179,11 +145,7 @@ TRAINABLE = (
 
 
 def check_trainable(name: str) -> None:
-    """Refuse a name that stands for nothing that can be trained.
-
-    Raises:
-        ConfigError: it is none of `TRAINABLE`.
-    """
+    """Refuse a name that stands for nothing that can be trained."""
     if name not in TRAINABLE:
         known = nearest(name, list(TRAINABLE))
         raise ConfigError(f"nothing can be trained as '{name}': {known}")

@@ -81,19 +81,10 @@ def new_masked_lm(
     """A drafter with random weights, in float32.
 
     Args:
-        target: the configuration of the target.
-        vocab_size: V, of the target's outputs. The mask is token V.
-        num_masks: k; there are positions for so many masks behind the longest text.
         shape: of a target with E encoder and D decoder layers: `full` has 2E and 2, `balanced`
             E + 1 and D + 1, `small` E and 2.
-        halved: whether all widths are half of the target's.
-        dropout: of the layers.
         own_encoder: whether it has an encoder. Without one, what belongs to an encoder alone has no
             gradients, since nothing reads it.
-
-    Raises:
-        CompatibilityError: there are no drafters for this architecture.
-        ConfigError: its widths cannot be halved.
     """
     config: Any = _like_bart(target)
     encoder, decoder = config.encoder_layers, config.decoder_layers
@@ -168,13 +159,6 @@ def copy_target(target: PreTrainedModel, lm: PreTrainedModel) -> None:
     Decoder layers come from all depths of the target's, the first and the last among them: they
     have learnt which tokens of the source matter, which takes a decoder longest. Further layers
     stay random.
-
-    Args:
-        target: the target.
-        lm: a drafter of the same class and width, which is changed.
-
-    Raises:
-        CompatibilityError: the drafter is of another class.
     """
     if type(target) is not type(lm):
         raise CompatibilityError(
@@ -231,7 +215,6 @@ class SpecDrafterTrainingOptions(Config):
 
     Args:
         num_masks: k, the tokens of a block: most tokens of a draft.
-        shape: layers of the drafter, see `new_masked_lm`.
         encoder: `own`, or the `target`'s: then the drafter is a decoder alone, as wide as the
             target's, and reads what the target's encoder has made of the source.
         size: scales the number of steps. Below 0.25, it halves the widths of a drafter with an
@@ -240,8 +223,6 @@ class SpecDrafterTrainingOptions(Config):
             decoder layers.
         answers: who writes what is learnt: the target `greedy` or by `beam` search of width 5, or
             the user (`fixed`).
-        dropout: of its layers.
-        label_smoothing: share of the loss that all tokens have alike.
         fewer_masks: whether blocks of 1 to `num_masks` masks are learnt; the number is
             drawn for each batch, short ones more often. Then short drafts take fewer masks, and
             less time.
@@ -283,13 +264,7 @@ class SpecDrafterTrainingOptions(Config):
 
 
 class SpecDrafterTrainee(Trainee):
-    """A Spec-Drafter that is being trained.
-
-    Args:
-        lm: the drafter.
-        notes: its sizes.
-        options: of the training.
-    """
+    """A Spec-Drafter that is being trained."""
 
     first_learnt: ClassVar[int] = 1
     evaluated_levels: ClassVar[int] = 10
@@ -315,7 +290,6 @@ class SpecDrafterTrainee(Trainee):
         return self._lm[0]
 
     def train(self, mode: bool = True) -> Self:
-        """See `nn.Module.train`."""
         self.lm.train(mode)
         return super().train(mode)
 
@@ -520,20 +494,14 @@ class SpecDrafterTraining(TrainingMethod):
 
     @property
     def learns_given_answers(self) -> bool:
-        """See `TrainingMethod.learns_given_answers`."""
         return self._options.answers == "fixed"
 
     @property
     def beam_width(self) -> int:
-        """See `TrainingMethod.beam_width`."""
         return 5 if self._options.answers == "beam" else 1
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: the published values, scaled by `size`.
-
-        Raises:
-            ConfigError: the settings ask for levels.
-        """
+        """See `TrainingMethod.adapted`: the published values, scaled by `size`."""
         reason = "a block of masks is learnt at once: remove it."
         given, size = settings.model_fields_set, self._options.size
         steps = {} if "epochs" in given else {"max_steps": max(1, round(_UPDATES * size))}
@@ -555,7 +523,6 @@ class SpecDrafterTraining(TrainingMethod):
 
     @property
     def reads_encoder(self) -> bool:
-        """See `TrainingMethod.reads_encoder`."""
         return self._options.encoder == "target"
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
@@ -563,11 +530,7 @@ class SpecDrafterTraining(TrainingMethod):
         return ()
 
     def trainee(self, parts: HeadParts) -> SpecDrafterTrainee:
-        """See `TrainingMethod.trainee`.
-
-        Raises:
-            ConfigError: it is to start from a target that cannot be loaded again.
-        """
+        """See `TrainingMethod.trainee`."""
         options, vocab_size = self._options, parts.embedding.shape[0]
         lm = new_masked_lm(
             parts.config,
@@ -596,7 +559,6 @@ class SpecDrafterTraining(TrainingMethod):
         return SpecDrafterTrainee(lm, notes, options)
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """See `TrainingMethod.probed`."""
         return Probe.of(seen).note()
 
     def write(
@@ -649,8 +611,6 @@ def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) 
     Args:
         tokens: [R, T].
         prefixes: [R, P] their lengths.
-        count: k.
-        mask_token_id: the token of masks.
     """
     rows, blocks = prefixes.shape
     text = tokens[:, : int(prefixes.max())]
@@ -675,8 +635,6 @@ def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -
     """[R, P, k, E] the states of all masks.
 
     Args:
-        lm: a Spec-Drafter.
-        rows: its rows.
         encoded: [R, S, E] what an encoder made of the sources.
         source_mask: [R, S] where they are.
     """

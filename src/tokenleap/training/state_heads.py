@@ -49,14 +49,7 @@ __all__ = [
 
 
 class StateTrainee(Trainee):
-    """A head without attention that is being trained.
-
-    Args:
-        net: the head.
-        norm: the target's final norm.
-        loss: of each place.
-        noise: see `features.noisy`.
-    """
+    """A head without attention that is being trained."""
 
     def __init__(self, net: StateNet, norm: nn.Module, loss: Loss, noise: float) -> None:
         super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
@@ -76,7 +69,6 @@ class StateTrainee(Trainee):
         return head_outputs(self.net, last, batch, num_levels)
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
-        """See `Trainee.logits`."""
         logits: Tensor = self.net.output_layer(level)(outputs)
         return logits.float()
 
@@ -85,10 +77,7 @@ def head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> 
     """What a head gives for each level; [B, Q, E].
 
     Args:
-        net: the head.
         last: [B, Q, E] hidden states at the roots, after the final norm.
-        batch: with the text's own tokens, in front of every level.
-        num_levels: number of levels.
     """
     states = net.start(last, batch.levels.inputs[:, 0])
     for level in range(num_levels):
@@ -122,15 +111,10 @@ class StateTraining(TrainingMethod):
 
     @property
     def draft_vocab_size(self) -> int:
-        """See `TrainingMethod.draft_vocab_size`."""
         return self.head_options.most_draft_tokens
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: all heads are learnt from the first step on.
-
-        Raises:
-            ConfigError: the settings ask for something else.
-        """
+        """See `TrainingMethod.adapted`: all heads are learnt from the first step on."""
         reason = f"'{self.name}' learns all of its heads from the first step on: set num_heads."
         return settings.decided(reason, levels=self.head_options.num_heads, first_level_share=0.0)
 
@@ -139,18 +123,13 @@ class StateTraining(TrainingMethod):
         return (num_layers,)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`."""
         net, options = self.net(parts), self.options
         assert parts.final_norm is not None
         assert isinstance(options, StateTrainingOptions)
         return StateTrainee(net, parts.final_norm, LOSSES[options.loss], options.noise)
 
     def net(self, parts: HeadParts) -> StateNet:
-        """A new head.
-
-        Raises:
-            CompatibilityError: the target's final norm is not known.
-        """
+        """A new head."""
         if parts.final_norm is None:
             raise CompatibilityError(
                 f"method '{self.name}' reads hidden states after the final norm, and this "
@@ -174,13 +153,11 @@ class StateTraining(TrainingMethod):
         return self.options.model_dump(include=own)
 
     def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """See `TrainingMethod.probed`."""
         return Probe.of(seen).note()
 
     def write(
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
     ) -> None:
-        """See `TrainingMethod.write`."""
         assert isinstance(trainee, StateTrainee)
         write_state_file(folder, trainee.net, parts.verifier, notes)
 

@@ -46,11 +46,6 @@ class Trainer:
     """Trains one drafter.
 
     Args:
-        trainee: the drafter with its loss.
-        training: what it learns from, and how long training is.
-        held_out: what it is evaluated on.
-        settings: how.
-        folder: of the checkpoints.
         save_best: called with the trainee and its evaluation when it is the best so far.
         rounds: what it learns from instead, in as many steps; None for nothing else.
     """
@@ -117,11 +112,7 @@ class Trainer:
         return self._progress.history
 
     def _check_batches(self) -> None:
-        """Refuse text that has no batch for each process.
-
-        Raises:
-            ConfigError: it has not.
-        """
+        """Refuse text that has no batch for each process."""
         if not len(self._batches):
             raise ConfigError(
                 f"there are fewer batches than the {self._accelerator.num_processes} processes: "
@@ -135,11 +126,7 @@ class Trainer:
     # The loop
 
     def run(self) -> Iterator[Step | Evaluation]:
-        """Train from where an earlier run stopped; checkpoints are saved on the way.
-
-        Raises:
-            TrainingError: a loss is not finite.
-        """
+        """Train from where an earlier run stopped; checkpoints are saved on the way."""
         self._checkpoints.load()
         try:
             yield from self._steps_and_evaluations()
@@ -367,13 +354,7 @@ def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimize
 def schedules(
     optimizers: Sequence[Optimizer], total: int, settings: TrainingSettings
 ) -> list[LambdaLR]:
-    """The learning rates of each optimizer: they rise linearly, and fall as the settings say.
-
-    Args:
-        optimizers: with their highest learning rates.
-        total: number of steps of the whole training.
-        settings: of the training.
-    """
+    """The learning rates of each optimizer: they rise linearly, and fall as the settings say."""
     rising = max(1.0, settings.rising_steps(total))
     falls = {"cosine": partial(_cosine, total=total), "inverse_sqrt": partial(_root, rising=rising)}
     rate = partial(_rate, rising=rising, fall=falls[settings.schedule])
@@ -404,12 +385,7 @@ _SUFFIX = ".safetensors"
 
 
 class Averages:
-    """Keeps the weights of the last evaluations.
-
-    Args:
-        folder: for the files.
-        number: how many are kept.
-    """
+    """Keeps the weights of the last evaluations."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._folder, self._number = folder, number
@@ -419,11 +395,7 @@ class Averages:
         return sorted(self._folder.glob(f"*{_SUFFIX}"), key=lambda path: int(path.stem))
 
     def keep(self, step: int, weights: Mapping[str, Tensor]) -> None:
-        """Keep the weights after a step, and forget the oldest.
-
-        Raises:
-            TrainingError: they cannot be written.
-        """
+        """Keep the weights after a step, and forget the oldest."""
         tensors = {name: each.detach().cpu().contiguous() for name, each in weights.items()}
         path = self._folder / f"{step}{_SUFFIX}"
         try:
@@ -459,9 +431,6 @@ class Averages:
 
 class Acceptance:
     """Counts over batches.
-
-    Args:
-        num_levels: L, levels of the drafts.
 
     Attributes:
         totals: [4, L] counts that may be added to those of other processes: how often a level
@@ -516,9 +485,5 @@ _PATIENCE = timedelta(days=30)
 
 
 def processes(*, on_cpu: bool) -> PartialState:
-    """The state that Accelerate keeps of them; the first call joins them.
-
-    Args:
-        on_cpu: whether they compute on a CPU. Else each makes its own GPU the current one.
-    """
+    """The state that Accelerate keeps of them; the first call joins them."""
     return PartialState(cpu=on_cpu, timeout=_PATIENCE)

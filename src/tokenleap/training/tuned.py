@@ -83,12 +83,7 @@ class TargetTrainee(DistillTrainee):
 
 
 def copy_of_target(parts: HeadParts) -> PreTrainedModel:
-    """The target's Transformers model once more, in float32 and ready to be trained.
-
-    Raises:
-        CompatibilityError: it cannot be loaded again, cannot draft, or its logits are not those of
-            its output layer.
-    """
+    """The target's Transformers model once more, in float32 and ready to be trained."""
     if parts.reload is None:
         raise CompatibilityError(
             "what changes the target trains a copy of it, which has to be loaded: give a folder or "
@@ -153,10 +148,6 @@ class Schedule:
     """How often layers are left out, and which exits are learnt, in L layers.
 
     Args:
-        num_layers: L.
-        max_dropout: p_max.
-        grows: whether dropout grows with the steps: S(t) is exponential.
-        exit_scale: s.
         rotation: R of the rotational curriculum; None is the gradual one.
     """
 
@@ -188,15 +179,7 @@ class Schedule:
 
 
 class EarlyExitTrainee(TargetTrainee):
-    """A copy of the target whose layers learn to be exits.
-
-    Args:
-        lm: the copy.
-        vocab_size: the target's.
-        loss: of each place.
-        schedule: see `Schedule`.
-        exit_layer: layers that draft, in the evaluation.
-    """
+    """A copy of the target whose layers learn to be exits."""
 
     def __init__(
         self,
@@ -260,11 +243,7 @@ def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tenso
     """While a model runs, leave layers out for some conversations, and record what is behind each.
 
     Args:
-        stack: its L layers.
         dropped: [L, B] whether a layer is left out; None leaves nothing out.
-
-    Yields:
-        The states [B, T, E] behind the layers; the pass fills them in.
     """
     found: list[Tensor] = []
 
@@ -294,11 +273,8 @@ class EarlyExitTrainingOptions(Config):
         max_dropout: how often the last layer is left out; earlier ones less often.
         dropout_growth: whether dropout stays as it is (`constant`) or grows with the steps, for a
             model from scratch (`exponential`).
-        exit_scale: weight of the exits, relative to the last layer.
         exits: those that a step learns: every `rotation`-th layer, another one each time
             (`rotational`), or more and more from the last one down (`gradual`).
-        rotation: None means a quarter of the layers.
-        loss: between each exit's distribution and the target's.
     """
 
     exit_layer: Annotated[int, Ge(1)] | None = None
@@ -329,21 +305,13 @@ class EarlyExitTraining(TuningMethod):
         return self.options
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level.
-
-        Raises:
-            ConfigError: the settings ask for something else.
-        """
+        """See `TrainingMethod.adapted`: one level."""
         reason = "all levels of a draft come from the same exit: remove it."
         decided = settings.decided(reason, levels=1, first_level_share=0.0, decay=1.0)
         return decided.preferring(**TUNING_RATES)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`.
-
-        Raises:
-            ConfigError: `exit_layer` or `rotation` does not fit the number of layers.
-        """
+        """See `TrainingMethod.trainee`."""
         options, count = self._options, parts.num_layers
         for name in ("exit_layer", "rotation"):
             if (getattr(options, name) or 1) >= count:
@@ -372,7 +340,6 @@ class EarlyExitTraining(TuningMethod):
         )
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`."""
         chosen = self._options.exit_layer
         return super().serving(folder) | ({} if chosen is None else {"exit_layer": chosen})
 
@@ -399,14 +366,7 @@ HEADS = "heads"
 
 
 class TunedTrainee(Trainee):
-    """Heads and the copy of the target whose hidden states they read.
-
-    Args:
-        net: the heads.
-        own: the copy.
-        loss: of each place.
-        learning_rate: the copy's.
-    """
+    """Heads and the copy of the target whose hidden states they read."""
 
     keeps_logits = False
     uses_all_weights = False
@@ -431,14 +391,12 @@ class TunedTrainee(Trainee):
         """The weights of the losses of a batch: of the copy's own, and of each head's."""
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`."""
         return self._drafts(self.own.states(batch.tokens), batch, num_levels)
 
     def _drafts(self, states: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         return head_outputs(self.net, at_roots(states, batch.roots), batch, num_levels)
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
-        """See `Trainee.logits`."""
         layer = output_layer(self.own.lm)
         rows: Tensor = layer.weight.detach()[self.draft_tokens]
         bias = None if layer.bias is None else layer.bias.detach()[self.draft_tokens]
@@ -473,8 +431,6 @@ class _MedusaTrainee(TunedTrainee):
     """See the module.
 
     Args:
-        arguments: see `TunedTrainee`.
-        draft_weight: lambda_0.
         heads_first: share of the steps in which only the heads learn.
     """
 
@@ -535,7 +491,6 @@ class _TunedTraining(StateTraining):
         return ()
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`."""
         options, net = self.options, self.net(parts)
         assert isinstance(options, TunedOptions)
         loss = LOSSES[options.loss]
@@ -569,7 +524,6 @@ class TunedMedusaOptions(TunedOptions):
     """See `TunedOptions`.
 
     Args:
-        num_layers: blocks of each head.
         draft_weight: weight of the heads' losses, relative to the copy's own.
         heads_first: share of the steps in which only the heads learn.
     """
@@ -605,10 +559,6 @@ class TunedBlockwiseTraining(_TunedTraining):
     Kind: ClassVar[type[TunedTrainee]] = _BlockwiseTrainee
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: no loss has a smaller weight.
-
-        Raises:
-            ConfigError: the settings ask for something else.
-        """
+        """See `TrainingMethod.adapted`: no loss has a smaller weight."""
         reason = f"'{self.name}' learns one loss at a time: remove it."
         return super().adapted(settings).decided(reason, decay=1.0)

@@ -60,12 +60,7 @@ def layers_of(skip: SkipSet) -> dict[str, tuple[int, ...]]:
 
 
 class Text:
-    """A prompt and the target's continuation, with the target's distributions and KV.
-
-    Args:
-        request: a finished request with at least one generated token.
-        model: the whole target.
-    """
+    """A prompt and the target's continuation, with the target's distributions and KV."""
 
     def __init__(self, request: Request, model: Target) -> None:
         self.prompt = list(request.prompt_ids)
@@ -126,15 +121,7 @@ def _chunks(positions: range) -> list[range]:
 
 
 class LayerLaboratory(Laboratory):
-    """A model with calibration texts: the `Objective` of the search.
-
-    Args:
-        llm: an LLM without speculation.
-
-    Raises:
-        CompatibilityError: the architecture has no attention and MLP sublayers to skip, or is an
-            encoder-decoder.
-    """
+    """A model with calibration texts: the `Objective` of the search."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
@@ -170,16 +157,7 @@ class LayerLaboratory(Laboratory):
         params: SamplingParams,
         enough: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Generate the texts that the other methods measure on.
-
-        Args:
-            prompts: token ids; at least one prompt.
-            params: how to sample; it has a seed, so that every run generates the same text.
-            enough: called after every prompt; True skips the rest.
-
-        Raises:
-            ConfigError: every output ends at its first token.
-        """
+        """Generate the texts that the other methods measure on."""
         assert params.seed is not None
         self._params = params
         self._texts = []
@@ -201,7 +179,6 @@ class LayerLaboratory(Laboratory):
         return fmean(beta for text in self._texts for beta in text.betas(model))
 
     def cost(self, skip: SkipSet) -> float:
-        """See `Objective.cost`."""
         model = self._target.with_network(self._without(skip))
         *context, root = self._texts[0].average
         key = INTERNAL_KEY

@@ -31,8 +31,6 @@ class Acceptance:
 
     Args:
         accepted: [K] number of steps whose accepted child had this rank.
-        drafts: number of steps with a draft.
-        draft_seconds: median seconds of drafting one level.
     """
 
     accepted: tuple[int, ...]
@@ -56,11 +54,7 @@ def pass_costs(llm: LLM) -> CostCurve:
 
 
 def one_level(config: SpeculativeConfig, ranks: int) -> SpeculativeConfig:
-    """The configuration that drafts one level of `ranks` children at every step.
-
-    Raises:
-        ConfigError: the method has no option for the shape of its tree.
-    """
+    """The configuration that drafts one level of `ranks` children at every step."""
     if not issubclass(config.drafter_spec.options, TreeOptions):
         able = ", ".join(
             name for name, spec in METHODS.items() if issubclass(spec.options, TreeOptions)
@@ -76,17 +70,7 @@ def one_level(config: SpeculativeConfig, ranks: int) -> SpeculativeConfig:
 def measure_acceptance(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, ranks: int
 ) -> Acceptance:
-    """Count the accepted ranks while the prompts are answered.
-
-    Args:
-        llm: an LLM whose configuration comes from `one_level`.
-        prompts: answered one after the other, so that the times of a step belong to one request.
-        params: how to sample; the vector holds for these parameters only.
-        ranks: K; children of higher ranks are not counted.
-
-    Raises:
-        ConfigError: nothing was drafted, so there is nothing to count.
-    """
+    """Count the accepted ranks while the prompts are answered."""
     counts, seconds = [0] * ranks, []
     for prompt in prompts:
         steps = [step for step in _steps(llm, prompt, params) if step.drafted]

@@ -62,7 +62,6 @@ class BestTree:
 
     Args:
         paths: all drafted nodes, parents and lower-ranked siblings first; empty if no tree pays.
-        expected_tokens: expected tokens per pass, bonus token included.
     """
 
     paths: tuple[Path, ...]
@@ -84,10 +83,7 @@ class BestSize:
     """The size of tree with the most tokens per second.
 
     Args:
-        nodes: drafted nodes; 0 if plain decoding is best.
-        depth: levels.
         expected_tokens: expected tokens per pass of the best tree of this size.
-        seconds: time of its drafting and its verification.
     """
 
     nodes: int
@@ -97,12 +93,7 @@ class BestSize:
 
 
 def acceptance_vector(values: Sequence[float]) -> Floats:
-    """A checked positional acceptance vector, [K].
-
-    Raises:
-        ConfigError: the vector is empty, an entry is not a probability, or the sum is above 1,
-            although at most one child of a node is accepted.
-    """
+    """A checked positional acceptance vector, [K]."""
     vector = np.asarray(values, dtype=np.float64)
     if vector.ndim != 1 or not len(vector) or not np.all((vector >= 0) & (vector <= 1)):
         raise ConfigError(
@@ -117,12 +108,7 @@ def acceptance_vector(values: Sequence[float]) -> Floats:
 
 
 def expected_tokens(paths: Sequence[Sequence[int]], acceptance: Sequence[float]) -> float:
-    """E(tree) by its definition; tests compare the dynamic program with it.
-
-    Args:
-        paths: nodes; their ancestors and lower-ranked siblings belong to the tree, too.
-        acceptance: the positional acceptance vector; ranks beyond it are never accepted.
-    """
+    """E(tree) by its definition; tests compare the dynamic program with it."""
     by_rank = dict(enumerate(acceptance_vector(acceptance).tolist()))
     reached = (prod(by_rank.get(rank, 0.0) for rank in path) for path in closed(paths))
     return 1 + float(sum(reached))
@@ -132,14 +118,6 @@ def best_tree(acceptance: Sequence[float], max_nodes: int, max_depth: int) -> Be
     """The tree with the most expected tokens per pass.
 
     It leaves out nodes that add nothing, so it may be smaller than allowed.
-
-    Args:
-        acceptance: the positional acceptance vector, [K]; no node gets more than K children.
-        max_nodes: maximum drafted nodes, at least 1.
-        max_depth: maximum levels, at least 1.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
     table = _Table.solved(acceptance_vector(acceptance), max_nodes, max_depth)
     paths = sorted(table.paths(max_depth, max_nodes), key=lambda path: (len(path), path))
@@ -157,16 +135,6 @@ def best_size(
 
     Verifying n nodes computes n + 1 positions, and every level takes one pass of the draft model.
     Among equals the smaller tree wins. No tree at all is one of the choices.
-
-    Args:
-        acceptance: the positional acceptance vector.
-        costs: seconds of a target pass by its number of positions.
-        max_nodes: maximum drafted nodes, at least 1.
-        max_depth: maximum levels, at least 1.
-        draft_cost: seconds of drafting a level, the same at every level.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
     values = _Table.solved(acceptance_vector(acceptance), max_nodes, max_depth).values
     drafting = cost("draft_cost", draft_cost) * np.arange(max_depth + 1)  # [D+1]
@@ -183,14 +151,6 @@ def best_widths(
     """The best full tree, whose nodes of one level have equally many children, and its value.
 
     E = 1 + S(w1) (1 + S(w2) (1 + ...)), where S(w) is the sum of the first w entries.
-
-    Args:
-        acceptance: the positional acceptance vector.
-        max_nodes: maximum drafted nodes, at least 1.
-        max_depth: maximum levels, at least 1.
-
-    Returns:
-        Children per level, as the field `tree` takes them, and expected tokens per pass.
     """
     sums = np.cumsum(acceptance_vector(acceptance)).tolist()
 
@@ -215,7 +175,6 @@ class _Table:
     """The solved dynamic program for D levels, K ranks and N nodes.
 
     Args:
-        values: V, [D+1, N+1].
         sizes: [D+1, K, N+1] nodes of the subtree of the child of this rank, if m nodes are left for
             it and its siblings of higher rank; 0 is no child.
     """

@@ -73,12 +73,7 @@ class Objective(Protocol):
 
 
 class Deadline:
-    """A time limit that starts now.
-
-    Args:
-        seconds: the limit.
-        clock: returns the time in seconds.
-    """
+    """A time limit that starts now."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -101,14 +96,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A skip set with its measured alpha, and the speed-up to expect.
-
-    Args:
-        skip: the skipped sublayers.
-        alpha: the measured acceptance rate.
-        cost: c, measured, or estimated from the number of sublayers.
-        verify_cost: [G+1] as in `Objective`.
-    """
+    """A skip set with its measured alpha, and the speed-up to expect."""
 
     skip: SkipSet
     alpha: float

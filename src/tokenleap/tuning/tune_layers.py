@@ -52,15 +52,7 @@ class LayerSearch:
     """The search, stage by stage. Its results can be read at any time.
 
     Args:
-        objective: measures skip sets.
-        num_layers: L; there are 2 L sublayers.
         deadline: the time limit. It shortens stages, but at least one set is always run.
-        num_trials: maximum runs of the race.
-
-    Attributes:
-        report: called with a description of the current work.
-        estimates: every set whose alpha was measured.
-        trials: every set and draft length that was run.
     """
 
     def __init__(

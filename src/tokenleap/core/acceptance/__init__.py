@@ -33,11 +33,7 @@ RULES: dict[str, type[AcceptanceRule]] = {
 
 
 def rule_class(name: str) -> type[AcceptanceRule]:
-    """The rule with this name, from this library or from another package.
-
-    Raises:
-        ConfigError: no rule has this name, or its entry point does not name a rule.
-    """
+    """The rule with this name, from this library or from another package."""
     rule = RULES.get(name) or plugin(PLUGINS, name)
     if rule is None:
         names = [*RULES, *plugin_names(PLUGINS)]

@@ -58,7 +58,6 @@ class Coupled(AcceptanceRule):
     ignores_draft_lengths: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         node, depth = 0, 0
         path: list[int] = []
         while True:
@@ -97,7 +96,6 @@ class Rejection(AcceptanceRule):
     counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         return accept_by_ratio(draft, p, noise, lenience=1.0)
 
     def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
@@ -108,14 +106,7 @@ class Rejection(AcceptanceRule):
 def accept_by_ratio(
     draft: Draft, p: TargetDistributions, noise: StepNoise, lenience: float
 ) -> Accepted:
-    """Walk down the tree; a drafted x passes if r < p(x) / (lenience * q(x)), r uniform.
-
-    Args:
-        draft: the verified draft.
-        p: the target's distribution after every node.
-        noise: the random decisions.
-        lenience: the factor l on q (Leviathan et al., appendix A.5); 1 is speculative sampling.
-    """
+    """Walk down the tree; a drafted x passes if r < p(x) / (lenience * q(x)), r uniform."""
     node, depth = 0, 0
     path: list[int] = []
     rejected: list[int] = []
@@ -160,7 +151,6 @@ class Block(AcceptanceRule):
     takes_trees: ClassVar[bool] = False
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         assert draft.tree.is_chain, "block verification takes chains"
         gamma = draft.tree.num_drafted
         weight, kept, kept_weight = 1.0, 0, 1.0
@@ -222,7 +212,6 @@ class KSequential(AcceptanceRule):
     needs_independent_siblings: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         node, depth = 0, 0
         path: list[int] = []
         rejected: list[int] = []
@@ -255,9 +244,6 @@ class Selection:
     """The selection of one of k siblings.
 
     Args:
-        p: the target's distribution, in float64.
-        q: the distribution of every sibling, in float64.
-        siblings: k, the number of siblings.
         rho: the scale on q: the smallest for which the residual is a distribution.
     """
 
@@ -363,11 +349,6 @@ def accept_longest(
     """Accept the longest path on which every token passes; on a tie the path drafted first.
 
     Args:
-        draft: the verified draft.
-        p: the target's distributions; the token after the path is drawn from p.
-        noise: draws that token.
-        passes: takes (node, token) and says whether the token passes as the successor of the node.
-        reason: why tokens are rejected, for traces.
         least: fewest tokens to accept. If the path is shorter, it goes on with what was drafted
             first, as long as that is possible.
     """
@@ -400,12 +381,7 @@ class Typical(AcceptanceRule):
     """The rule `typical`: lossy when sampling; greedy decoding (entropy 0) accepts the argmax."""
 
     class Options(Config):
-        """Options of `typical`, under vLLM's names.
-
-        Args:
-            posterior_threshold: epsilon of the paper.
-            posterior_alpha: delta of the paper.
-        """
+        """Options of `typical`, under vLLM's names."""
 
         posterior_threshold: Annotated[float, Gt(0), Le(1)] = 0.09
         posterior_alpha: Annotated[float, Gt(0), Lt(1)] = 0.3
@@ -416,7 +392,6 @@ class Typical(AcceptanceRule):
     counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         options = self.options
         assert isinstance(options, self.Options)
 
@@ -459,7 +434,6 @@ class TopBeta(AcceptanceRule):
     counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         options = self.options
         assert isinstance(options, self.Options)
 
@@ -491,11 +465,7 @@ class Lenient(AcceptanceRule):
     """The rule `lenient`: lossy; the output distribution may exceed p by the factor 1 / l."""
 
     class Options(Config):
-        """Options of `lenient`.
-
-        Args:
-            lenience: the factor l; 1 is lossless.
-        """
+        """Options of `lenient`."""
 
         lenience: Annotated[float, Gt(0), Le(1)] = 0.5
 
@@ -505,7 +475,6 @@ class Lenient(AcceptanceRule):
     counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         assert isinstance(self.options, self.Options)
         lenience = self.options.lenience
         if not p.greedy:
@@ -553,7 +522,6 @@ class Distance(AcceptanceRule):
     counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
-        """See `AcceptanceRule.accept`."""
         options = self.options
         assert isinstance(options, self.Options)
 

@@ -81,13 +81,7 @@ _Positive = Annotated[FiniteFloat, Gt(0)]
 
 @dataclass(frozen=True)
 class Description:
-    """What `config.json` says.
-
-    Args:
-        config: sizes and variants of the head.
-        verifier: the model it was trained for.
-        notes: what else was recorded about the training.
-    """
+    """What `config.json` says."""
 
     config: EagleConfig
     verifier: Verifier
@@ -175,16 +169,7 @@ class _ParallelFile(_File):
 
 
 def read_description(path: Path, kinds: Sequence[str] = ("eagle3",)) -> Description:
-    """Read `config.json`.
-
-    Args:
-        path: the file.
-        kinds: names in `KINDS`: what it may describe.
-
-    Raises:
-        ModelError: the file is missing or damaged, describes another kind of drafter, or a variant
-            that is not supported.
-    """
+    """Read `config.json`."""
     fields = read_json(path)
     kind = fields.get("speculators_model_type")
     if kind not in kinds:
@@ -196,11 +181,7 @@ def read_description(path: Path, kinds: Sequence[str] = ("eagle3",)) -> Descript
 
 
 def described(fields: Mapping[str, Any], path: Path) -> Description:
-    """What the fields of `config.json` say.
-
-    Raises:
-        ModelError: a field is missing or wrong, or describes a variant that is not supported.
-    """
+    """What the fields of `config.json` say."""
     parallel = fields.get("speculators_model_type") == "peagle"
     file = validated(_ParallelFile if parallel else _File, fields, path)
     layer, notes = file.transformer_layer_config, file.tokenleap
@@ -337,9 +318,6 @@ class Checkpoint:
     """What a folder holds.
 
     Args:
-        path: the folder.
-        weights: the file of the weights in it.
-        description: its `config.json`.
         tensors: the weights by their names in the file, without those of `vocabulary`.
         vocabulary: the embedding and the output rows, as far as the file holds them.
     """
@@ -351,21 +329,13 @@ class Checkpoint:
     vocabulary: Mapping[str, Tensor]
 
     def draft_tokens(self) -> Tensor:
-        """[Vd] the target's ids of the draft vocabulary, ascending.
-
-        Raises:
-            ModelError: the file's map does not say that.
-        """
+        """[Vd] the target's ids of the draft vocabulary, ascending."""
         config = self.description.config
         sizes = (config.draft_vocab_size, config.vocab_size)
         return draft_tokens(self.weights, self.tensors.get("d2t"), *sizes)
 
     def for_target(self, num_layers: int) -> Checkpoint:
-        """The same with the ids of the layers that it reads, if the folder does not say them.
-
-        Args:
-            num_layers: of the target.
-        """
+        """The same with the ids of the layers that it reads, if the folder does not say them."""
         config = self.description.config
         if config.aux_layers:
             return self
@@ -381,11 +351,6 @@ class Checkpoint:
 
         In place of these it has the file's own, where they differ. An EAGLE-1 head also reads
         hidden states with the target's final norm.
-
-        Raises:
-            CompatibilityError: the target has other sizes.
-            ModelError: tensors are missing, damaged, or do not have the shapes that `config.json`
-                says.
         """
         config = self.description.config
         sizes = (config.vocab_size, config.hidden_size)
@@ -414,15 +379,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path, kinds: Sequence[str] = ("eagle3",)) -> Checkpoint:
-    """Read a folder.
-
-    Args:
-        path: the folder.
-        kinds: what the head may be (see `config_file.KINDS`).
-
-    Raises:
-        ModelError: it does not exist, is damaged, or is of another kind.
-    """
+    """Read a folder."""
     folder = existing_folder(path)
     published = read_published(folder, read_json(folder / CONFIG)) if "eagle3" in kinds else None
     if published is None:
@@ -445,16 +402,7 @@ def file_tensors(net: EagleNet) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path, net: EagleNet, description: Description) -> None:
-    """Write a head in bfloat16; each file appears complete or not at all.
-
-    Args:
-        folder: made if it does not exist.
-        net: the head.
-        description: what `config.json` is to say.
-
-    Raises:
-        ModelError: the folder cannot be written.
-    """
+    """Write a head in bfloat16; each file appears complete or not at all."""
     write_folder(folder, file_tensors(net), fields_of(description))
 
 
@@ -481,17 +429,10 @@ def read_published(
 ) -> tuple[Path, Description, dict[str, Tensor]] | None:
     """Read a folder whose configuration is that of a Llama model.
 
-    Args:
-        folder: the folder.
-        fields: of its config.json.
-
     Returns:
         The file of the weights; what config.json says; and the weights by the names of
         `EagleNet.state_dict()`. `aux_layers` is empty where the target decides. None if the fields
         are of another kind.
-
-    Raises:
-        ModelError: the folder is damaged, or of a variant that is not supported.
     """
     if "hidden_size" not in fields or "speculators_model_type" in fields:
         return None

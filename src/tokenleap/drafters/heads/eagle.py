@@ -78,8 +78,6 @@ class Head(Scorer, Protocol):
         """Keep what is needed of the states of the committed tokens from `start` on.
 
         Args:
-            request: the request.
-            start: index of the first of n tokens.
             hidden: layer id -> [n, E] the target's hidden states.
         """
         ...
@@ -93,9 +91,7 @@ class HeadDrafter(ModelDrafter):
     """Chains and trees from a trained head.
 
     Args:
-        head: the head.
         layers: ids of the target's layers whose hidden states it reads.
-        options, shape, coupled: see `ModelDrafter`.
     """
 
     _scorer: Head
@@ -113,7 +109,6 @@ class HeadDrafter(ModelDrafter):
         self.hidden_layers = tuple(sorted(layers))
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """See `Drafter.observe_prefill`."""
         self._scorer.keep(request, start, hidden)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
@@ -125,7 +120,6 @@ class HeadDrafter(ModelDrafter):
             self._scorer.keep(outcome.request, outcome.root, hidden)
 
     def rewind(self, request: Request) -> None:
-        """See `Drafter.rewind`."""
         self._scorer.rewind(request)
 
 
@@ -169,9 +163,6 @@ class _Committed:
     """The states of a request's committed tokens. They are made when they are first read.
 
     A head that drafts in only some of the steps then makes the states of many tokens at once.
-
-    Args:
-        fusion: makes states of hidden states.
     """
 
     def __init__(self, fusion: Fusion) -> None:
@@ -224,8 +215,6 @@ class EagleHead(OwnModel):
     """A head with KV rows of its own (see `scorer.Scorer`).
 
     Args:
-        head: computes pairs of token and state.
-        fusion: makes states of hidden states.
         token_ids: [Vd] the target's ids of the tokens that it can draft, ascending.
 
     Attributes:
@@ -256,7 +245,6 @@ class EagleHead(OwnModel):
         return super().room(request) if len(request.token_ids) > 1 else 0
 
     def pending(self, request: Request) -> list[int]:
-        """See `OwnModel.pending`."""
         assert len(self._states[request.key]) == len(self.seen(request))
         return super().pending(request)
 
@@ -280,7 +268,6 @@ class EagleHead(OwnModel):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
-        """See `GrowingScorer`."""
         states = [
             self._states[key][-len(tokens) :] for key, tokens in zip(keys, pending, strict=True)
         ]
@@ -305,8 +292,6 @@ class EagleHead(OwnModel):
         """Keep the hidden states of the committed tokens from `start` on.
 
         Args:
-            request: the request.
-            start: index of the first of n tokens.
             hidden: layer id -> [n, E] the target's hidden states.
         """
         states = self._states.get(request.key)
@@ -331,12 +316,7 @@ class EagleDrafter(HeadDrafter):
 
 
 def head_net(checkpoint: Checkpoint, target: Target) -> EagleNet:
-    """The network of a checkpoint, over a target's weights.
-
-    Raises:
-        CompatibilityError: it was trained for another model.
-        ModelError: its file is damaged.
-    """
+    """The network of a checkpoint, over a target's weights."""
     placed = checkpoint.for_target(target.network.num_layers)
     net = placed.net(*vocabulary_weights(target), target.final_norm)
     if isinstance(net, FeatureNet) and target.final_norm is None:
@@ -353,18 +333,7 @@ def load_parts(
     tokenizer: PreTrainedTokenizerBase | None = None,
     quantization: str | None = None,
 ) -> tuple[EagleNet, Passes, Fusion]:
-    """The head of a checkpoint for a target, its KV rows, and what makes its states.
-
-    Args:
-        checkpoint: the head's folder.
-        target: the target.
-        tokenizer: the target's, if it has one; see `probe.check_head`.
-        quantization: of the head; see `head_network`.
-
-    Raises:
-        CompatibilityError: it was trained for another model.
-        ModelError: its file is damaged.
-    """
+    """The head of a checkpoint for a target, its KV rows, and what makes its states."""
     check_layers(checkpoint.path, checkpoint.description.verifier, target.network.num_layers)
     net = head_net(checkpoint, target)
     if int(net.draft_tokens[-1]) >= target.vocab_size:
@@ -459,13 +428,7 @@ def network_of(net: EagleNet, target: Target, quantization: str | None) -> Netwo
 
 
 def head_passes(net: EagleNet, target: Target, quantization: str | None = None) -> Passes:
-    """The head over KV rows of its own, computed by the kind of network that the target has.
-
-    Args:
-        net: the head.
-        target: the target.
-        quantization: of the head; see `head_network`.
-    """
+    """The head over KV rows of its own, computed by the kind of network that the target has."""
     network = network_of(net, target, quantization)
     length = min(target.max_model_len, net.config.max_position_embeddings)
     passes = Passes(network, length, target.dtype, target.device)
@@ -480,17 +443,7 @@ def head_passes(net: EagleNet, target: Target, quantization: str | None = None) 
 
 
 class Fusion:
-    """`EagleNet.fuse` for serving, in the target's dtype.
-
-    Args:
-        net: the head.
-        dtype: of the target's hidden states.
-        device: where they are.
-        native: whether native code computes it.
-
-    Attributes:
-        layers: ids of the layers whose hidden states it reads.
-    """
+    """`EagleNet.fuse` for serving, in the target's dtype."""
 
     def __init__(
         self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
@@ -558,13 +511,7 @@ class _Fusion:
 
 
 class ParallelHead(BlockScorer, EagleHead):
-    """A head with KV rows of its own whose first pass computes all levels (see `Scorer`).
-
-    Args:
-        head: computes pairs of token and state.
-        fusion: makes states of hidden states.
-        net: the head's tokens and its mask.
-    """
+    """A head with KV rows of its own whose first pass computes all levels (see `Scorer`)."""
 
     def __init__(self, head: Passes, fusion: Fusion, net: ParallelNet) -> None:
         EagleHead.__init__(self, head, fusion, net.draft_tokens)
@@ -595,12 +542,7 @@ def _mask_state(net: ParallelNet, fusion: Fusion, head: Passes) -> Tensor:
 
 
 class ParallelDrafter(BlockDrafter, HeadDrafter):
-    """Chains and trees from a head that drafts all levels at once; no deeper than it has learnt.
-
-    Args:
-        head: the head.
-        layers, options, shape, coupled: see `HeadDrafter`.
-    """
+    """Chains and trees from a head that drafts all levels at once; no deeper than it has learnt."""
 
     _scorer: ParallelHead
 
@@ -611,12 +553,7 @@ def load_parallel_head(
     tokenizer: PreTrainedTokenizerBase | None = None,
     quantization: str | None = None,
 ) -> tuple[ParallelHead, Passes]:
-    """The head of a checkpoint for a target, and its KV rows: see `eagle.load_parts`.
-
-    Raises:
-        CompatibilityError: it was trained for another model.
-        ModelError: its file is damaged.
-    """
+    """The head of a checkpoint for a target, and its KV rows: see `eagle.load_parts`."""
     net, passes, fusion = load_parts(checkpoint, target, tokenizer, quantization)
     assert isinstance(net, ParallelNet), "read_checkpoint was asked for such a head"
     return ParallelHead(passes, fusion, net), passes

@@ -54,18 +54,7 @@ class EagleConfig:
     """Sizes and variants of an EAGLE-3 head.
 
     Args:
-        hidden_size: E, of the head and of the target.
-        intermediate_size: I, of the MLP.
-        num_attention_heads: H.
-        num_key_value_heads: G.
-        head_dim: D.
-        vocab_size: V, of the target.
-        draft_vocab_size: Vd, the tokens that the head can draft.
         aux_layers: ids of the target's layers whose inputs are fused (see `runtime.network.Need`).
-        max_position_embeddings: most tokens of a row.
-        rms_norm_eps: epsilon of all norms.
-        rope_parameters: of the rotary embedding, as in Transformers.
-        norm_before_residual: whether the residual stream starts from the normalised state.
         fc_norm: whether each fused hidden state is normalised by itself (EAGLE-3.1).
         norm_output: whether the final norm is applied to the state that is fed back (EAGLE-3.1).
         qk_norm: whether queries and keys are normalised (the layer is then of type qwen3).
@@ -175,7 +164,6 @@ class EagleLayer(nn.Module):
     """A layer of the Llama family whose attention reads token and state.
 
     Args:
-        config: of the head.
         joint: false for an ordinary layer behind such a one; it has no `hidden_norm`.
     """
 
@@ -221,11 +209,7 @@ def attend(query: Tensor, levels: Sequence[KeysValues], mask: Tensor, scaling: f
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are fused if nothing is said: a low, a middle and a high one.
-
-    Args:
-        num_layers: of the target.
-    """
+    """The layers whose inputs are fused if nothing is said: a low, a middle and a high one."""
     middle, high = num_layers // 2, max(0, num_layers - 3)
     return tuple(sorted({min(2, num_layers - 1), middle, high}))
 
@@ -234,7 +218,6 @@ class EagleNet(nn.Module):
     """The head as a PyTorch module, in float32.
 
     Args:
-        config: its sizes.
         embedding: [V, E] the target's, shared and not trained.
         head: [Vd, E] the target's output rows of the draft vocabulary, shared and not trained.
         draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
@@ -327,7 +310,6 @@ class EagleNet(nn.Module):
                 left.
             positions: [B, T] or [B, Q] of the tokens.
             mask: [B, 1, Q, T] which pairs of level 0 each root sees.
-            earlier: the keys and values of the levels before.
             roots: [B, Q] at level 0 the pairs from which drafts start; None means all, so Q = T.
 
         Returns:
@@ -373,7 +355,6 @@ class ParallelConfig(EagleConfig):
     """See `EagleConfig`.
 
     Args:
-        num_layers: N, decoder layers.
         mask_token_id: the token of the pairs behind the last committed one.
         depths: most tokens of a draft, as many as were learnt.
     """
@@ -428,7 +409,6 @@ class ParallelNet(EagleNet):
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, size))
 
     def initialise(self) -> None:
-        """See `EagleNet.initialise`."""
         super().initialise()
         nn.init.normal_(self.mask_hidden)
 
@@ -445,7 +425,6 @@ class ParallelNet(EagleNet):
             tokens: [B, T] the token of each pair.
             states: [B, T, E] its state: `fuse`.
             roots: [B, Q] the pairs from which drafts start.
-            sizes: [L] how many of the Q drafts have each level, not ascending; the first is Q.
 
         Returns:
             [L] outputs [B, sizes[l], E] before the final norm.
@@ -520,11 +499,7 @@ class ParallelNet(EagleNet):
 
 @dataclass(frozen=True)
 class FeatureConfig(EagleConfig):
-    """Sizes of an EAGLE-1 head; see `EagleConfig`, whose norms it does not have.
-
-    Args:
-        fc_bias: whether `fc` has a bias.
-    """
+    """Sizes of an EAGLE-1 head; see `EagleConfig`, whose norms it does not have."""
 
     norm_before_residual: bool = False
     fc_norm: bool = False
@@ -536,7 +511,6 @@ class FeatureNet(EagleNet):
     """See `EagleNet`; its states are features.
 
     Args:
-        config, embedding, head, draft_tokens: as there.
         final_norm: the target's, shared and not trained; None if no hidden states will be read.
     """
 
@@ -568,7 +542,6 @@ class FeatureNet(EagleNet):
         return norm
 
     def initialise(self) -> None:
-        """See `EagleNet.initialise`."""
         super().initialise()
         if self.fc.bias is not None:
             nn.init.zeros_(self.fc.bias)

@@ -39,16 +39,8 @@ def export_head(
     """Write an EAGLE-3 or P-EAGLE head as vLLM and `speculators` load it.
 
     Args:
-        source: the folder of the head.
-        to: the folder to write.
         embedding: [V, E] the target's.
         rows: [V, E] of the target's output layer.
-        layers: how many decoder layers the target has.
-        verifier: the target's name, as the other engine is to find it.
-
-    Raises:
-        ModelError: the head cannot be read, or the folder cannot be written or is the same.
-        CompatibilityError: the head was trained for another model.
     """
     if to.exists() and to.resolve() == source.resolve():
         raise ModelError(f"{to} is the head itself: give another folder.")
@@ -73,12 +65,7 @@ def export_head(
 
 
 def check_folder(folder: Path, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Probe:
-    """What an EAGLE head and a target do on our text, after the checks of loading it.
-
-    Raises:
-        CompatibilityError: it was trained for another model, or there is no text.
-        ModelError: the folder is damaged.
-    """
+    """What an EAGLE head and a target do on our text, after the checks of loading it."""
     net, _, fusion = load_parts(read_checkpoint(folder, list(KINDS)), target, tokenizer)
     tokens = our_text(tokenizer)
     if len(tokens) < 2 or len(tokens) >= target.max_model_len:
@@ -90,11 +77,7 @@ def check_folder(folder: Path, target: Target, tokenizer: PreTrainedTokenizerBas
 
 
 def record_probe(folder: Path, probe: Probe) -> None:
-    """Add it to the head's `config.json`.
-
-    Raises:
-        ModelError: the file cannot be read or written.
-    """
+    """Add it to the head's `config.json`."""
     path = folder / CONFIG
     fields = read_json(path)
     fields["tokenleap"] = {**fields.get("tokenleap", {}), **probe.note()}

@@ -56,8 +56,6 @@ class Verifier:
     """The model that a head was trained for.
 
     Args:
-        name_or_path: its name.
-        architectures: its class names.
         num_layers: its decoder layers; None if the file does not say.
     """
 
@@ -67,11 +65,7 @@ class Verifier:
 
 
 def existing_folder(path: str | Path) -> Path:
-    """The folder of a head.
-
-    Raises:
-        ModelError: it does not exist.
-    """
+    """The folder of a head."""
     if not Path(path).is_dir():
         raise ModelError(f"there is no folder {path}: give the folder of a trained head.")
     return Path(path)
@@ -84,11 +78,7 @@ def first_of(folder: Path, *names: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds.
-
-    Raises:
-        ModelError: the file is missing or damaged.
-    """
+    """The object that a file holds."""
     try:
         value = files.read_json(path)
     except FileNotFoundError:
@@ -101,11 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def validated(kind: type[_Fields], fields: Any, path: Path) -> _Fields:
-    """Fields of a file as a pydantic model or a dataclass.
-
-    Raises:
-        ModelError: a field is missing or wrong; the message names it.
-    """
+    """Fields of a file as a pydantic model or a dataclass."""
     try:
         return files.validated(kind, fields)
     except ValueError as error:
@@ -113,11 +99,7 @@ def validated(kind: type[_Fields], fields: Any, path: Path) -> _Fields:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of PyTorch's `.pt`, of which only tensors are loaded.
-
-    Raises:
-        ModelError: the file is missing, damaged, or holds something else than tensors.
-    """
+    """The tensors of a safetensors file, or of PyTorch's `.pt`, of which only tensors are loaded."""
     try:
         tensors: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
     except FileNotFoundError:
@@ -144,17 +126,7 @@ def _unpickled(path: Path) -> Any:
 def check_tensors(
     path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str
 ) -> None:
-    """Compare a file's tensors with those that its configuration asks for.
-
-    Args:
-        path: the file.
-        tensors: what it holds.
-        wanted: tensors of the right names and shapes.
-        kind: what it is to be, such as "an EAGLE-3 head".
-
-    Raises:
-        ModelError: tensors are missing, foreign, of other shapes, or not finite.
-    """
+    """Compare a file's tensors with those that its configuration asks for."""
     for name in sorted(wanted.keys() ^ tensors.keys()):
         state = "is missing" if name in wanted else f"is not part of {kind}"
         raise ModelError(
@@ -178,16 +150,10 @@ def draft_tokens(path: Path, offsets: Tensor | None, count: int, vocab_size: int
     """The draft vocabulary of a file.
 
     Args:
-        path: the file.
         offsets: [Vd] its tensor `d2t`: the target's id of a draft token, minus the draft token's.
-        count: Vd, as its configuration says.
-        vocab_size: V, of the target.
 
     Returns:
         [Vd] the target's ids, ascending.
-
-    Raises:
-        ModelError: the map is missing, or does not say that.
     """
     if offsets is None:
         if count != vocab_size:
@@ -210,17 +176,7 @@ def draft_tokens(path: Path, offsets: Tensor | None, count: int, vocab_size: int
 def check_sizes(
     folder: Path, verifier: Verifier, sizes: tuple[int, int], found: tuple[int, ...]
 ) -> None:
-    """Refuse a head that was trained for a model of other sizes.
-
-    Args:
-        folder: the head's folder.
-        verifier: the model that it was trained for.
-        sizes: that model's vocabulary and hidden size.
-        found: those of the model in use.
-
-    Raises:
-        CompatibilityError: they differ.
-    """
+    """Refuse a head that was trained for a model of other sizes."""
     if sizes != found:
         raise CompatibilityError(
             f"{folder}: this head was trained for {verifier.name_or_path} with a vocabulary of "
@@ -230,11 +186,7 @@ def check_sizes(
 
 
 def check_layers(folder: Path, verifier: Verifier, layers: int) -> None:
-    """Refuse a head that was trained for a model with another number of decoder layers.
-
-    Raises:
-        CompatibilityError: the numbers differ.
-    """
+    """Refuse a head that was trained for a model with another number of decoder layers."""
     if verifier.num_layers not in (None, layers):
         raise CompatibilityError(
             f"{folder}: this head was trained for {verifier.name_or_path} with "
@@ -243,11 +195,7 @@ def check_layers(folder: Path, verifier: Verifier, layers: int) -> None:
 
 
 def vocabulary_weights(target: Target) -> tuple[Tensor, Tensor]:
-    """The target's embedding and output rows, [V, E] each.
-
-    Raises:
-        CompatibilityError: they are not in memory any more.
-    """
+    """The target's embedding and output rows, [V, E] each."""
     weights = target.vocabulary_weights
     if weights is None:
         raise CompatibilityError(
@@ -258,16 +206,7 @@ def vocabulary_weights(target: Target) -> tuple[Tensor, Tensor]:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
-    """Write a head, its weights in bfloat16; each file appears complete or not at all.
-
-    Args:
-        folder: made if it does not exist.
-        tensors: the weights by their names.
-        fields: of `config.json`.
-
-    Raises:
-        ModelError: the folder cannot be written.
-    """
+    """Write a head, its weights in bfloat16; each file appears complete or not at all."""
     narrow = {
         name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
@@ -304,15 +243,7 @@ class _Notes(BaseModel):
 
 
 def noted(fields: Mapping[str, Any], path: Path) -> tuple[Verifier, Mapping[str, Any]]:
-    """The target that one of our own folders names, and what else it notes on the training.
-
-    Args:
-        fields: of its `config.json`, as `notes_of` makes them.
-        path: of this file.
-
-    Raises:
-        ModelError: they are not there.
-    """
+    """The target that one of our own folders names, and what else it notes on the training."""
     notes = validated(_Notes, fields.get("tokenleap"), path)
     named = notes.verifier
     verifier = Verifier(named.name_or_path, named.architectures, notes.verifier_layers)

@@ -71,7 +71,6 @@ class Probe:
     """What is recorded.
 
     Args:
-        tokens: the ids of the text, with spaces between them.
         follows: the target's most probable token behind each of them, in the same form.
         accepted: how many of these the head predicts; None for heads of which it is not known.
     """
@@ -115,11 +114,7 @@ class Seen:
 
 
 def look(target: Target, tokens: Sequence[int], layers: Iterable[int] = ()) -> Seen:
-    """Run a target over a text.
-
-    Raises:
-        SlabFull: there is no memory for it.
-    """
+    """Run a target over a text."""
     need = Need(hidden=tuple(sorted(set(layers))))
     target.add(INTERNAL_KEY)
     try:
@@ -133,13 +128,7 @@ def look(target: Target, tokens: Sequence[int], layers: Iterable[int] = ()) -> S
 
 @torch.inference_mode()
 def accepted(net: EagleNet, seen: Seen, layers: Sequence[int]) -> float:
-    """The share of the target's most probable tokens that the first level of a head predicts.
-
-    Args:
-        net: the head, where the target is.
-        seen: with the hidden states of these layers.
-        layers: whose hidden states the head is to read.
-    """
+    """The share of the target's most probable tokens that the first level of a head predicts."""
     states = net.fuse(torch.stack([seen.hidden[layer] for layer in layers], -2)[None, :-1].float())
     tokens = seen.tokens[None, 1:]
     places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -176,18 +165,7 @@ def _recorded(folder: Path, notes: Mapping[str, Any], vocab_size: int) -> Probe 
 def check_target(
     folder: Path, verifier: Verifier, notes: Mapping[str, Any], target: Target
 ) -> None:
-    """Refuse a head that was trained for another model of the same sizes.
-
-    Args:
-        folder: the head's.
-        verifier: the model that it was trained for.
-        notes: what was recorded about its training.
-        target: the model in use.
-
-    Raises:
-        CompatibilityError: it is another model.
-        ModelError: what was recorded is damaged.
-    """
+    """Refuse a head that was trained for another model of the same sizes."""
     probe = _recorded(folder, notes, target.vocab_size)
     if probe is not None and (seen := _seen(target, _split(probe.tokens), ())) is not None:
         _compare(folder, verifier, probe, seen)
@@ -220,18 +198,7 @@ def check_head(
     target: Target,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Refuse an EAGLE head for another model; warn if it reads the wrong layers.
-
-    Args:
-        checkpoint: the head's folder.
-        net: the head, where the target is.
-        target: the model in use.
-        tokenizer: the target's; without it, heads without a record are not checked.
-
-    Raises:
-        CompatibilityError: it was trained for another model.
-        ModelError: what was recorded is damaged.
-    """
+    """Refuse an EAGLE head for another model; warn if it reads the wrong layers."""
     folder, described = checkpoint.path, checkpoint.description
     probe = _recorded(folder, described.notes, target.vocab_size)
     tokens = our_text(tokenizer) if probe is None else _split(probe.tokens)
@@ -290,12 +257,6 @@ def _better(
     """Layers from which a head predicts most, and how much that is.
 
     Tries some usual choices, then other layers in each place of the best of them.
-
-    Args:
-        net: the head.
-        seen: with the hidden states of all layers.
-        layers: those that it has now.
-        last: the highest id.
     """
     count = len(layers)
     usual = [tuple(layers), tuple(last * (place + 1) // (count + 1) for place in range(count))]

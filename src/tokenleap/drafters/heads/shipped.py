@@ -14,22 +14,13 @@ _FOLDER = Path(__file__).parent / "pretrained"
 
 
 def shipped_head(alias: object) -> Path | None:
-    """The folder of the head that was trained for a model; None if there is none.
-
-    Args:
-        alias: what the user gave as the model.
-    """
+    """The folder of the head that was trained for a model; None if there is none."""
     heads = {path.parent.name: path.parent for path in _FOLDER.glob("*/config.json")}
     return heads.get(alias) if isinstance(alias, str) else None
 
 
 def shipped_config(alias: object, *, trees: bool) -> dict[str, Any] | None:
-    """The default `speculative_config` of a model with a head of ours; None if it has none.
-
-    Args:
-        alias: what the user gave as the model.
-        trees: whether trees keep the bits of the output on this runtime.
-    """
+    """The default `speculative_config` of a model with a head of ours; None if it has none."""
     head = shipped_head(alias)
     if head is None:
         return None

@@ -74,12 +74,7 @@ class StateFile:
     """What a folder holds.
 
     Args:
-        path: the file of the weights.
-        config: sizes and variants.
-        verifier: the model that the head was trained for.
-        tensors: the weights by the names of `StateNet.state_dict()`, without `d2t`.
         draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
-        notes: what else was recorded about the training.
     """
 
     path: Path
@@ -90,12 +85,7 @@ class StateFile:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def net(self, kind: type[StateNet], embedding: Tensor, rows: Tensor) -> StateNet:
-        """The head over the target's embedding [V, E] and output rows [V, E].
-
-        Raises:
-            ModelError: tensors are missing, damaged, or do not have the shapes that the
-                configuration says.
-        """
+        """The head over the target's embedding [V, E] and output rows [V, E]."""
         fields = asdict(self.config)
         sizes = {
             "hidden_size": self.config.hidden_size,
@@ -124,16 +114,7 @@ Raises:
 def read_state_file(
     path: str | Path, kind: type[StateNet], layouts: tuple[Layout, ...] = ()
 ) -> StateFile:
-    """Read a folder.
-
-    Args:
-        path: the folder.
-        kind: the class of the head that it is to hold.
-        layouts: the published layouts of such heads.
-
-    Raises:
-        ModelError: it does not exist, is damaged, or holds another kind of drafter.
-    """
+    """Read a folder."""
     folder = existing_folder(path)
     fields = read_json(folder / CONFIG)
     if fields.get("model_type") == MODEL_TYPE:
@@ -166,17 +147,7 @@ def _read_own(folder: Path, fields: Mapping[str, Any], kind: type[StateNet]) -> 
 def write_state_file(
     folder: Path, net: StateNet, verifier: Verifier, notes: Mapping[str, Any]
 ) -> None:
-    """Write a head in our own form, in bfloat16; each file appears complete or not at all.
-
-    Args:
-        folder: made if it does not exist.
-        net: the head.
-        verifier: the model it was trained for.
-        notes: what else is to be recorded about the training.
-
-    Raises:
-        ModelError: the folder cannot be written.
-    """
+    """Write a head in our own form, in bfloat16; each file appears complete or not at all."""
     fields = {
         "model_type": MODEL_TYPE,
         "method": net.METHOD,
@@ -187,12 +158,7 @@ def write_state_file(
 
 
 def load_net(file: StateFile, kind: type[StateNet], target: Target) -> StateNet:
-    """The head of a folder, over a target's weights.
-
-    Raises:
-        CompatibilityError: it was trained for another model, or the target cannot have such heads.
-        ModelError: its file is damaged.
-    """
+    """The head of a folder, over a target's weights."""
     folder, config = file.path.parent, file.config
     check_layers(folder, file.verifier, target.network.num_layers)
     check_sizes(

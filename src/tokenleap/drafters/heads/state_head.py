@@ -68,7 +68,6 @@ class StateHead:
 
     Args:
         net: the head. It is changed: its linear layers are packed.
-        target: the target; it has a `final_norm`.
     """
 
     reads_target_kv = False
@@ -201,11 +200,7 @@ class StateHead:
 
 
 def _pack(net: StateNet, dtype: torch.dtype, device: torch.device) -> int:
-    """Pack all linear layers, if there is something faster here.
-
-    Returns:
-        Fewest rows for which each row's result has the same bits.
-    """
+    """Pack all linear layers, if there is something faster here."""
     kind = linear_layer(dtype, device, None)
     if kind is None:
         return 1
@@ -217,12 +212,7 @@ def _pack(net: StateNet, dtype: torch.dtype, device: torch.device) -> int:
 
 
 class StateDrafter(HeadDrafter):
-    """Chains and trees from a head without attention; no deeper than it has heads.
-
-    Args:
-        head: the head.
-        options, shape, coupled: see `ModelDrafter`.
-    """
+    """Chains and trees from a head without attention; no deeper than it has heads."""
 
     def __init__(
         self, head: StateHead, options: TreeOptions, shape: Shape, *, coupled: bool
@@ -231,11 +221,9 @@ class StateDrafter(HeadDrafter):
         self._most = head.num_heads
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """See `ModelDrafter.propose`."""
         limited = [replace(budget, depth=min(budget.depth, self._most)) for budget in budgets]
         return super().propose(batch, limited)
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
-        """See `Drafter.level_sizes`."""
         sizes = super().level_sizes(limit)
         return None if sizes is None else sizes[: self._most]

@@ -50,10 +50,6 @@ class StateConfig:
     """Sizes and variants of a head.
 
     Args:
-        hidden_size: E, of the target's hidden states.
-        vocab_size: V, of the target.
-        draft_vocab_size: Vd, the tokens that the head can draft.
-        num_heads: K, most tokens of a draft.
         own_rows: whether each depth has an output layer of its own. Else all share the target's
             output rows of the draft vocabulary, which are not trained and not in the file.
     """
@@ -107,7 +103,6 @@ class StateNet(nn.Module, ABC):
     `state_dict()` is what a folder of our own holds; `lm_heads` are there with `own_rows` only.
 
     Args:
-        config: its sizes.
         embedding: [V, E] the target's, shared and not trained.
         rows: [V, E] the target's output rows; those of the draft vocabulary are shared and not
             trained.
@@ -181,7 +176,6 @@ class StateNet(nn.Module, ABC):
         Args:
             states: [..., S] of their parents.
             tokens: [...] the nodes' tokens.
-            depth: the nodes' depth.
 
         Returns:
             [..., S].
@@ -251,12 +245,7 @@ class StateNet(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class MedusaConfig(StateConfig):
-    """See `StateConfig`.
-
-    Args:
-        num_layers: residual blocks of each head.
-        bias: whether the blocks have biases.
-    """
+    """See `StateConfig`."""
 
     num_layers: Depth = 1
     bias: bool = True
@@ -299,15 +288,12 @@ class MedusaNet(StateNet):
                     nn.init.zeros_(parameter)
 
     def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """See `StateNet.start`."""
         return hidden
 
     def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        """See `StateNet.advance`."""
         return states
 
     def outputs(self, states: Tensor, depth: int) -> Tensor:
-        """See `StateNet.outputs`."""
         x: Tensor = self.blocks[depth](states)
         return x
 
@@ -375,15 +361,12 @@ class HydraNet(StateNet):
             nn.init.eye_(head.residual.weight.data[:, :size])
 
     def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """See `StateNet.start`."""
         return self.advance(hidden, tokens, 0)
 
     def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        """See `StateNet.advance`."""
         return torch.cat([states, self.embedding[tokens].to(states.dtype)], dim=-1)
 
     def outputs(self, states: Tensor, depth: int) -> Tensor:
-        """See `StateNet.outputs`."""
         x: Tensor = self.heads[depth](states)
         return x
 
@@ -402,11 +385,7 @@ class HydraNet(StateNet):
 
 @dataclass(frozen=True)
 class BlockwiseConfig(StateConfig):
-    """See `StateConfig`.
-
-    Args:
-        inner_size: I, of each head's hidden layer.
-    """
+    """See `StateConfig`."""
 
     inner_size: Size = 1024
 
@@ -444,15 +423,12 @@ class BlockwiseNet(StateNet):
                 nn.init.zeros_(zero)
 
     def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """See `StateNet.start`."""
         return hidden
 
     def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        """See `StateNet.advance`."""
         return states
 
     def outputs(self, states: Tensor, depth: int) -> Tensor:
-        """See `StateNet.outputs`."""
         x: Tensor = self.heads[depth](states)
         return x
 
@@ -480,8 +456,6 @@ class MlpSpeculatorConfig(StateConfig):
     """See `StateConfig`.
 
     Args:
-        inner_size: I, of the states.
-        tie_weights: whether all depths share their weights.
         scale_input: whether hidden states are normalised and scaled by sqrt(1/2) first.
         own_embedding: whether the head has an embedding of its own, not the target's.
     """
@@ -492,7 +466,6 @@ class MlpSpeculatorConfig(StateConfig):
     own_embedding: bool = False
 
     def fault(self) -> str | None:
-        """See `StateConfig.fault`."""
         if not self.own_embedding and self.inner_size != self.hidden_size:
             return (
                 f"inner_size must be the hidden_size of {self.hidden_size} with the target's "
@@ -548,18 +521,15 @@ class MlpSpeculatorNet(StateNet):
 
     @classmethod
     def reads_embedding(cls, config: StateConfig) -> bool:
-        """See `StateNet.reads_embedding`."""
         assert isinstance(config, MlpSpeculatorConfig)
         return not config.own_embedding
 
     @property
     def output_width(self) -> int:
-        """See `StateNet.output_width`."""
         return self.config.inner_size if self.config.own_rows else self.config.hidden_size
 
     @property
     def num_own_rows(self) -> int:
-        """See `StateNet.num_own_rows`."""
         return min(1, super().num_own_rows) if self.config.tie_weights else super().num_own_rows
 
     def initialise(self) -> None:
@@ -574,13 +544,11 @@ class MlpSpeculatorNet(StateNet):
         """See `StateNet.copy_rows`: states are no hidden states, so rows stay random."""
 
     def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """See `StateNet.start`."""
         if self.config.scale_input:
             hidden = F.rms_norm(hidden, hidden.shape[-1:], None, EPSILON) * 0.5**0.5
         return self.advance(hidden, tokens, 0)
 
     def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        """See `StateNet.advance`."""
         projected: Tensor = _of(self.proj, depth)(states)
         embedded = self._embedded(tokens, depth).to(projected.dtype)
         mixed = projected + self.config.emb_weight * embedded
@@ -596,7 +564,6 @@ class MlpSpeculatorNet(StateNet):
         return F.rms_norm(rows, rows.shape[-1:], None, EPSILON) * scale
 
     def outputs(self, states: Tensor, depth: int) -> Tensor:
-        """See `StateNet.outputs`."""
         x: Tensor = states if self.out is None else self.out(states)
         return x
 

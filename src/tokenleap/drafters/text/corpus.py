@@ -51,17 +51,9 @@ def read_tokens(
 ) -> Iterator[Iterator[Ints]]:
     """Tokenise files, block by block.
 
-    Args:
-        files: UTF-8 text files.
-        tokenizer: the target's tokenizer.
-        progress: called with the number of bytes read so far.
-
     Returns:
         For each file an iterator over the token ids [N] of its blocks. They must be consumed in
         this order.
-
-    Raises:
-        TokenleapError: a file cannot be read or is not UTF-8.
     """
     done = 0
 
@@ -133,10 +125,6 @@ def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
 
     Args:
         tokens: [N] token ids.
-        vocab_size: V.
-
-    Raises:
-        TokenleapError: a token is outside the vocabulary.
     """
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise TokenleapError(f"a token is outside the vocabulary of {vocab_size} tokens.")
@@ -150,19 +138,7 @@ def check_target(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Check that a file made from a corpus has the target's vocabulary.
-
-    Args:
-        path: the file, for the message.
-        made_by: the command that makes such files, for the message.
-        highest: the highest token id in the file.
-        made_with: fingerprint of the vocabulary that it was made with, or None if it is unknown.
-        vocab_size: V, the width of the target's logits.
-        tokenizer: the target's tokenizer, or None if it has none.
-
-    Raises:
-        CompatibilityError: the vocabularies differ.
-    """
+    """Check that a file made from a corpus has the target's vocabulary."""
     if highest >= vocab_size:
         raise CompatibilityError(
             f"{path} has token {highest}, and the target's vocabulary has {vocab_size} tokens: "
@@ -186,10 +162,7 @@ class TensorFile:
     """A kind of file.
 
     Args:
-        format: the value of `format` in the metadata.
-        version: the value of `version` in the metadata.
         what: the name of such a file in messages, such as "datastore".
-        made_by: the command that makes such a file.
     """
 
     format: str
@@ -200,16 +173,7 @@ class TensorFile:
     def save(
         self, path: str | Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]
     ) -> None:
-        """Write a file atomically.
-
-        Args:
-            path: the file.
-            arrays: the arrays by name.
-            metadata: metadata besides `format` and `version`.
-
-        Raises:
-            TokenleapError: the file cannot be written. An existing file then stays as it was.
-        """
+        """Write a file atomically."""
         path = Path(path)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         named = {"format": self.format, "version": str(self.version), **metadata}
@@ -222,18 +186,7 @@ class TensorFile:
     def load(
         self, path: str | Path, names: Iterable[str]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Map a file into memory.
-
-        Args:
-            path: the file.
-            names: names of the tensors to read; those that the file lacks are left out.
-
-        Returns:
-            The tensors by name, and the metadata.
-
-        Raises:
-            TokenleapError: the file cannot be read, is damaged, or is of another kind or version.
-        """
+        """Map a file into memory."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = renamed(file.metadata() or {})

@@ -76,7 +76,6 @@ class Datastore:
         tokens: [N] the texts one after another, each followed by a separator. The separator is
             `vocab_size`, which is no token id.
         suffixes: [N] all positions of `tokens`, sorted by the tokens from there to the end.
-        vocab_size: V.
         fingerprint: hash of the tokenizer's vocabulary; None if the texts were given as token ids.
     """
 
@@ -136,11 +135,6 @@ class Datastore:
 
         If a suffix occurs, all shorter ones do. A binary search therefore finds its length.
 
-        Args:
-            text: token ids.
-            shortest: smallest length to look up, at least 1.
-            longest: greatest length to look up.
-
         Returns:
             Its length, and its occurrences as indices into `suffixes`; 0 and an empty range if no
             suffix occurs.
@@ -153,34 +147,20 @@ class Datastore:
         return length, self.find(text[-length:])
 
     def continuations(self, entries: Iterable[int], skipped: int, length: int) -> list[list[int]]:
-        """The tokens at some entries of `suffixes`, each up to the end of its text.
-
-        Args:
-            entries: indices into `suffixes`.
-            skipped: number of first tokens to leave out: the match.
-            length: most tokens of a continuation.
-        """
+        """The tokens at some entries of `suffixes`, each up to the end of its text."""
         inside = range(self.vocab_size).__contains__
         starts = (self._suffixes[entry] + skipped for entry in entries)
         return [list(takewhile(inside, self._tokens[s : s + length].tolist())) for s in starts]
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically.
-
-        Raises:
-            TokenleapError: the file cannot be written. An existing file then stays as it was.
-        """
+        """Write the file atomically."""
         known = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
         sizes = {"vocab_size": str(self.vocab_size), "num_tokens": str(self.num_tokens)}
         FILE.save(path, {"tokens": self.tokens, "suffixes": self.suffixes}, {**sizes, **known})
 
     @staticmethod
     def load(path: str | Path) -> Datastore:
-        """Map a file into memory.
-
-        Raises:
-            TokenleapError: the file cannot be read, is damaged, or is of another kind or version.
-        """
+        """Map a file into memory."""
         tensors, metadata = FILE.load(path, ("tokens", "suffixes"))
         tokens = _array(tensors.get("tokens"), _TOKENS)
         suffixes = _array(tensors.get("suffixes"), _POSITIONS)
@@ -202,17 +182,7 @@ def build_datastore(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Datastore:
-    """Make a datastore of text files; each file is one text.
-
-    Args:
-        files: UTF-8 text files.
-        tokenizer: the target's tokenizer.
-        progress: called with the number of bytes read so far.
-
-    Raises:
-        TokenleapError: a file cannot be read or is not UTF-8, no file has any text, or
-            pydivsufsort is not installed.
-    """
+    """Make a datastore of text files; each file is one text."""
     sort = _sorter()  # first, so that a missing package is reported before the work
     vocab_size = len(tokenizer)
     tokens = _joined(read_tokens(files, tokenizer, progress), vocab_size)
@@ -220,16 +190,7 @@ def build_datastore(
 
 
 def index_texts(texts: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
-    """Make a datastore of texts that are given as token ids.
-
-    Args:
-        texts: the token ids of each text.
-        vocab_size: V; all token ids are below it.
-
-    Raises:
-        TokenleapError: there are no tokens, a token is outside the vocabulary, or pydivsufsort is
-            not installed.
-    """
+    """Make a datastore of texts that are given as token ids."""
     sort = _sorter()
     tokens = _joined(([np.array(text, dtype=np.int64)] for text in texts), vocab_size)
     return Datastore(tokens, sort(tokens), vocab_size)
@@ -292,10 +253,6 @@ class RestDrafter(Drafter):
     """Chains or trees from a datastore; q is one-hot.
 
     It proposes nothing if no suffix of the text occurs in the datastore.
-
-    Args:
-        datastore: the datastore to search.
-        options: see `RestOptions`.
     """
 
     def __init__(self, datastore: Datastore, options: RestOptions) -> None:
@@ -365,17 +322,7 @@ def most_frequent_child(place: Place) -> list[tuple[int, float, Place]]:
 def load_datastore(
     path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> Datastore:
-    """Load a datastore and check that it fits the target.
-
-    Args:
-        path: a file made by `tokenleap datastore build`.
-        vocab_size: V, the width of the target's logits.
-        tokenizer: the target's tokenizer, or None if it has none.
-
-    Raises:
-        TokenleapError: the file does not exist or is damaged.
-        CompatibilityError: the file was made with another vocabulary.
-    """
+    """Load a datastore and check that it fits the target."""
     datastore = Datastore.load(path)
     made_with = datastore.fingerprint
     fits = datastore.vocab_size <= vocab_size

@@ -72,15 +72,10 @@ class NgramTables:
     The successors of a token or pair are in ascending order of their token ids.
 
     Args:
-        unigrams: [V] count of each token.
         bigram_starts: [V + 1] the successors of token a are the bigrams from `bigram_starts[a]` up
             to, but not including, `bigram_starts[a + 1]`.
-        bigram_tokens: [B] the second token of each bigram.
-        bigram_counts: [B] count of each bigram.
         trigram_starts: [B + 1] the successors of bigram i are the trigrams from
             `trigram_starts[i]` up to, but not including, `trigram_starts[i + 1]`.
-        trigram_tokens: [T] the third token of each trigram.
-        trigram_counts: [T] count of each trigram.
         fingerprint: hash of the tokenizer's vocabulary; None if the texts were given as token ids.
     """
 
@@ -120,11 +115,7 @@ class NgramTables:
         return slice(int(self.trigram_starts[index]), int(self.trigram_starts[index + 1]))
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically.
-
-        Raises:
-            TokenleapError: the file cannot be written. An existing file then stays as it was.
-        """
+        """Write the file atomically."""
         arrays = {name: getattr(self, name) for name in _DTYPES}
         FILE.save(path, arrays, self._metadata())
 
@@ -138,11 +129,7 @@ class NgramTables:
 
     @staticmethod
     def load(path: str | Path) -> NgramTables:
-        """Map a file into memory and check it.
-
-        Raises:
-            TokenleapError: the file cannot be read, is damaged, or is of another kind or version.
-        """
+        """Map a file into memory and check it."""
         tensors, metadata = FILE.load(path, _DTYPES)
         _check_tensors(path, tensors)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -150,11 +137,7 @@ class NgramTables:
 
 
 def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Check that all lookups stay inside the arrays, and all tokens inside the vocabulary.
-
-    Raises:
-        TokenleapError: the tensors do not fit together.
-    """
+    """Check that all lookups stay inside the arrays, and all tokens inside the vocabulary."""
     fits = all(
         name in tensors and tensors[name].dtype == dtype and tensors[name].dim() == 1
         for name, dtype in _DTYPES.items()
@@ -190,16 +173,7 @@ def build_ngrams(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] = lambda _: None,
 ) -> NgramTables:
-    """Count the n-grams of text files; no n-gram reaches from one file into the next.
-
-    Args:
-        files: UTF-8 text files.
-        tokenizer: the target's tokenizer.
-        progress: called with the number of bytes read so far.
-
-    Raises:
-        TokenleapError: a file cannot be read or is not UTF-8, or no file has any text.
-    """
+    """Count the n-grams of text files; no n-gram reaches from one file into the next."""
     counter = _Counter(len(tokenizer))
     for text in read_tokens(files, tokenizer, progress):
         counter.begin_text()
@@ -213,16 +187,7 @@ def count_ngrams(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> NgramTables:
-    """Count the n-grams of texts that are given as token ids.
-
-    Args:
-        texts: the token ids of each text.
-        vocab_size: V; all token ids are below it.
-        tokenizer: whose tokens they are, if that is known.
-
-    Raises:
-        TokenleapError: there are no tokens, or a token is outside the vocabulary.
-    """
+    """Count the n-grams of texts that are given as token ids."""
     counter = _Counter(vocab_size)
     for text in texts:
         counter.begin_text()
@@ -234,9 +199,6 @@ class _Counter:
     """Counts the n-grams of texts that come in pieces.
 
     The counts of each piece form a sorted run, and runs of similar size are merged.
-
-    Args:
-        vocab_size: V; all token ids are below it.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -284,11 +246,7 @@ class _Counter:
         return runs[0] if runs else (empty, empty)
 
     def tables(self, fingerprint: str | None) -> NgramTables:
-        """The tables of all texts.
-
-        Raises:
-            TokenleapError: there are no tokens.
-        """
+        """The tables of all texts."""
         if not self._unigrams.any():
             raise TokenleapError(EMPTY)
         pairs, pair_counts = self._all(2)
@@ -340,12 +298,7 @@ def _narrow(counts: Ints) -> Int32s:
 
 
 class SmoothedNgrams:
-    """The smoothed distribution of the next token (see the module's docstring).
-
-    Args:
-        tables: the counts of the corpus.
-        order: see `CorpusNgramOptions.order`.
-    """
+    """The smoothed distribution of the next token (see the module's docstring)."""
 
     def __init__(self, tables: NgramTables, order: int = 3) -> None:
         self._tables = tables
@@ -360,12 +313,7 @@ class SmoothedNgrams:
         return tokens, counts / counts.sum()
 
     def distribution(self, context: Sequence[int], temperature: float) -> Distribution:
-        """The distribution of the next token at a temperature; one-hot at temperature 0.
-
-        Args:
-            context: the tokens before it, at least one; only the last two matter.
-            temperature: see `CountedOptions.draft_temperature`.
-        """
+        """The distribution of the next token at a temperature; one-hot at temperature 0."""
         tokens, probs = self.probabilities(context)
         if probs is not self._corpus[1]:
             return _at(tokens, probs, temperature)
@@ -421,18 +369,7 @@ def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray
 def load_corpus(
     path: str, order: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> SmoothedNgrams:
-    """Load the distribution of a corpus and check that it fits the target.
-
-    Args:
-        path: a file made by `tokenleap ngrams`.
-        order: see `CorpusNgramOptions.order`.
-        vocab_size: V, the width of the target's logits.
-        tokenizer: the target's tokenizer, or None if it has none.
-
-    Raises:
-        TokenleapError: the file does not exist or is damaged.
-        CompatibilityError: the file was made with another vocabulary.
-    """
+    """Load the distribution of a corpus and check that it fits the target."""
     tables = NgramTables.load(path)
     highest = int(tables.unigrams.nonzero()[0][-1])
     check_target(path, FILE.made_by, highest, tables.fingerprint, vocab_size, tokenizer)
@@ -440,13 +377,7 @@ def load_corpus(
 
 
 class CorpusNgramDrafter(CountedChains):
-    """Chains drawn from the corpus' smoothed distribution, which is q.
-
-    Args:
-        ngrams: the smoothed distribution.
-        options: see `CorpusNgramOptions`.
-        coupled: whether to draw with the target's own noise.
-    """
+    """Chains drawn from the corpus' smoothed distribution, which is q."""
 
     def __init__(
         self, ngrams: SmoothedNgrams, options: CorpusNgramOptions, *, coupled: bool

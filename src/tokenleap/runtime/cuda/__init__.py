@@ -23,14 +23,7 @@ def cuda_network(
     compiler: str | None = None,
     required: bool = False,
 ) -> CudaNetwork:
-    """The network for a model on a GPU. The model is not changed.
-
-    Args:
-        model: the Transformers module.
-        capture: makes the graphs; None means CUDA graphs on the model's device.
-        compiler: a backend of `torch.compile` for captured passes, such as "inductor".
-        required: whether a failed capture is an error (see `CudaNetwork`).
-    """
+    """The network for a model on a GPU. The model is not changed."""
     capture = CudaGraphs(model.device) if capture is None else capture
     return CudaNetwork(decoder_for(model), model.device, capture, compiler, required=required)
 

@@ -21,10 +21,8 @@ class Bucket:
 
     Args:
         rows: B, the number of rows, starting with the slab's first one.
-        nodes: N, the number of nodes computed in each row.
         window: W, the number of slots behind a row's committed tokens that its nodes may see. They
             hold the nodes of this pass, and uncommitted nodes of earlier ones.
-        span: S, the number of slots that attention reads.
     """
 
     rows: int
@@ -43,8 +41,6 @@ class Buckets:
     """The sizes of buckets.
 
     Args:
-        rows: sizes of B, ascending.
-        nodes: sizes of N and of W, ascending.
         most_places: largest B N. A larger pass keeps a GPU busy for longer than its kernels take to
             launch. Memory for the logits of this many nodes is reserved.
     """
@@ -54,12 +50,7 @@ class Buckets:
     most_places: int = 512
 
     def fit(self, needed: Bucket, most: Bucket) -> Bucket | None:
-        """The smallest bucket that holds a pass; None if the pass is to run without a graph.
-
-        Args:
-            needed: the shape of the pass.
-            most: `rows` and `span` of the slab; its other fields are not used.
-        """
+        """The smallest bucket that holds a pass; None if the pass is to run without a graph."""
         rows = self.fit_rows(needed.rows, most.rows)
         nodes = _at_least(needed.nodes, self.nodes)
         window = _at_least(max(needed.window, nodes or 0), self.nodes)

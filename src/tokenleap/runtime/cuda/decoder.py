@@ -17,11 +17,7 @@ __all__ = ["DeviceDecoder", "decoder_for"]
 
 
 class DeviceDecoder(LeanDecoder):
-    """`LeanDecoder` without transfers to the host, which a graph cannot capture.
-
-    Args:
-        model: the Transformers module.
-    """
+    """`LeanDecoder` without transfers to the host, which a graph cannot capture."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(LlamaWeights(model), DenseLinear)

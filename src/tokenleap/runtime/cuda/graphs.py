@@ -37,9 +37,6 @@ class CudaGraphs:
     """Captures CUDA graphs that share one memory pool.
 
     They can share it because no two run at once, and because each copies its output elsewhere.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +47,6 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture.capture`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             caller = torch.cuda.current_stream()
@@ -72,17 +68,11 @@ class Uncaptured:
     """Calls the function itself instead of a replay. Graphs are compared with it."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture.capture`."""
         return function
 
 
 class Staging:
-    """A tensor on the host, and one on the device that it is copied to without waiting.
-
-    Args:
-        size: number of elements, which are int64.
-        device: the device.
-    """
+    """A tensor on the host, and one on the device that it is copied to without waiting."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"

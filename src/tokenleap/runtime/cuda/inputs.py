@@ -22,14 +22,7 @@ __all__ = ["StaticInputs", "additive_mask", "device_pass"]
 
 
 class StaticInputs:
-    """The input buffers of one bucket's graph.
-
-    Args:
-        bucket: the shape of the graph.
-        device: device of the buffers.
-        scratch: slot that padding writes to (see `StaticSlab.scratch`).
-        dtype: dtype of the mask.
-    """
+    """The input buffers of one bucket's graph."""
 
     def __init__(
         self, bucket: Bucket, device: torch.device, scratch: int, dtype: torch.dtype
@@ -71,12 +64,7 @@ class StaticInputs:
         self._host["visible"][:, :, 0] = 1  # a softmax over no slots would be NaN
 
     def load(self, inputs: PassInputs, lengths: Sequence[int]) -> None:
-        """Load a pass, from its numbers: the tensors of `inputs` are not made.
-
-        Args:
-            inputs: the pass.
-            lengths: [rows of the pass] their committed tokens.
-        """
+        """Load a pass, from its numbers: the tensors of `inputs` are not made."""
         self._clear_host()
         places: list[int] = []
         for row, nodes, length in zip(count(inputs.first), inputs.rows, lengths, strict=False):
@@ -132,8 +120,6 @@ def additive_mask(lengths: Tensor, visible: Tensor, span: int, dtype: torch.dtyp
     Args:
         lengths: [B] committed tokens, which all nodes of a row see.
         visible: [B, R, W] bool, which of the W slots behind those each node sees.
-        span: S.
-        dtype: dtype of the mask.
     """
     rows, nodes, window = visible.shape
     behind = torch.arange(span, device=lengths.device) - lengths[:, None]  # [B, S]

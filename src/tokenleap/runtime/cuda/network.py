@@ -47,17 +47,10 @@ class CudaNetwork:
 
     Args:
         inner: the network that computes passes, without transfers to the host.
-        device: its device.
-        capture: makes the graphs; None runs every pass without one.
         compiler: a backend of `torch.compile` for captured passes, such as "inductor"; None does
             not compile them.
-        buckets: the sizes of graphs.
         required: whether a failed capture is an error. If not, passes run without graphs from then
             on.
-
-    Attributes:
-        capture: as given; None after a failed capture.
-        failure: why the capture failed, in one line.
     """
 
     exact_trees = False
@@ -93,7 +86,6 @@ class CudaNetwork:
 
     @property
     def least_nodes(self) -> int:
-        """See `Network.least_nodes`."""
         return self.inner.least_nodes
 
     @property
@@ -131,7 +123,6 @@ class CudaNetwork:
         )
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`."""
         assert isinstance(slab, StaticSlab), "graphs need buffers that do not move"
         lengths = slab.lengths[inputs.first : inputs.first + len(inputs.rows)]
         bucket = self._bucket(inputs, slab, lengths) if need.logits else None
@@ -153,9 +144,6 @@ class CudaNetwork:
         """Call `prepare`, which captures, and return its result; None if it fails.
 
         After a failure all graphs and their memory are freed, and all passes run without graphs.
-
-        Raises:
-            CompatibilityError: it fails, and graphs are required.
         """
         try:
             return prepare()

@@ -22,11 +22,7 @@ class StaticSlab(KVSlab):
     """A `KVSlab` for captured passes; other passes can use it, too.
 
     Args:
-        rows: number of rows to begin with.
         positions: positions per row to begin with, rounded up to whole key blocks.
-
-    Attributes:
-        version: changes whenever the buffers move.
     """
 
     def __init__(self, rows: int = 4, positions: int = KEY_BLOCK) -> None:
@@ -64,7 +60,6 @@ class StaticSlab(KVSlab):
 
         Args:
             slots: [B, N] the slots to write to, on the device; `scratch` for padding.
-            span: S, the number of slots that attention reads.
         """
         rows, nodes = slots.shape
         row_numbers = torch.arange(rows, device=slots.device)

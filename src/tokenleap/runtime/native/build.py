@@ -53,14 +53,7 @@ class NativeLibraryError(Exception):
 
 
 def library(*flags: str) -> ctypes.CDLL:
-    """The compiled library.
-
-    Args:
-        *flags: further flags for the compiler.
-
-    Raises:
-        NativeLibraryError: it cannot be compiled or loaded.
-    """
+    """The compiled library."""
     made = _library(*flags)
     if isinstance(made, NativeLibraryError):
         raise made
@@ -68,11 +61,7 @@ def library(*flags: str) -> ctypes.CDLL:
 
 
 def compiler_version() -> str:
-    """The first line that the compiler says about itself.
-
-    Raises:
-        NativeLibraryError: there is no compiler, or it cannot be run.
-    """
+    """The first line that the compiler says about itself."""
     return _run([_compiler(), "--version"]).partition("\n")[0]
 
 
@@ -110,11 +99,7 @@ def _loaded_somewhere(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _loaded(folder: Path, name: str, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of this name in a folder, compiled now if it is not there.
-
-    Raises:
-        CacheError: another user can have written it, or the system cannot load it.
-    """
+    """The library of this name in a folder, compiled now if it is not there."""
     path = folder / name
     if not path.exists():
         with FileLock(folder / ".lock"):
@@ -132,15 +117,7 @@ def _loaded(folder: Path, name: str, compiler: str, flags: tuple[str, ...]) -> c
 
 
 def _own_folder(base: Path, name: str) -> Path:
-    """A folder that only this user and root can change, made now if it is not there.
-
-    Args:
-        base: where; it may be a link, and so may the folders above it.
-        name: the folder's, which may not be a link.
-
-    Raises:
-        CacheError: others can change it.
-    """
+    """A folder that only this user and root can change, made now if it is not there."""
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = base.resolve() / name
     with suppress(FileExistsError):
@@ -154,13 +131,6 @@ def _opened(path: Path, flags: int | None = None) -> int:
 
     Every part of the path is opened in the folder before it, after a check of the owner and the
     permissions of that open folder. No link is followed.
-
-    Args:
-        path: absolute.
-        flags: of `os.open`; None for a folder.
-
-    Raises:
-        CacheError: a part of the path is a link or another user's, or others may write to it.
     """
     parts = [*reversed(path.parents), path]
     folder = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY  # O_PATH: it may be unreadable
@@ -188,13 +158,8 @@ def _check_owner(path: Path, state: os.stat_result, *, may_be_sticky: bool) -> N
     """Refuse what others than this user and root can change.
 
     Args:
-        path: a file or folder, for the message.
-        state: of it.
         may_be_sticky: whether others may write to a folder in which they can replace only what is
             theirs, such as /tmp.
-
-    Raises:
-        CacheError: they can.
     """
     # The owner of "/" is root: in a container, root may have another number.
     if state.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):

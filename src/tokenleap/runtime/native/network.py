@@ -74,10 +74,6 @@ class DecoderParts:
 
     Args:
         decoder: the structure, to which the layers are not joined yet.
-        layers: its layers.
-        kept: keeps the memory that these point to.
-        angles: rotary angles.
-        learnt_scale: see `Traits`.
         reads_states: whether it is a drafting head, which reads a state beside each token.
     """
 
@@ -101,12 +97,7 @@ class _Pass:
 
 
 class NativeNetwork(GrowingNetwork, ChainingNetwork):
-    """A decoder in C++ (see `Network`).
-
-    Args:
-        loaded: the library (see `checked`).
-        parts: the decoder.
-    """
+    """A decoder in C++ (see `Network`)."""
 
     least_nodes = 1
     name = "native"
@@ -137,7 +128,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         return len(self._layers)
 
     def extend(self, rows: Tensor) -> int:
-        """See `Network.extend`."""
         first = int(self._decoder.vocabulary) + len(self._more)
         with self._lock:
             rows = (rows * self._learnt_scale).to(self._more)
@@ -146,11 +136,9 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         return first
 
     def first_layers(self, count: int) -> Self:
-        """See `Network.first_layers`."""
         return self._with(self._layers[:count])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
-        """See `Network.without`."""
         layers = []
         for place, layer in enumerate(self._layers):
             other = CLayer.from_buffer_copy(layer)
@@ -184,7 +172,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         limits: Sequence[GrowthLimit],
         token_ids: Tensor | None = None,
     ) -> list[GrownTree]:
-        """See `GrowingNetwork.grow`."""
         count = sum(map(len, inputs.rows))
         trees = TreeArrays(plan, limits, token_ids, count)
         behind = () if inputs.states is None else (self.num_layers,)
@@ -201,7 +188,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
     def best_chain(
         self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
     ) -> tuple[list[int], list[float]] | None:
-        """See `ChainingNetwork.best_chain`."""
         added, rows = transitions or (None, None)
         readable = logits.dtype == torch.float32 and logits.stride(1) == 1
         if not readable or not (rows is None or _can_be_read(rows)):
@@ -324,12 +310,8 @@ class NativeDecoder(NativeNetwork):
         weights: its weights, in float32 or bfloat16; those of a model for which `why_not_native`
             returns None. Linear layers are packed copies, unless they are packed already.
         quantization: "int8", "int4" (with the head in int8), or None; not for packed weights.
-        *flags: further flags for the compiler (see `library`).
         beside: a network that stays in memory. What has the same bits in its embedding or linear
             layers is in memory once.
-
-    Raises:
-        NativeLibraryError: the library is not available.
     """
 
     def __init__(
@@ -357,17 +339,14 @@ class NativeDecoder(NativeNetwork):
         super().__init__(loaded, parts)
 
     def between(self, first: int, last: int) -> NativeDecoder:
-        """See `ContinuingNetwork.between`."""
         return self._with(self._layers[first:last])
 
     def feed(self, states: Tensor) -> int:
-        """See `ContinuingNetwork.feed`."""
         self._more = states.to(self._more).contiguous()
         self._decoder.more = self._more.data_ptr()
         return int(self._decoder.vocabulary)
 
     def narrowed(self, size: int) -> NativeDecoder:
-        """See `WindowedNetwork.narrowed`."""
         layers = [CLayer.from_buffer_copy(layer) for layer in self._layers]
         for layer in layers:
             layer.window = size if layer.window else 0
@@ -385,7 +364,6 @@ class NativeFusion:
     Args:
         fc: [E, A E] in float32 or bfloat16, the dtype of hidden states; E as in `wrong_sizes`.
         norms: [A] weights [E] of RMSNorms, or empty.
-        epsilon: of the norms.
     """
 
     def __init__(self, fc: Tensor, norms: Sequence[Tensor], epsilon: float) -> None:

@@ -81,15 +81,7 @@ class CLinear(Structure):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """A packed linear layer. It keeps the memory alive that `c` points to.
-
-    Args:
-        weight: panel after panel.
-        bias: float32, padded to whole panels, or None.
-        format: format of the weight.
-        inputs: K.
-        outputs: N, without padding.
-    """
+    """A packed linear layer. It keeps the memory alive that `c` points to."""
 
     weight: Tensor
     bias: Tensor | None
@@ -127,10 +119,6 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
 
     int8 is symmetric, and int4 has a minimum per group. Both round to nearest. They correspond to
     GGUF's Q8_0 and Q4_1: weights that were loaded from such a file in float32 keep their values.
-
-    Args:
-        layer: [N, K]. K is even, and for int8 and int4 a multiple of `GROUP`.
-        form: the format to pack into; int5 and K-quants come from GGUF files only.
     """
     outputs, inputs = layer.weight.shape
     missing = -outputs % PANEL
@@ -206,7 +194,6 @@ def pack_steps(form: Format, steps: Tensor, scales: Tensor, least: Tensor | None
     """Pack a layer that is quantized already, without a bias.
 
     Args:
-        form: int8, int4 or int5.
         steps: [N, K] uint8: for int8, what is multiplied with the scale, plus 128; for the others,
             0 to 15 or 31. N is a multiple of `PANEL` except for an output layer.
         scales: [N, G] float16, those of the groups.
@@ -253,12 +240,7 @@ def _bits_bytes(steps: Tensor, scales: Tensor, least: Tensor, bits: int) -> Tens
 
 
 def split_bits(words: Tensor, bits: int) -> list[Tensor]:
-    """Bits 0 to 3 of [P, G, 8 * 32 * 4] bytes, two in a byte, and the others, if there are any.
-
-    Args:
-        words: from `quads`.
-        bits: 4, 5 or 6.
-    """
+    """Bits 0 to 3 of [P, G, 8 * 32 * 4] bytes, two in a byte, and the others, if there are any."""
     low, high = (words & 15).chunk(2, dim=-1)
     parts, more = [low | high << 4], (words >> 4).view(*words.shape[:2], 8, 4 * PANEL)
     if bits == 5:
@@ -417,9 +399,7 @@ def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
     """Pack a layer's blocks.
 
     Args:
-        kind: of `FORMAT_OF`.
         rows: [N, bytes of a row] uint8, contiguous.
-        inputs: K.
 
     Returns:
         None if a scale is not finite: the file is damaged, or has numbers beyond float16.

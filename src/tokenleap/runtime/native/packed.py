@@ -95,7 +95,6 @@ class Packing(PackedDecoder):
     """Packs a decoder's weights, a layer at a time.
 
     Args:
-        sizes: the weights, in float32 or bfloat16.
         quantization: "int8", "int4" (with the head in int8), `DRAFTING`, or None.
     """
 
@@ -108,7 +107,6 @@ class Packing(PackedDecoder):
         self._form = FORMATS[dtype] if quantization is None else QUANTIZED[quantization]
 
     def head(self) -> PackedWeights:
-        """See `PackedDecoder.head`."""
         return self.pack_head(self.sizes.head)
 
     def pack_head(self, head: LinearWeights) -> PackedWeights:
@@ -116,12 +114,10 @@ class Packing(PackedDecoder):
         return pack(head, Format.INT8 if self._finer_head else self._form)
 
     def mix(self) -> PackedWeights | None:
-        """See `PackedDecoder.mix`."""
         joint = self.sizes.joint
         return self._pack(joint.linear) if isinstance(joint, MixedInput) else None
 
     def layer(self, index: int) -> PackedLayer:
-        """See `PackedDecoder.layer`."""
         layer = self.sizes.layer(index)
         return PackedLayer(
             attention_norm=layer.attention_norm,
@@ -180,11 +176,7 @@ def rest_file(folder: Path) -> Path:
 
 
 def write_layer(folder: Path, index: int, layer: PackedLayer) -> None:
-    """Write the file of a layer.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file of a layer."""
     norms = {name: getattr(layer, name) for name in _NORMS}
     given = {name: norm for name, norm in norms.items() if norm is not None}
     linear = {name: getattr(layer, name) for name in _LINEAR}
@@ -197,14 +189,6 @@ def write(path: Path, tensors: Mapping[str, Tensor], linear: Mapping[str, Packed
     """Write a file of tensors and packed linear layers.
 
     The library's own function would need the tensors at other places, and their bytes twice.
-
-    Args:
-        path: the file.
-        tensors: contiguous; the sizes of all but the last are multiples of 64 bytes.
-        linear: the linear layers by name.
-
-    Raises:
-        OSError: it cannot be written.
     """
     whole = {f"{name}.weight": packed.weight for name, packed in linear.items()}
     whole |= {f"{name}.bias": x.bias for name, x in linear.items() if x.bias is not None}
@@ -237,9 +221,6 @@ class MappedFile:
 
     The kernels read as many bytes as the sizes say, so whatever is asked for must have the shape
     that the model has. `store` compares the files' content with their checksums.
-
-    Raises:
-        ModelError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -257,15 +238,7 @@ class MappedFile:
                 raise self.damaged(name)
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """A tensor.
-
-        Args:
-            name: its name.
-            like: of the shape that it must have; of any dtype.
-
-        Raises:
-            ModelError: it is missing, or has another shape.
-        """
+        """A tensor."""
         found = self._tensors.get(name)
         if found is None or found.shape != like.shape or not found.is_floating_point():
             raise self.damaged(name)
@@ -280,15 +253,7 @@ class MappedFile:
         return None
 
     def linear(self, name: str, like: LinearWeights) -> PackedWeights:
-        """A packed linear layer.
-
-        Args:
-            name: its name.
-            like: of the shapes that it must have.
-
-        Raises:
-            ModelError: it is missing, or its sizes are others.
-        """
+        """A packed linear layer."""
         packed = self._part(name)
         if (packed.outputs, packed.inputs) != like.weight.shape:
             raise self.damaged(name)
@@ -297,11 +262,7 @@ class MappedFile:
         return packed
 
     def parts(self, name: str, like: LinearWeights, most: int) -> tuple[PackedWeights, ...]:
-        """At most so many packed linear layers that are parts of one, one below the other.
-
-        Raises:
-            ModelError: one is missing, or their sizes are others.
-        """
+        """At most so many packed linear layers that are parts of one, one below the other."""
         names = sorted(each for each in self._linear if each.startswith(f"{name}."))
         found = tuple(map(self._part, names))
         outputs, inputs = like.weight.shape
@@ -339,16 +300,7 @@ class MappedFile:
 
 
 class MappedDecoder(PackedDecoder):
-    """A language model whose packed weights are files.
-
-    Args:
-        folder: the files.
-        rest: that of `rest_file`.
-        sizes: everything but the linear layers.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
+    """A language model whose packed weights are files."""
 
     sizes: LlamaWeights
 
@@ -362,25 +314,18 @@ class MappedDecoder(PackedDecoder):
         ]
 
     def head(self) -> PackedWeights:
-        """See `PackedDecoder.head`."""
         return self._head
 
     def mix(self) -> None:
         """None: a language model reads no states."""
 
     def layer(self, index: int) -> PackedLayer:
-        """See `PackedDecoder.layer`."""
         windows, rotates = self.sizes.windows, self.sizes.rotates
         return replace(self._layers[index], window=windows[index], rotates=rotates[index])
 
 
 def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
-    """The weights of a layer in a file.
-
-    Args:
-        file: the file.
-        like: of the shapes that they must have.
-    """
+    """The weights of a layer in a file."""
     found: dict[str, Any] = {name: file.optional(name, getattr(like, name)) for name in _NORMS}
     found |= {name: file.linear(name, getattr(like, name)) for name in _LINEAR}
     found |= {name: file.parts(name, getattr(like, name), most) for name, most in _IN_PARTS.items()}
@@ -422,11 +367,7 @@ class KeptWeights:
         return tensor
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Keep a contiguous tensor, or instead the one from `beside` that has the same bits.
-
-        Returns:
-            The one that is kept.
-        """
+        """Keep a contiguous tensor, or instead the one from `beside` that has the same bits."""
         alike = self._beside.get(_kind(tensor), ()) if self._beside else ()
         return self.keep(next((other for other in alike if _same_bits(tensor, other)), tensor))
 

@@ -55,11 +55,7 @@ __all__ = [
 
 
 def why_not_native_seq2seq(model: PreTrainedModel) -> str | None:
-    """Why the C++ code cannot run an encoder-decoder, on any machine; None if it can.
-
-    Raises:
-        CompatibilityError: it is of an unknown kind.
-    """
+    """Why the C++ code cannot run an encoder-decoder, on any machine; None if it can."""
     if (reason := wrong_place(model, ("cpu",))) is not None:
         return reason
     reason = wrong_stack(describe(model), model.dtype)
@@ -67,14 +63,7 @@ def why_not_native_seq2seq(model: PreTrainedModel) -> str | None:
 
 
 class NativeEncoder(NativeNetwork):
-    """An encoder: a pass in which every node sees all others, and which returns their states.
-
-    Args:
-        loaded: the library.
-        stack: the encoder.
-        dtype: of the model.
-        quantization: see `packed_stack`.
-    """
+    """An encoder: a pass in which every node sees all others, and which returns their states."""
 
     def __init__(
         self, loaded: CDLL, stack: Stack, dtype: torch.dtype, quantization: str | None
@@ -100,7 +89,6 @@ class NativeEncoder(NativeNetwork):
         return cls(loaded, stack, model.dtype, quantization) if quantization else made
 
     def __call__(self, source: Source) -> Tensor:
-        """See `SourceNetwork.encoded`."""
         tokens, count = source.tokens, len(source.tokens)
         nodes = RowNodes(0, tokens, self._positions(tokens), [count] * count)
         span = self._slab.begin(0, [0], [count], count)
@@ -130,11 +118,6 @@ class NativeSeq2Seq(EncoderSide, NativeNetwork):
         model: a model for which `why_not_native_seq2seq` returns None; it is not changed.
         quantization: "int8", "int4", `DRAFTING` or None. With "int4", the output layer is int8;
             with all, what runs in PyTorch is.
-        *flags: further flags for the compiler (see `library`).
-
-    Raises:
-        NativeLibraryError: the library is not available.
-        CompatibilityError: the encoder's layers cannot be quantized.
     """
 
     def __init__(
@@ -197,13 +180,7 @@ def wrong_stack(parts: Stack, dtype: torch.dtype) -> str | None:
 
 
 def packed_stack(parts: Stack, dtype: torch.dtype, quantization: str | None) -> DecoderParts:
-    """Pack an encoder or a decoder.
-
-    Args:
-        parts: for which `wrong_stack` returns None.
-        dtype: of the model.
-        quantization: "int8", "int4" (with the output layer in int8), `DRAFTING`, or None.
-    """
+    """Pack an encoder or a decoder."""
     return _Packing(parts, dtype, quantization).parts()
 
 

@@ -268,12 +268,7 @@ class CFusion(Structure):
 
 
 def structures(packed: PackedDecoder, kept: KeptWeights) -> tuple[CDecoder, list[CLayer]]:
-    """The structures of a decoder, to which its layers are not joined yet.
-
-    Args:
-        packed: its weights.
-        kept: keeps the memory that the structures point to.
-    """
+    """The structures of a decoder, to which its layers are not joined yet."""
     made = _Structures(packed, kept)
     layers = [made.layer(index) for index in range(packed.sizes.num_layers)]
     return made.decoder(), layers
@@ -377,17 +372,7 @@ _LOW = 2**64 - 1
 
 
 class TreeArrays:
-    """The trees to grow, and the memory for their nodes.
-
-    Args:
-        plan: how they grow.
-        limits: where each ends.
-        token_ids: see `GrowingNetwork.grow`.
-        nodes: nodes of the first pass.
-
-    Attributes:
-        rows: rows of logits that the passes need memory for.
-    """
+    """The trees to grow, and the memory for their nodes."""
 
     def __init__(
         self,
@@ -524,12 +509,7 @@ _ANGLES = 256
 
 
 class AngleTables:
-    """Cosines and sines of one or more rotary embeddings, of half of a head each.
-
-    Args:
-        rotaries: the embeddings.
-        width: D.
-    """
+    """Cosines and sines of one or more rotary embeddings, of half of a head each."""
 
     def __init__(self, rotaries: Sequence[Rotary], width: int) -> None:
         self._rotaries, self._half = rotaries, width // 2

@@ -50,12 +50,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
 
 
 def wrong_place(model: PreTrainedModel, places: Collection[str]) -> str | None:
-    """Why the C++ code has no kernels for a model's dtype, or where it is; None if it has.
-
-    Args:
-        model: the module.
-        places: types of devices on which its weights may be.
-    """
+    """Why the C++ code has no kernels for a model's dtype, or where it is; None if it has."""
     if model.device.type in places and model.dtype in FORMATS:
         return None
     return (

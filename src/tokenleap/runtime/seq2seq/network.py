@@ -66,8 +66,6 @@ class Layer:
 
     Args:
         index: the layer's index in the slab and in row states.
-        attends: whether both attentions run.
-        computes: whether the MLP runs.
     """
 
     index: int
@@ -163,7 +161,6 @@ def padded_state(keys: Tensor, values: Tensor, encoded: Tensor) -> RowState:
     Args:
         keys: [L, H, n, D].
         values: [L, H, n, D].
-        encoded: see `RowState`.
     """
     positions = keys.shape[2]
     mask = keys.new_zeros(positions)
@@ -251,7 +248,6 @@ class TorchEncoder:
     """An encoder in PyTorch's operations: the Transformers module.
 
     Args:
-        model: the model; it is not changed.
         linear: the class of linear layers to use; None keeps the model's own.
     """
 
@@ -265,14 +261,12 @@ class TorchEncoder:
 
     @torch.inference_mode()
     def __call__(self, source: Source) -> Tensor:
-        """See `SourceNetwork.encoded`."""
         inputs = source.inputs(self._device, self._dtype)
         encoded: Tensor = self._encoder(**inputs).last_hidden_state[0]
         return encoded
 
 
 def probe_source(model: PreTrainedModel) -> Source:
-    """See `SourceNetwork.probe_source`."""
     sizes = _Sizes.of(model)
     if sizes.num_bins is not None:
         assert sizes.limit is not None
@@ -304,11 +298,8 @@ class EncoderSide(SourceNetwork):
     """What a network of an encoder-decoder has besides its decoder (see `SourceNetwork`).
 
     Args:
-        model: the model; it is not changed.
-        parts: of it.
         linear: the class of linear layers that read what the encoder returns; None keeps the
             model's own.
-        encoder: runs it.
     """
 
     def __init__(
@@ -332,11 +323,9 @@ class EncoderSide(SourceNetwork):
         self.num_bins = sizes.num_bins
 
     def encoded(self, source: Source) -> Tensor:
-        """See `SourceNetwork.encoded`."""
         return self._encoder(source)
 
     def read(self, encoded: Tensor, *, keep: bool = False) -> RowState:
-        """See `SourceNetwork.read`."""
         shape = (len(encoded), 2, self._cross_heads, -1)
         # [L, 2, H, n, D]
         both = torch.stack([layer(encoded).view(shape) for layer in self._sources]).permute(
@@ -347,11 +336,9 @@ class EncoderSide(SourceNetwork):
 
     @property
     def probe_source(self) -> Source:
-        """See `SourceNetwork.probe_source`."""
         return self._probe_source
 
     def state_bytes(self, source: Source) -> int:
-        """See `SourceNetwork.state_bytes`."""
         positions = len(source) if self.num_bins is None else len(source) // 2
         cell = 2 * len(self._sources) * self._cross_heads * self._cross_width + 1
         kept = positions * self.encoded_size if self.keeps_encoded else 0
@@ -364,9 +351,6 @@ class Seq2SeqNetwork(EncoderSide):
     Args:
         model: the model; it is not changed. Embeddings and norms are shared.
         linear: the class of linear layers to use; None keeps the model's own.
-
-    Raises:
-        CompatibilityError: the model is of an unknown kind, or its linear layers do not fit.
     """
 
     name = "lean"
@@ -396,12 +380,10 @@ class Seq2SeqNetwork(EncoderSide):
         return len(self._layers)
 
     def extend(self, rows: Tensor) -> int:
-        """See `Network.extend`."""
         self._embedding, first = extended(self._embedding, rows)
         return first
 
     def first_layers(self, count: int) -> Seq2SeqNetwork:
-        """See `Network.first_layers`."""
         return self._with(self._layers[:count])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Seq2SeqNetwork:
@@ -420,7 +402,6 @@ class Seq2SeqNetwork(EncoderSide):
         return other
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`."""
         x = self._embedded(inputs)
         masks = self._masks(inputs)
         cross = self._cross.of(inputs, slab)

@@ -76,7 +76,6 @@ class TablePositions:
     without: int | None = None
 
     def embedding(self, inputs: PassInputs) -> Tensor:
-        """See `Positions.embedding`."""
         positions = inputs.flat(inputs.positions)
         # The padding of a row at the end of the context may have positions behind the table.
         found = F.embedding(positions.clamp(max=len(self.table) - 1), self.table)
@@ -86,7 +85,7 @@ class TablePositions:
         return found.masked_fill(bare[:, None], 0)
 
     def bias(self, positions: Tensor, mask: Tensor) -> None:
-        """See `Positions.bias`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,7 @@ class RelativePositions:
 
     @classmethod
     def of(cls, attentions: Sequence[Any], *, both_ways: bool = False) -> RelativePositions:
-        """The biases of T5's self-attention: those of the first layer, or each layer's own.
-
-        Args:
-            attentions: the module of each layer.
-            both_ways: whether nodes see what comes behind them, as in an encoder.
-        """
+        """The biases of T5's self-attention: those of the first layer, or each layer's own."""
         first, own = (
             attentions[0],
             [each for each in attentions if each.has_relative_attention_bias],
@@ -129,7 +123,7 @@ class RelativePositions:
         return cls(by_layer.contiguous(), behind)
 
     def embedding(self, inputs: PassInputs) -> None:
-        """See `Positions.embedding`."""
+        ...
 
     def bias(self, positions: Tensor, mask: Tensor) -> Tensor:
         """See `Positions.bias`.
@@ -163,7 +157,6 @@ class LayerParts:
     Args:
         up: the MLP's first linear layers: one, or two whose results are multiplied after the
             activation of the first ("gated").
-        down: its last one.
     """
 
     attention: AttentionParts
@@ -187,13 +180,8 @@ class Stack:
     """An encoder, or what a decoder has in common with one.
 
     Args:
-        layers: of it.
-        embedding: [..., ] token ids -> [..., E].
-        embedding_scale: factor on what it returns.
         embedding_norm: the norm behind the embedding; None if there is none.
-        positions: how it knows them.
         norm_first: whether each sublayer's norm precedes it, or follows the residual sum.
-        final_norm: what lies behind the last layer.
     """
 
     layers: tuple[LayerParts, ...]
@@ -210,8 +198,6 @@ class Structure(Stack):
     """The parts of an encoder-decoder: its decoder, and more.
 
     Args:
-        encoder: the encoder's module.
-        head: the output layer.
         logits_bias: [V] added to the logits; None if nothing is.
     """
 
@@ -235,11 +221,7 @@ class Scaled(nn.Module):
 
 
 def describe(model: PreTrainedModel) -> Structure:
-    """The parts of an encoder-decoder.
-
-    Raises:
-        CompatibilityError: some are missing, or work in an unknown way.
-    """
+    """The parts of an encoder-decoder."""
     name = type(model).__name__
     parts: Any = model
     if model.main_input_name != "input_ids" and model.config.model_type != "whisper":
@@ -320,12 +302,7 @@ def _table(model: Any, embedding: Any) -> TablePositions:
 
 
 def position_table(model: Any, embedding: Any) -> Tensor:
-    """[positions, E] the embedding of each position; M2M100 makes its own, of any length.
-
-    Args:
-        model: an encoder-decoder that embeds positions.
-        embedding: `embed_positions` of its encoder or decoder.
-    """
+    """[positions, E] the embedding of each position; M2M100 makes its own, of any length."""
     if isinstance(embedding, nn.Embedding):
         return embedding.weight[getattr(embedding, "offset", 0) :]
     padding = int(embedding.padding_idx)
