@@ -104,8 +104,7 @@ class _Build(Protocol):
         fill: _Fill,
         kind: store.Kind,
         replaces: str | None,
-    ) -> Path:
-        ...
+    ) -> Path: ...
 
 
 @dataclass(frozen=True)

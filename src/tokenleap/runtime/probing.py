@@ -42,8 +42,7 @@ class Packed(Protocol):
     """The part of `PackedModel` that the checks use."""
 
     @property
-    def logits(self) -> Tensor | None:
-        ...
+    def logits(self) -> Tensor | None: ...
 
 
 class Probed(Protocol):
@@ -59,8 +58,7 @@ class Probed(Protocol):
         """The same rows under another network over the same layers."""
         ...
 
-    def with_own_rows(self, num_layers: int | None = None) -> Self:
-        ...
+    def with_own_rows(self, num_layers: int | None = None) -> Self: ...
 
     def add(self, key: int) -> None:
         """Open a row."""
@@ -78,8 +76,7 @@ class Probed(Protocol):
         """Compute and commit these tokens."""
         ...
 
-    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[PassOutput]:
-        ...
+    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[PassOutput]: ...
 
 
 @torch.inference_mode()

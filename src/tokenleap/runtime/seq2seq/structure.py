@@ -84,8 +84,7 @@ class TablePositions:
         bare = inputs.flat(inputs.tokens) == self.without
         return found.masked_fill(bare[:, None], 0)
 
-    def bias(self, positions: Tensor, mask: Tensor) -> None:
-        ...
+    def bias(self, positions: Tensor, mask: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,7 @@ class RelativePositions:
         by_layer = torch.stack([weight[buckets.to(weight.device)].T for weight in weights])
         return cls(by_layer.contiguous(), behind)
 
-    def embedding(self, inputs: PassInputs) -> None:
-        ...
+    def embedding(self, inputs: PassInputs) -> None: ...
 
     def bias(self, positions: Tensor, mask: Tensor) -> Tensor:
         """See `Positions.bias`.
