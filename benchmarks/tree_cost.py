@@ -24,7 +24,7 @@ import typer
 from benchmarks import BenchmarkError, flags
 from benchmarks.loading import load
 from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from tokenleap.analysis.rows import RowsVerifier
+from tokenleap.analysis.measure import RowsVerifier
 from tokenleap.bench.run import order
 from tokenleap.core.tree import TokenTree
 from tokenleap.runtime.target import Target

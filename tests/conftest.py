@@ -28,11 +28,11 @@ from tests.measurements import SHORT, measure_with
 from tokenleap import models
 from tokenleap.core import clock
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.guard import Guard
 from tokenleap.models.support import default_dtype
 from tokenleap.request import Request
 from tokenleap.runtime.native import build
-from tokenleap.runtime.native.support import why_no_library
+from tokenleap.runtime.native.build import why_no_library
+from tokenleap.speculation import Guard
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

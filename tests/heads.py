@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tests.tiny import CONTEXT, VOCAB_SIZE
 from tokenleap.drafters.heads.checkpoint import Description, Verifier, new_net, write_checkpoint
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig, ParallelConfig
-from tokenleap.drafters.heads.state_file import write_state_file
+from tokenleap.drafters.heads.state import write_state_file
 from tokenleap.drafters.heads.state_net import (
     BlockwiseConfig,
     BlockwiseNet,

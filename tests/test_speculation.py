@@ -13,8 +13,8 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.control import Budget, Controller, CostCurve, Fixed
+from tokenleap.control.base import BatchTable
 from tokenleap.control.cost_model import CostModel
-from tokenleap.control.simple import BatchTable
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution, LazyDistribution
 from tokenleap.core.tree import Draft, TokenTree, chain

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenleap.analysis.stochastic import Result, Speculation, expected_speedup
+from tokenleap.analysis.formulas import Result, Speculation, expected_speedup
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import Noise
 

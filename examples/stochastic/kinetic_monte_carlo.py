@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from comparison import Comparison, show_distribution
 
-from tokenleap.analysis.stochastic import Speculation
+from tokenleap.analysis.formulas import Speculation
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import Noise
 

@@ -18,10 +18,9 @@ from tokenleap.runtime.cores import bound_spinning
 
 if TYPE_CHECKING:
     from tokenleap.async_llm import AsyncLLM
-    from tokenleap.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from tokenleap.config import SpeculativeConfig
     from tokenleap.core.acceptance.base import Origin
-    from tokenleap.core.logprobs import Logprob, TokenLogprobs
+    from tokenleap.core.distribution import Logprob, TokenLogprobs
     from tokenleap.core.params import SamplingParams
     from tokenleap.core.structured import StructuredOutputs
     from tokenleap.drafters.base import VocabularyOverlap
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
     from tokenleap.llm import LLM
     from tokenleap.outputs import (
         BeamOutput,
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
         CompletionOutput,
         Metrics,
         RequestOutput,
@@ -53,9 +55,8 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "tokenleap.async_llm": ["AsyncLLM"],
-    "tokenleap.beam_search": ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"],
     "tokenleap.core.acceptance.base": ["Origin"],
-    "tokenleap.core.logprobs": ["Logprob", "TokenLogprobs"],
+    "tokenleap.core.distribution": ["Logprob", "TokenLogprobs"],
     "tokenleap.core.params": ["SamplingParams"],
     "tokenleap.core.structured": ["StructuredOutputs"],
     "tokenleap.drafters.online": ["OnlineReport"],
@@ -74,6 +75,9 @@ _MODULES = {
     "tokenleap.engine.llm_engine": ["LLMEngine"],
     "tokenleap.outputs": [
         "BeamOutput",
+        "BeamSearchOutput",
+        "BeamSearchParams",
+        "BeamSearchSequence",
         "CompletionOutput",
         "Metrics",
         "RequestOutput",

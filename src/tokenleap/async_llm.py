@@ -219,6 +219,7 @@ class AsyncLLM:
         self.worker.call(self.llm.engine.measure_costs).result()
 
     async def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, as `LLM.encode` has them."""
         return await self.prepare(partial(self.llm.encode, prompt))
 
     async def prepare(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tokenleap.beam_search import BeamSearchOutput, BeamSearchParams, sequences_of
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.config import num_bytes
 from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.engine.jobs import specs_of
+from tokenleap.engine.lines import UseTqdm, progress_of
 from tokenleap.engine.llm_engine import EngineOptions
 from tokenleap.engine.loaded_llm import (
     REQUIRED,
@@ -23,7 +23,6 @@ from tokenleap.engine.loaded_llm import (
     refuse_unknown,
     refuse_unknown_engine,
 )
-from tokenleap.engine.progress import UseTqdm, progress_of
 from tokenleap.engine.prompts import (
     GivenPrediction,
     GivenReferences,
@@ -36,7 +35,13 @@ from tokenleap.engine.strategies import Speculative
 from tokenleap.errors import PromptError
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.models.resolver import as_packed
-from tokenleap.outputs import RequestOutput, StreamChunk
+from tokenleap.outputs import (
+    BeamSearchOutput,
+    BeamSearchParams,
+    RequestOutput,
+    StreamChunk,
+    sequences_of,
+)
 from tokenleap.runtime.choose import check_sharding
 from tokenleap.runtime.packed import open_packed
 

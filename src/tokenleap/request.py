@@ -13,8 +13,8 @@ from tokenleap.core import clock
 from tokenleap.core.acceptance.base import Accepted, Origin
 from tokenleap.core.beams import BeamDraft, Beams, BeamSettings, Hypothesis, Searched
 from tokenleap.core.detokenizer import Detokenizer
+from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 from tokenleap.core.grammar import Grammar
-from tokenleap.core.logprobs import PromptLogprobs, TokenLogprobs
 from tokenleap.core.noise import Noise, fresh_seed
 from tokenleap.core.params import SamplingParams
 from tokenleap.core.references import NO_REFERENCES, References, Source
@@ -343,6 +343,7 @@ class Request(SequenceState):
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Log-probabilities of the prompt, if they were asked for and are complete."""
         if self.prompt_scores is None or self.num_unscored:
             return None
         return (None, *(each.by_token(self._written.piece) for each in self.prompt_scores))

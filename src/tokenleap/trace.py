@@ -116,6 +116,7 @@ class StepTrace:
         return self.accepted[: self.committed]
 
     def withheld(self) -> StepTrace:
+        """The step without tokens that were not committed."""
         shown = frozenset(self.accepted)
 
         def only(values: tuple[Any, ...], other: Any) -> tuple[Any, ...]:

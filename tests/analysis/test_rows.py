@@ -13,14 +13,14 @@ from tests.counting import counted
 from tests.matrix import PROMPTS
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import SamplingParams
-from tokenleap.analysis.rows import RowsVerifier
+from tokenleap.analysis.measure import RowsVerifier
 from tokenleap.control import Fixed
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.decode import Verifier, step
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.models import OwnModel
 from tokenleap.drafters.shapes import TreeOptions, shape_of
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target

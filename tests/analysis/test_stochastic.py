@@ -16,7 +16,7 @@ from scipy.stats import chi2
 from tests.enumeration import ScriptedNoise, _AnswerNeeded
 from tokenleap import ConfigError
 from tokenleap.analysis import acceptance_probability
-from tokenleap.analysis.stochastic import Speculation, decide, expected_speedup
+from tokenleap.analysis.formulas import Speculation, decide, expected_speedup
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import Noise
 

@@ -20,10 +20,9 @@ from tests.bench.records import (
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE, Setting
-from tokenleap.bench.own import OwnRunner
+from tokenleap.bench.own import OwnRunner, mean_logprob
 from tokenleap.bench.report import markdown
 from tokenleap.bench.rows import agreements, bleu_metric, unjudged
-from tokenleap.bench.scoring import mean_logprob
 from tokenleap.bench.summary import Results
 
 TEXT = "the cat sat on the mat and slept"

@@ -11,11 +11,11 @@ from typing import Any, Self
 import pytest
 
 from tests.bench.records import NGRAM, OWN_FACTS, PEER_FACTS
-from tokenleap.bench import process, run
+from tokenleap.bench import run, worker
 from tokenleap.bench.contestants import BASELINE, Contestant, Setting
-from tokenleap.bench.process import Process
 from tokenleap.bench.prompts_file import Prompt
 from tokenleap.bench.run import FORMAT, Journal, Plan
+from tokenleap.bench.worker import Process
 from tokenleap.errors import TokenleapError
 
 PEER = Contestant("transformers-plain", "transformers-plain")
@@ -229,7 +229,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     def use(code: str) -> None:
         file = tmp_path / "worker.py"
         file.write_text(code)
-        monkeypatch.setattr(process, "COMMAND", [sys.executable, str(file)])
+        monkeypatch.setattr(worker, "COMMAND", [sys.executable, str(file)])
 
     return use
 
@@ -272,7 +272,7 @@ def test_a_process_that_answers_no_more_is_ended(
     program: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without waiting for it forever, and with what it said last."""
-    monkeypatch.setattr(process, "_PATIENCE", 0.01)
+    monkeypatch.setattr(worker, "_PATIENCE", 0.01)
     program(
         "import os, sys, time; print('stuck', file=sys.stderr, flush=True);"
         "os.close(1); time.sleep(600)"

@@ -17,9 +17,8 @@ from tests.cli.conftest import Run, error_of, save_gguf
 from tests.cli.terminal import environment
 from tests.programs import MAIN, TIMEOUT, Program
 from tokenleap.bench.contestants import Contestant, Setting
-from tokenleap.bench.process import Process
 from tokenleap.bench.run import Journal, Plan
-from tokenleap.bench.worker import Worker
+from tokenleap.bench.worker import Process, Worker
 
 FAKE_LLAMA = """
 class Llama:

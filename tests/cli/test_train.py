@@ -20,7 +20,7 @@ from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import short_talks
 from tokenleap import LLM, SamplingParams
-from tokenleap.training import progress
+from tokenleap.training import checkpoints
 from tokenleap.training import report as serving
 from tokenleap.training import run as training_run
 from tokenleap.training.conversations import ConversationFile
@@ -36,7 +36,9 @@ SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and short conversations, no measurement of how long it will take, and no drawing."""
-    monkeypatch.setattr(progress, "_draw", lambda path, _: path.touch())  # `test_trainer.py` draws
+    monkeypatch.setattr(
+        checkpoints, "_draw", lambda path, _: path.touch()
+    )  # `test_trainer.py` draws
     monkeypatch.setattr(training_run, "_ROWS", 1)
     monkeypatch.setattr(training_run, "_SERVED_PROMPTS", 1)
     short_talks(monkeypatch)

@@ -11,9 +11,8 @@ import pytest
 from tests.cli.conftest import Run, error_of
 from tests.cli.terminal import Terminal
 from tokenleap.drafters.options import TunedLayers
-from tokenleap.tuning.layer_laboratory import LayerLaboratory
-from tokenleap.tuning.skip_sets import Run as Speed
-from tokenleap.tuning.skip_sets import SkipSet
+from tokenleap.tuning.tune_layers import LayerLaboratory, SkipSet
+from tokenleap.tuning.tune_layers import Run as Speed
 
 QUICK = ["--max-tokens", "8", "--trials", "3", "--seconds", "30"]
 

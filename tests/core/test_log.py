@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import tiny_model
 from tokenleap import LLM, ConfigError
-from tokenleap.core.log import show_log_lines
+from tokenleap.engine.llm_engine import show_log_lines
 from tokenleap.runtime import choose
 from tokenleap.runtime.native import build
 

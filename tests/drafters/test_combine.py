@@ -33,7 +33,7 @@ from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.combine import Ensemble, Switch, SwitchOptions, graft, merge
 from tokenleap.drafters.lookups import NgramDrafter, NgramOptions, NoDrafter
-from tokenleap.drafters.model_set import write_drafters
+from tokenleap.drafters.options import write_drafters
 
 NOTHING = ({"method": "none"}, {"method": "none"})
 """Options of two drafters that a test makes itself."""

@@ -23,9 +23,9 @@ from tests.matrix import PROMPTS
 from tests.tiny import tiny_model
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.control import Budget
+from tokenleap.control.base import Fixed
 from tokenleap.control.cost_model import HybridModel
 from tokenleap.control.estimates import agreed, by_match, by_rank, disagreed
-from tokenleap.control.simple import Fixed
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain

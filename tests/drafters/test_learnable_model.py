@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.tiny import tiny_model
-from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.learnable import LearnableModel
+from tokenleap.drafters.models import OwnModel
 from tokenleap.runtime import choose
 from tokenleap.runtime.target import Target
 

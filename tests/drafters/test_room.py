@@ -12,8 +12,8 @@ from tests.matrix import SPECULATIVE, speculative_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM, ConfigError, RequestOutput, SamplingParams
 from tokenleap.control import Budget
-from tokenleap.drafters.draft_model import FIRST_PASS, OwnModel, rows_that_fit
 from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.models import FIRST_PASS, OwnModel, rows_that_fit
 from tokenleap.drafters.shapes import Chain, Shape, TreeOptions, Widths
 from tokenleap.engine.scheduler import KVBudget
 from tokenleap.request import Request
@@ -202,10 +202,8 @@ def test_a_pass_that_does_not_fit_after_all(
     expected = plain(model, prompts)
     llm = llm_of(model, small, 2)
     draft_slab(llm).limit = KEY_BLOCK
-    monkeypatch.setattr(
-        "tokenleap.drafters.draft_model.rows_that_fit", lambda _, w, *__: (set(w), [])
-    )
-    monkeypatch.setattr("tokenleap.drafters.draft_model.OwnModel.room", lambda *_: 100)
+    monkeypatch.setattr("tokenleap.drafters.models.rows_that_fit", lambda _, w, *__: (set(w), []))
+    monkeypatch.setattr("tokenleap.drafters.models.OwnModel.room", lambda *_: 100)
     (output,) = llm.generate(prompts, GREEDY)
     assert bits([output]) == expected
     assert output.metrics.drafter_failure is None

@@ -27,7 +27,7 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
 from tokenleap import LLM, CompatibilityError, RequestOutput, SamplingParams
 from tokenleap.core.references import Source
-from tokenleap.drafters.draft_model import OwnModel
+from tokenleap.drafters.models import OwnModel
 from tokenleap.drafters.registry import METHODS
 from tokenleap.request import Request
 from tokenleap.runtime.attention import KEY_BLOCK

@@ -17,8 +17,8 @@ from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import Noise
 from tokenleap.core.tree import Draft, chain
-from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.models import OwnModel
 from tokenleap.drafters.shapes import Dynamic, Node, Paths, TreeOptions, Widths
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target

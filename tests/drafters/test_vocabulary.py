@@ -33,8 +33,8 @@ from tokenleap.control import Budget
 from tokenleap.core.sampler import Sampler
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import VocabularyOverlap
-from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.models import OwnModel
 from tokenleap.drafters.vocabulary import (
     INCOMPLETE,
     LONGEST_PIECE,

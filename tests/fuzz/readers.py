@@ -33,9 +33,8 @@ from tokenleap.bench.run import Journal
 from tokenleap.cli.batch import LineResults
 from tokenleap.cli.trace import trace as show_trace
 from tokenleap.drafters.heads.folder import Verifier
-from tokenleap.drafters.heads.state_file import write_state_file
-from tokenleap.drafters.model_set import drafters_in
-from tokenleap.drafters.options import TunedLayers
+from tokenleap.drafters.heads.state import write_state_file
+from tokenleap.drafters.options import TunedLayers, drafters_in
 from tokenleap.drafters.shapes import TreeFile
 from tokenleap.drafters.text.datastore import index_texts, load_datastore
 from tokenleap.drafters.text.ngrams import count_ngrams, load_corpus
@@ -43,16 +42,14 @@ from tokenleap.engine.lines import line_of
 from tokenleap.models.convert import convert_gguf
 from tokenleap.models.gguf import GgufFile
 from tokenleap.models.load import load_model, load_tokenizer
-from tokenleap.models.weights import FolderWeights
+from tokenleap.models.loaded import FolderWeights
 from tokenleap.runtime.native import build
-from tokenleap.runtime.native.support import why_no_library
+from tokenleap.runtime.native.build import why_no_library
 from tokenleap.trace import Trace
-from tokenleap.training.checkpoints import Checkpoints
+from tokenleap.training.checkpoints import Checkpoints, Progress
 from tokenleap.training.collect import texts_in
-from tokenleap.training.conversations import Conversation, ConversationFile
+from tokenleap.training.conversations import Conversation, ConversationFile, FileData
 from tokenleap.training.features import FeatureCache, compute_features
-from tokenleap.training.progress import Progress
-from tokenleap.training.prompt_data import FileData
 
 __all__ = ["READERS", "reader"]
 

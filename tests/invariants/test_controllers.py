@@ -17,7 +17,7 @@ from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import tiny_model
 from tokenleap import LLM, RequestOutput, SamplingParams
 from tokenleap.control import CONTROLLERS, Budget, Controller, CostCurve
-from tokenleap.control.simple import BatchTable, Confidence, Heuristic
+from tokenleap.control.base import BatchTable, Confidence, Heuristic
 from tokenleap.decode import Outcome
 from tokenleap.request import Request
 

@@ -23,8 +23,8 @@ from tests.enumeration import (
     without_replacement,
 )
 from tokenleap.core.acceptance import PLUGINS, RULES, rule_class
+from tokenleap.core.config import plugin_names
 from tokenleap.core.distribution import Distribution, truncated
-from tokenleap.core.plugins import plugin_names
 
 REGISTERED = {name: rule_class(name) for name in (*RULES, *plugin_names(PLUGINS))}
 """Every rule that a configuration can name, those of other packages included."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tests.tiny import tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
 from tokenleap.core.acceptance import PLUGINS, RULES, rule_class
-from tokenleap.core.plugins import plugin_names
+from tokenleap.core.config import plugin_names
 
 REGISTERED = {name: rule_class(name) for name in (*RULES, *plugin_names(PLUGINS))}
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [7, 7, 8]]

@@ -313,7 +313,7 @@ from tokenleap.core.params import SamplingParams
 from tokenleap.engine.lines import Shape
 from tokenleap.ray import offline
 from tokenleap.ray.cluster import cluster, share
-from tokenleap.ray.plan import Replicas
+from tokenleap.ray.cluster import Replicas
 
 tiny, marker, out = sys.argv[1:]
 params = SamplingParams(temperature=0, max_tokens=4)
@@ -371,7 +371,7 @@ from tokenleap.engine.lines import Shape, line_of
 from tokenleap.errors import TokenleapError
 from tokenleap.ray import offline
 from tokenleap.ray.cluster import cluster
-from tokenleap.ray.plan import Replicas
+from tokenleap.ray.cluster import Replicas
 
 tiny, marker = sys.argv[1:]
 unpickled = offline._unpickled

@@ -158,8 +158,8 @@ def handle(llm: LLM) -> Iterator[Handle]:
             patch.setitem(sys.modules, name, module)
         for name in OWN:
             patch.delitem(sys.modules, f"tokenleap.ray.{name}", raising=False)
-        replica = importlib.import_module("tokenleap.ray.replica")
-        importlib.import_module("tokenleap.ray.front")
+        replica = importlib.import_module("tokenleap.ray.serving")
+        importlib.import_module("tokenleap.ray.serving")
         made = replica.Replica({"model": llm}, SETTINGS.model_copy(update={"api_keys": ()}), None)
         yield Handle(made)
         made.__del__()
@@ -169,7 +169,7 @@ def handle(llm: LLM) -> Iterator[Handle]:
 
 def asked(handle: Handle, act: Callable[[httpx2.AsyncClient, Any], Any]) -> Any:
     """What a client does, with the front."""
-    front = sys.modules["tokenleap.ray.front"].Front(handle, SETTINGS)
+    front = sys.modules["tokenleap.ray.serving"].Front(handle, SETTINGS)
 
     async def run() -> Any:
         transport = httpx2.ASGITransport(guarded(front, SETTINGS))
@@ -253,7 +253,7 @@ def test_no_message_of_a_replica_is_sent_without_a_look_at_its_engine(
     monkeypatch.setattr(replica, "_end_if_dead", lambda: looks.append(len(sent)))
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
     scope |= {"query_string": b"", "client": None, "asgi": {}, "http_version": "1.1"}
-    call = sys.modules["tokenleap.ray.plan"].Call(scope, b"")
+    call = sys.modules["tokenleap.ray.cluster"].Call(scope, b"")
     sent: list[Any] = []
 
     async def run() -> None:
@@ -387,7 +387,7 @@ def test_answers_are_cut_off_when_the_time_to_end_is_over(handle: Handle) -> Non
 def test_a_client_that_goes_away_ends_its_request(handle: Handle) -> None:
     """`receive` tells that it has gone, while the answer is on its way."""
     handle.streams.clear()
-    front = sys.modules["tokenleap.ray.front"].Front(handle, SETTINGS)
+    front = sys.modules["tokenleap.ray.serving"].Front(handle, SETTINGS)
     endless = BODY | {"stream": True, "max_tokens": 900}
     replica = handle._replica
 
@@ -419,7 +419,7 @@ def test_a_client_that_goes_away_ends_its_request(handle: Handle) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_told(handle: Handle) -> None:
     del handle
-    made = sys.modules["tokenleap.ray.replica"].Replica({"model": "no/such"}, SETTINGS, None)
+    made = sys.modules["tokenleap.ray.serving"].Replica({"model": "no/such"}, SETTINGS, None)
     assert "no/such" in str(asyncio.run(made.problem()))
     asyncio.run(made.check_health())  # Ray would make it again before anybody could ask
 
@@ -429,7 +429,7 @@ def test_a_replica_whose_engine_has_ended_ends_at_the_next_look(
 ) -> None:
     """Ray would wait for three looks that fail."""
     del handle
-    replica, codes = sys.modules["tokenleap.ray.replica"], list[int]()
+    replica, codes = sys.modules["tokenleap.ray.serving"], list[int]()
     monkeypatch.setattr(replica.os, "_exit", codes.append)
     monkeypatch.setattr(replica.logging, "shutdown", lambda: None)
     made = replica.Replica({"model": llm}, SETTINGS, None)
@@ -445,7 +445,7 @@ def test_a_replica_that_starts_later_and_cannot_load_fails(
     handle: Handle, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     del handle
-    replica = sys.modules["tokenleap.ray.replica"]
+    replica = sys.modules["tokenleap.ray.serving"]
     monkeypatch.setattr(replica.serve, "status", lambda: status_of(word))
     made = replica.Replica({"model": "no/such"}, SETTINGS, None)
     with pytest.raises(RuntimeError, match=r"the model cannot be loaded: .*no/such"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tokenleap.errors import ConfigError
-from tokenleap.ray.plan import (
+from tokenleap.ray.cluster import (
     BLOCK,
     MOST_BLOCKS,
     Call,
@@ -78,7 +78,7 @@ class TestKeys:
         def deep(_: object) -> str:
             raise RecursionError
 
-        monkeypatch.setattr("tokenleap.ray.plan._text", deep)
+        monkeypatch.setattr("tokenleap.ray.cluster._text", deep)
         assert keys(TEXT, prompt=[[1]]) == []
 
 
@@ -116,7 +116,7 @@ class TestMemory:
         assert memory.ranked([1, 2], {"a": 0, "b": 0})[0] == "b"
 
     def test_it_does_not_grow_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tokenleap.ray.plan.MOST_KEYS", 3)
+        monkeypatch.setattr("tokenleap.ray.cluster.MOST_KEYS", 3)
         memory = PrefixMemory()
         for key in (1, 2, 3, 1, 4):
             memory.saw([key], "a")

@@ -102,12 +102,12 @@ import os, sys
 from types import ModuleType
 from unittest.mock import patch
 import tokenleap
-from tokenleap.bench import process
+from tokenleap.bench import worker
 from tokenleap.bench.contestants import Contestant, Setting
 from tokenleap.bench.worker import Worker
 
 with patch("subprocess.Popen") as started:
-    process.Process(Contestant("a", "transformers-plain"), Setting("m"))
+    worker.Process(Contestant("a", "transformers-plain"), Setting("m"))
 print(started.call_args.kwargs["env"].get("GOMP_SPINCOUNT"), os.environ.get("GOMP_SPINCOUNT"))
 for kind in ("tokenleap", "transformers-plain"):
     peers, own = ModuleType("tokenleap.bench.peers"), ModuleType("tokenleap.bench.own")

@@ -24,8 +24,7 @@ from tokenleap.runtime.cuda.network import CudaNetwork
 from tokenleap.runtime.inputs import PassInputs, RowNodes
 from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.target import Target
-from tokenleap.tuning.layer_laboratory import LayerLaboratory
-from tokenleap.tuning.skip_sets import Sublayer
+from tokenleap.tuning.tune_layers import LayerLaboratory, Sublayer
 
 CPU = torch.device("cpu")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "controller": "fixed"}

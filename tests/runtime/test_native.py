@@ -28,10 +28,9 @@ from tokenleap.runtime.lean import LeanDecoder
 from tokenleap.runtime.llama import LinearWeights, LlamaWeights
 from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.native import build
-from tokenleap.runtime.native.build import NativeLibraryError, library
+from tokenleap.runtime.native.build import NativeLibraryError, library, why_not_native
 from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
-from tokenleap.runtime.native.support import why_not_native
 from tokenleap.runtime.network import Network
 from tokenleap.runtime.target import Target
 

@@ -19,7 +19,7 @@ from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.errors import CompatibilityError, ConfigError, ModelError
 from tokenleap.models import cached, load_model, remove, resolve, store
-from tokenleap.models.weights import FolderWeights
+from tokenleap.models.loaded import FolderWeights
 from tokenleap.runtime import packed
 from tokenleap.runtime.native.packed import LAYOUT_VERSION
 

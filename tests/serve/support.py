@@ -17,11 +17,10 @@ from tests.cli.conftest import ascii_tokenizer
 from tests.engine.serving import assert_empty
 from tests.tiny import tiny_model
 from tokenleap import LLM, AsyncLLM
-from tokenleap.serve.address import bound_socket
 from tokenleap.serve.app import create_app
 from tokenleap.serve.run import TokenleapServer
 from tokenleap.serve.running import ServerState
-from tokenleap.serve.settings import Settings
+from tokenleap.serve.settings import Settings, bound_socket
 
 MODEL = "tiny"
 CONTEXT = 1024

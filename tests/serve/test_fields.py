@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tokenleap.errors import PromptError, RequestError
-from tokenleap.serve.body import Body, parsed
-from tokenleap.serve.errors import APIError, of_engine, of_output
+from tokenleap.serve.body import APIError, Body, of_engine, of_output, parsed
 from tokenleap.serve.fields import ChatBody, CompletionBody, ResponseBody
 
 MANY = 2000

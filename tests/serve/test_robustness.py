@@ -27,13 +27,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tests.serve.support import MODEL, Served, samples, served, tiny_llm, until
 from tokenleap import LLM, AsyncLLM, Metrics, SamplingParams, TokenleapError
 from tokenleap.core.sequence import SHARED
-from tokenleap.serve.address import bound_socket
 from tokenleap.serve.app import FILES, create_app
-from tokenleap.serve.errors import APIError
+from tokenleap.serve.body import APIError
 from tokenleap.serve.rendering import DONE, EventStream
 from tokenleap.serve.run import PARTS, TokenleapServer, serve
 from tokenleap.serve.running import Run, ServerState
-from tokenleap.serve.settings import Settings
+from tokenleap.serve.settings import Settings, bound_socket
 
 ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
 KEYS = ("first-key", "second-key")

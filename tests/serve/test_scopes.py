@@ -11,8 +11,8 @@ import pytest
 from tests.drafting import drafter_of
 from tests.serve.support import MODEL, Served, served, tiny_llm
 from tokenleap import ConfigError, SpeculativeConfig
+from tokenleap.drafters.lookahead import RecycleDrafter
 from tokenleap.drafters.online import OnlineOptions
-from tokenleap.drafters.recycle import RecycleDrafter
 from tokenleap.drafters.suffix import SuffixDrafter
 from tokenleap.engine.prefix_cache import BLOCK
 from tokenleap.serve.settings import Settings

@@ -15,15 +15,14 @@ from tests.cli.conftest import save_tiny
 from tests.tiny import reference_greedy, tiny_model
 from tests.training.world import computed, cycles, short_talks, tiny_target
 from tokenleap import LLM, ConfigError, SamplingParams
-from tokenleap.drafters.model_set import write_drafters
+from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import ModelError, TrainingError
 from tokenleap.models import load_model
-from tokenleap.training import progress
+from tokenleap.training import checkpoints
 from tokenleap.training import run as training_run
 from tokenleap.training.batches import TrainingSet
-from tokenleap.training.boost import missed, missed_parts
 from tokenleap.training.conversations import ConversationFile
-from tokenleap.training.distill import DistillTrainee
+from tokenleap.training.distill import DistillTrainee, missed, missed_parts
 from tokenleap.training.features import FeatureCache
 from tokenleap.training.method import LOSSES
 from tokenleap.training.methods import training_method
@@ -62,7 +61,7 @@ def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         served = Served(2, 1.5, (0.5,), 0.1, 1.1)
         patched.setattr(training_run, "measure", lambda *_: served)  # see `test_train.py`
-        patched.setattr(progress, "save_panels", lambda *_: None)
+        patched.setattr(checkpoints, "save_panels", lambda *_: None)
         short_talks(patched, answer=16)
         yield
 
@@ -293,7 +292,9 @@ def test_a_drafter_that_misses_nothing(
     llm: LLM, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the target's layers are the target."""
-    monkeypatch.setattr("tokenleap.training.boost.missed_parts", lambda *_: list[tuple[int, int]]())
+    monkeypatch.setattr(
+        "tokenleap.training.distill.missed_parts", lambda *_: list[tuple[int, int]]()
+    )
     short = SETTINGS.model_copy(update={"epochs": 1})
     method = training_method("boost", {"loss": "ce"})
     data = DataSettings((prompts,), tokens=32, held_out_tokens=16)

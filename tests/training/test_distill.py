@@ -20,10 +20,10 @@ from tokenleap import LLM, CompatibilityError, ConfigError, ModelError, Sampling
 from tokenleap.models import load_model
 from tokenleap.runtime.target import Target
 from tokenleap.training.batches import TrainingSet, collate
+from tokenleap.training.checkpoints import Step
 from tokenleap.training.distill import DistillTrainee
 from tokenleap.training.method import HeadParts
 from tokenleap.training.methods import training_method
-from tokenleap.training.progress import Step
 from tokenleap.training.settings import TrainingSettings
 from tokenleap.training.trainer import Trainer, optimizers_of
 

@@ -19,11 +19,11 @@ from tokenleap.errors import TrainingError
 from tokenleap.runtime.target import Target
 from tokenleap.training import conversations, distill
 from tokenleap.training.batches import TrainingSet
+from tokenleap.training.checkpoints import Evaluation, Step
 from tokenleap.training.conversations import Conversation, ConversationFile
 from tokenleap.training.distill import DistillTrainee, OnPolicyRounds
 from tokenleap.training.features import compute_features
 from tokenleap.training.methods import training_method
-from tokenleap.training.progress import Evaluation, Step
 from tokenleap.training.settings import TrainingSettings
 from tokenleap.training.trainer import Trainer
 

@@ -13,8 +13,7 @@ from tests.training.world import chat_llm
 from tokenleap import LLM
 from tokenleap.errors import DataError
 from tokenleap.training.collect import Chooser, FileSource, Unseen, collect
-from tokenleap.training.conversations import ConversationFile
-from tokenleap.training.prompt_data import FileData
+from tokenleap.training.conversations import ConversationFile, FileData
 
 LENGTH = 200
 

@@ -25,12 +25,12 @@ from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 from tokenleap.training import spec_drafter
 from tokenleap.training.batches import Batch, TrainingSet, collate
+from tokenleap.training.checkpoints import Evaluation, Step
 from tokenleap.training.conversations import Conversation
 from tokenleap.training.distill import output_layer
 from tokenleap.training.estimate import training_bytes
 from tokenleap.training.features import FeatureCache, Features, compute_features
 from tokenleap.training.methods import training_method
-from tokenleap.training.progress import Evaluation, Step
 from tokenleap.training.settings import TrainingSettings
 from tokenleap.training.spec_drafter import (
     MaskRows,

@@ -23,10 +23,16 @@ from tokenleap import ConfigError
 from tokenleap.errors import TrainingError
 from tokenleap.training import checkpoints
 from tokenleap.training import trainer as optimizers
-from tokenleap.training.checkpoints import Checkpoints, checkpoints_in
+from tokenleap.training.checkpoints import (
+    Checkpoints,
+    Evaluation,
+    Progress,
+    Step,
+    checkpoints_in,
+    save_curves,
+)
 from tokenleap.training.method import Trainee
 from tokenleap.training.methods import TRAINING_METHODS
-from tokenleap.training.progress import Evaluation, Progress, Step, save_curves
 from tokenleap.training.settings import TrainingSettings
 from tokenleap.training.trainer import Trainer
 

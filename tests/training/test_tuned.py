@@ -21,16 +21,16 @@ from tests.training.test_trainer import Run, assert_same, interrupted, weights
 from tests.training.world import World, computed, cycles, new_trainee, parts_of, tiny_target
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
 from tokenleap.drafters.heads.probe import look
-from tokenleap.drafters.heads.state_file import load_net, read_state_file
+from tokenleap.drafters.heads.state import load_net, read_state_file
 from tokenleap.runtime.target import Target
 from tokenleap.training import estimate
 from tokenleap.training import method as trainee_module
 from tokenleap.training.batches import collate
+from tokenleap.training.checkpoints import Evaluation, Step
 from tokenleap.training.distill import DistillTrainee
 from tokenleap.training.estimate import training_bytes
 from tokenleap.training.method import LOSSES, at_roots
 from tokenleap.training.methods import TRAINING_METHODS, training_method
-from tokenleap.training.progress import Evaluation, Step
 from tokenleap.training.report import (
     Perplexity,
     Served,

@@ -21,14 +21,17 @@ from tokenleap.config import SpeculativeConfig
 from tokenleap.drafters.shapes import Paths, TreeFile, TreeOptions, Widths
 from tokenleap.errors import TokenleapError
 from tokenleap.runtime.costs import CostCurve
-from tokenleap.tuning.measure_tree import (
+from tokenleap.tuning.sequoia import (
     Acceptance,
     accepted_rank,
+    best_size,
+    best_tree,
+    best_widths,
+    expected_tokens,
     measure_acceptance,
     one_level,
     pass_costs,
 )
-from tokenleap.tuning.sequoia import best_size, best_tree, best_widths, expected_tokens
 
 Tree = frozenset[tuple[int, ...]]
 

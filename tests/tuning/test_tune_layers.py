@@ -18,9 +18,16 @@ from tokenleap.analysis import improvement_on_curve
 from tokenleap.analysis.measure import Laboratory
 from tokenleap.runtime.module import Skipped
 from tokenleap.tuning import tune_layers
-from tokenleap.tuning.layer_laboratory import LayerLaboratory, layers_of
-from tokenleap.tuning.skip_sets import KINDS, Deadline, Run, SkipSet, Sublayer
-from tokenleap.tuning.tune_layers import LayerSearch
+from tokenleap.tuning.tune_layers import (
+    KINDS,
+    Deadline,
+    LayerLaboratory,
+    LayerSearch,
+    Run,
+    SkipSet,
+    Sublayer,
+    layers_of,
+)
 
 CURVE = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.6)
 ENDLESS = 1e9

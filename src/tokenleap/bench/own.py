@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,15 +15,79 @@ from tokenleap import models
 from tokenleap.bench.contestants import Contestant, Setting
 from tokenleap.bench.machine import BYTES, kv_bytes, weight_bytes
 from tokenleap.bench.prompts_file import cut_middle
-from tokenleap.bench.scoring import mean_logprob
+from tokenleap.control import Budget
+from tokenleap.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
+from tokenleap.core.noise import StepNoise
 from tokenleap.core.params import SamplingParams
+from tokenleap.core.tree import Draft, chain
+from tokenleap.drafters.base import Drafter
 from tokenleap.errors import ConfigError
 from tokenleap.llm import LLM
 from tokenleap.outputs import RequestOutput
+from tokenleap.request import Request
 from tokenleap.runtime.packed import open_packed
 from tokenleap.trace import StepTrace
 
-__all__ = ["OwnRunner", "drafts_a_tree", "encode", "prompt_limit", "random_ids", "stream_seconds"]
+__all__ = [
+    "OwnRunner",
+    "drafts_a_tree",
+    "encode",
+    "mean_logprob",
+    "prompt_limit",
+    "random_ids",
+    "stream_seconds",
+]
+
+CHUNK = 32
+"""Tokens per pass."""
+
+
+class _GivenOutput(Drafter):
+    """Drafts the tokens of a given output."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = list(token_ids)
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        return [self._draft(*each) for each in zip(batch, budgets, strict=True)]
+
+    def _draft(self, request: Request, budget: Budget) -> Draft:
+        begin = len(request.output_ids)
+        drafted = self._token_ids[begin : begin + budget.chain]
+        return Draft.deterministic(chain([request.root, *drafted]))
+
+
+class _KeepAll(AcceptanceRule):
+    """Keeps every drafted token; the last of them is the token after the path."""
+
+    name: ClassVar[str] = "keep_all"
+    lossless: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self._last = last
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        drafted = draft.tree.num_drafted
+        if not drafted:  # no room for a draft before the last token
+            return Accepted((), self._last)
+        return Accepted(tuple(range(1, drafted)), draft.tree.tokens[drafted])
+
+
+def mean_logprob(llm: LLM, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
+    """Mean log-probability of an output's tokens, in nats, at temperature 1 without truncation."""
+    params = SamplingParams(temperature=0, max_tokens=len(token_ids), logprobs=0, ignore_eos=True)
+    config = {
+        "method": _GivenOutput(token_ids),
+        "acceptance": _KeepAll(token_ids[-1]),
+        "controller": "fixed",
+        "num_speculative_tokens": CHUNK,
+    }
+    (output,) = llm.generate([list(prompt)], params, speculative_config=config)
+    assert output.token_ids == tuple(token_ids)
+    assert output.logprobs is not None
+    return fmean(each.logprob for each in output.logprobs)
 
 
 CONTROL_TOKENS = 128

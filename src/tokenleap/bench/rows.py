@@ -359,7 +359,7 @@ def unjudged(records: Sequence[Record]) -> list[Record]:
 
 
 def agreements(records: Sequence[Record]) -> list[Agreement]:
-    """Every contestant beside the baseline; empty if nothing was judged or all outputs are equal."""
+    """Every contestant beside the baseline; empty if nothing was judged or all agree."""
     judged = {_key(record): record for record in records if record["type"] == "judgement"}
     calls = [call for call in _calls(records) if _key(call) in judged]
     base = {(c["unit"], c["round"]): c for c in calls if c["contestant"] == BASELINE.label}

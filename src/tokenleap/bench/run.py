@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from tokenleap.bench.contestants import BASELINE, OWN, Contestant, Setting
 from tokenleap.bench.machine import host, open_meter
-from tokenleap.bench.process import Process
 from tokenleap.bench.prompts_file import Prompt
 from tokenleap.bench.rows import CONTROL, bleu_metric, scipy_stats, unjudged
+from tokenleap.bench.worker import Process
 from tokenleap.core.files import parsed_json
 from tokenleap.errors import TokenleapError
 

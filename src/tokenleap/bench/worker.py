@@ -12,10 +12,15 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import suppress
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from tokenleap.bench.contestants import OWN, Contestant, Setting
 from tokenleap.errors import TokenleapError
@@ -24,7 +29,7 @@ from tokenleap.runtime.cores import unbound_spinning
 if TYPE_CHECKING:
     from tokenleap.bench.own import OwnRunner
 
-__all__ = ["Worker", "serve"]
+__all__ = ["Process", "Worker", "serve"]
 
 
 class Worker:
@@ -128,3 +133,144 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+COMMAND = [sys.executable, "-W", "ignore", "-m", "tokenleap.bench.worker"]
+
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+"""Libraries read these when they are imported, so they are set before the process starts."""
+
+_PATIENCE = 60.0
+"""Seconds a process gets to end by itself: on a busy machine, freeing a model may take some."""
+
+
+class Process:
+    """A contestant's process, started and told to load; a context manager.
+
+    Attributes:
+        facts: what it reported once it was loaded, and `load_seconds`, how long that took from the
+            start of the process.
+    """
+
+    def __init__(self, contestant: Contestant, setting: Setting) -> None:
+        self.label = contestant.label
+        environment = {**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))}
+        unbound_spinning(environment)  # those of Tokenleap set it again
+        self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._began = time.perf_counter()
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+            start_new_session=True,  # Ctrl-C goes to the parent alone, which closes this process
+        )
+        self.facts: dict[str, Any] = {}
+        fields = {**asdict(contestant), "config": dict(contestant.config)}
+        self._tell(contestant=fields, setting=asdict(setting))
+
+    def wait_until_loaded(self) -> None:
+        """Wait, then fill in `facts`."""
+        self.facts = self._answer()
+        self.facts["load_seconds"] = time.perf_counter() - self._began
+
+    def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
+        return list(self._ask(command="encode", texts=texts, max_model_len=max_model_len))
+
+    def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
+        return list(self._ask(command="control", seeds=seeds, max_model_len=max_model_len))
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """One call: `seconds`, and `outputs` with the tokens of every prompt."""
+        request = {"prompts": prompts, "max_tokens": max_tokens, "temperature": temperature}
+        return dict(self._ask(command="generate", **request, seeds=list(seeds)))
+
+    def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
+        return dict(self._ask(command="judge", prompt=prompt, token_ids=token_ids))
+
+    def forget(self) -> None:
+        """Make its drafter forget earlier outputs."""
+        self._ask(command="forget")
+
+    def stream(self, size: int) -> float:
+        """Seconds to stream this many bytes once."""
+        return float(self._ask(command="stream", size=size))
+
+    def memory(self) -> dict[str, int]:
+        """Peak bytes so far."""
+        return dict(self._ask(command="memory"))
+
+    def _ask(self, **request: Any) -> Any:
+        self._tell(**request)
+        return self._answer()
+
+    def _tell(self, **request: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `_answer` reports why
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise TokenleapError(f"{self.label} has ended: {self._last_words()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise TokenleapError(f"{self.label}: {answer['error']}")
+        return answer["answer"]
+
+    def _last_words(self) -> str:
+        """The last line of its standard error, or its exit code.
+
+        A process that answers no more, and does not end either, is killed.
+        """
+        try:
+            code = self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._complaints.seek(0)
+        lines = self._complaints.read().strip().splitlines()
+        return lines[-1] if lines else f"exit code {code}."
+
+    def close(self, *, force: bool = False) -> None:
+        """End the process; `force` kills it in the middle of its work."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if force:
+            self._process.kill()
+        try:
+            self._process.stdin.close()
+            self._process.wait(_PATIENCE)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._complaints.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(force=kind is not None)

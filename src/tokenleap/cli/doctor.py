@@ -122,7 +122,7 @@ def _compiler() -> _Finding:
 
 
 def _native() -> _Finding:
-    from tokenleap.runtime.native.support import why_no_library
+    from tokenleap.runtime.native.build import why_no_library
 
     missing = why_no_library()
     if missing is None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM, Prompt
     from tokenleap.outputs import CompletionOutput, RequestOutput
-    from tokenleap.ray.plan import Replicas
+    from tokenleap.ray.cluster import Replicas
 
 __all__ = [
     "EXAMPLES",

@@ -52,7 +52,7 @@ def methods(
 
 def _plugins(group: str, known: Collection[str]) -> list[str]:
     """Names that other packages add to those that are known here."""
-    from tokenleap.core.plugins import plugin_names
+    from tokenleap.core.config import plugin_names
 
     return [name for name in dict.fromkeys(plugin_names(group)) if name not in known]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
     from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM
-    from tokenleap.ray.plan import Replicas
+    from tokenleap.ray.cluster import Replicas
 
 __all__ = [
     "CachingOptions",
@@ -611,7 +611,7 @@ class RayOptions:
             if self.ray_address is not None:
                 raise UsageError("--ray-address is for replicas: add --replicas N")
             return None
-        from tokenleap.ray.plan import Replicas
+        from tokenleap.ray.cluster import Replicas
 
         return Replicas.parse(self.replicas)
 

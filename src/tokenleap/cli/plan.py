@@ -229,7 +229,7 @@ def _gammas(text: str) -> list[int]:
 
 def _draw(folder: Path, alpha: float, c: float, *, quiet: bool) -> None:
     with working("Drawing", quiet=quiet):
-        from tokenleap.analysis.plots import draw
+        from tokenleap.analysis.compare import draw
 
         files = draw(folder, alpha, c)
     if not quiet:

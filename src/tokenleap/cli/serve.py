@@ -169,7 +169,7 @@ def serve(
     It listens at this machine only, unless --host says otherwise. Ctrl-C or
     SIGTERM lets the running requests end first.
     """
-    from tokenleap.serve.address import bound_socket
+    from tokenleap.serve.settings import bound_socket
 
     replicas = ray.wanted()
     settings, config = options.settings(target.model), speculation.config_for(target.model)

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM
     from tokenleap.runtime.costs import CostCurve
-    from tokenleap.tuning.measure_tree import Acceptance
-    from tokenleap.tuning.sequoia import BestTree
+    from tokenleap.tuning.sequoia import Acceptance, BestTree
 
 __all__ = [
     "EXAMPLES",
@@ -130,7 +129,7 @@ class DrafterOptions:
             if name in parse_object("--speculative-config", self.speculative_config):
                 raise UsageError(f"{name} in --speculative-config: this command finds the tree")
         shared = SpeculationOptions(**vars(self)).config()
-        from tokenleap.tuning.measure_tree import one_level
+        from tokenleap.tuning.sequoia import one_level
 
         return one_level(shared, ranks)
 
@@ -457,7 +456,7 @@ def measured(
     quiet: bool,
 ) -> tuple[Acceptance, Costs | None]:
     """Measure the acceptance of every rank, and the costs if wanted."""
-    from tokenleap.tuning.measure_tree import measure_acceptance, pass_costs
+    from tokenleap.tuning.sequoia import measure_acceptance, pass_costs
 
     prompts = [llm.encode(shaped(llm, text)) for text in texts]
     seeded = params.model_copy(update={"seed": params.seed or 0})

@@ -21,9 +21,7 @@ from tokenleap.engine.lines import shaped
 if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams
     from tokenleap.drafters.options import TunedLayers
-    from tokenleap.tuning.layer_laboratory import LayerLaboratory
-    from tokenleap.tuning.skip_sets import Deadline, Trial
-    from tokenleap.tuning.tune_layers import LayerSearch
+    from tokenleap.tuning.tune_layers import Deadline, LayerLaboratory, LayerSearch, Trial
 
 __all__ = ["EXAMPLES", "show_tuning", "tune_layers"]
 
@@ -119,14 +117,13 @@ def _open(target: ModelOptions, *, quiet: bool) -> LayerLaboratory:
     from tokenleap.config import SpeculativeConfig
 
     llm = open_llm(target, SpeculativeConfig(), quiet=quiet)
-    from tokenleap.tuning.layer_laboratory import LayerLaboratory
+    from tokenleap.tuning.tune_layers import LayerLaboratory
 
     return LayerLaboratory(llm)
 
 
 def _search(laboratory: LayerLaboratory, options: SearchOptions) -> tuple[LayerSearch, Deadline]:
-    from tokenleap.tuning.skip_sets import Deadline
-    from tokenleap.tuning.tune_layers import LayerSearch
+    from tokenleap.tuning.tune_layers import Deadline, LayerSearch
 
     deadline = Deadline(options.seconds)
     return LayerSearch(laboratory, laboratory.num_layers, deadline, options.trials), deadline
@@ -146,7 +143,7 @@ def _reporting(found: LayerSearch, *, quiet: bool) -> Iterator[Callable[[str], N
 
 def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions) -> TunedLayers:
     from tokenleap.drafters.options import TunedLayers
-    from tokenleap.tuning.layer_laboratory import layers_of
+    from tokenleap.tuning.tune_layers import layers_of
 
     best = found.best
     assert best is not None, "the caller has checked that there was a run"
@@ -171,7 +168,7 @@ def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions
 
 def _trials(found: LayerSearch) -> list[dict[str, Any]]:
     """All trials for JSON."""
-    from tokenleap.tuning.layer_laboratory import layers_of
+    from tokenleap.tuning.tune_layers import layers_of
 
     return [{**layers_of(trial.estimate.skip), **trial.as_dict()} for trial in found.trials]
 

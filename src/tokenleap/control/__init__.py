@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tokenleap.control.base import Budget, Controller
+from tokenleap.control.base import BatchTable, Budget, Confidence, Controller, Fixed, Heuristic
 from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
-from tokenleap.control.simple import BatchTable, Confidence, Fixed, Heuristic
 from tokenleap.core.config import nearest
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.costs import CostCurve

@@ -9,9 +9,15 @@ controllers give the same output, provided that bits do not depend on the number
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Le
+from pydantic import field_validator
+from typing_extensions import override
 
 from tokenleap.core.config import Config
 from tokenleap.runtime.costs import CostCurve
@@ -21,7 +27,17 @@ if TYPE_CHECKING:
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
 
-__all__ = ["NO_BUDGET", "Budget", "Controller", "Expected"]
+__all__ = [
+    "NO_BUDGET",
+    "BatchTable",
+    "Budget",
+    "Confidence",
+    "Controller",
+    "Expected",
+    "Fixed",
+    "Heuristic",
+    "Stopping",
+]
 
 
 @dataclass(frozen=True)
@@ -165,3 +181,215 @@ def within(request: Request, length: int) -> Budget:
     tokens that the request may still generate.
     """
     return Budget(length, max(0, min(length, request.remaining - 1)))
+
+
+class Fixed(Controller):
+    """`num_speculative_tokens`, cut where the output must end."""
+
+    name: ClassVar[str] = "fixed"
+    summary: ClassVar[str] = "always num_speculative_tokens"
+
+    @override
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        return [within(request, self.num_speculative_tokens) for request in batch]
+
+
+# `heuristic`: longer drafts after one that was accepted whole, shorter ones after any other.
+#
+# This is Transformers' schedule for assistant models: plus 2, minus 1, never below 1.
+
+
+class Heuristic(Controller):
+    """Starts every request at `num_speculative_tokens`, or at `max_length` if that is less."""
+
+    class Options(Config):
+        """Options of `heuristic`: longest draft, and the steps to grow and shrink by."""
+
+        max_length: Annotated[int, Ge(1), Le(256)] = 20
+        grow: Annotated[int, Ge(0)] = 2
+        shrink: Annotated[int, Ge(0)] = 1
+
+    name: ClassVar[str] = "heuristic"
+    summary: ClassVar[str] = "grows on full acceptance, shrinks otherwise (Transformers' schedule)"
+
+    @override
+    def setup(self) -> None:
+        assert isinstance(self.options, self.Options)
+        self._start = min(self.num_speculative_tokens, self.options.max_length)
+        self._lengths: dict[int, int] = {}
+
+    @override
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        return [within(request, self._lengths.get(request.key, self._start)) for request in batch]
+
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        """Adapt the length of every request that drafted."""
+        assert isinstance(self.options, self.Options)
+        for outcome in outcomes:
+            if not outcome.draft.tree.num_drafted:
+                continue
+            key = outcome.request.key
+            length = self._lengths.get(key, self._start)
+            if outcome.accepted.reason:
+                length = max(1, length - self.options.shrink)
+            else:
+                length = min(self.options.max_length, length + self.options.grow)
+            self._lengths[key] = length
+
+    def release(self, request: Request) -> None:
+        """Forget the request's length."""
+        self._lengths.pop(request.key, None)
+
+
+# `batch`: a table of draft lengths by batch size.
+#
+# The more requests share a pass, the less idle compute is left for verifying drafts. Serving
+# systems therefore shorten drafts, or stop drafting, as the batch grows.
+
+
+class BatchTable(Controller):
+    """Takes the table's entry for the largest batch size that is not above the current one."""
+
+    class Options(Config):
+        """Options of `batch`: draft length by batch size; 1 must have an entry."""
+
+        lengths: Mapping[Annotated[int, Ge(1)], Annotated[int, Ge(0)]] = {1: 8, 4: 4, 8: 2, 16: 0}
+
+        @field_validator("lengths")
+        @classmethod
+        def _starts_at_1(cls, value: Mapping[int, int]) -> Mapping[int, int]:
+            if 1 not in value:
+                raise ValueError("the table needs an entry for batch size 1")
+            return value
+
+    name: ClassVar[str] = "batch"
+    summary: ClassVar[str] = "a table of lengths by batch size, capped by num_speculative_tokens"
+
+    @override
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        assert isinstance(self.options, self.Options)
+        lengths = self.options.lengths
+        entry = max(size for size in lengths if size <= max(1, rows))
+        length = min(lengths[entry], self.num_speculative_tokens)
+        return [within(request, length) for request in batch]
+
+
+# `confidence`: stop drafting below a token to which the drafter gave a low probability.
+#
+# Each request has its own threshold on the probability of the token or of the path down to it. For
+# a token that was drawn under the rule `coupled`, a drafter with a model gives its clarity instead
+# of q (`Budget`). A draft with a rejected token raises the threshold, and one that was accepted
+# whole lowers it (Transformers' `assistant_confidence_threshold`). EAGLE-2 and Kangaroo use similar
+# criteria. Drafters without probabilities of their own, such as `ngram`, are never stopped.
+
+
+LOWEST, HIGHEST = 0.01, 0.95
+
+
+class Confidence(Controller):
+    """Drafts up to `num_speculative_tokens`, fewer if a token falls under the threshold."""
+
+    class Options(Config):
+        """Options of `confidence`.
+
+        Args:
+            of: compare the probability of the `token` or the product along the `path`.
+            step: how much an outcome moves the threshold; 0 keeps it fixed.
+        """
+
+        threshold: Annotated[float, Ge(0), Le(1)] = 0.4
+        of: Literal["token", "path"] = "token"
+        step: Annotated[float, Ge(0), Le(1)] = 0.02
+
+    name: ClassVar[str] = "confidence"
+    summary: ClassVar[str] = "stops below a token that is less probable than an adaptive threshold"
+
+    @override
+    def setup(self) -> None:
+        self._thresholds: dict[int, float] = {}
+
+    @override
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        return [self._budget(request) for request in batch]
+
+    def _budget(self, request: Request) -> Budget:
+        assert isinstance(self.options, self.Options)
+        threshold = self._thresholds.get(request.key, self.options.threshold)
+        budget = within(request, self.num_speculative_tokens)
+        if self.options.of == "path":
+            return replace(budget, min_path_prob=threshold)
+        return replace(budget, min_token_prob=threshold)
+
+    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        """Move the threshold of every request that drafted."""
+        assert isinstance(self.options, self.Options)
+        for outcome in outcomes:
+            if not outcome.draft.tree.num_drafted or not self.options.step:
+                continue
+            key = outcome.request.key
+            threshold = self._thresholds.get(key, self.options.threshold)
+            threshold += self.options.step if outcome.accepted.reason else -self.options.step
+            self._thresholds[key] = min(HIGHEST, max(LOWEST, threshold))
+
+    def release(self, request: Request) -> None:
+        """Forget the request's threshold."""
+        self._thresholds.pop(request.key, None)
+
+
+# `Stopping`: the path probability below which a chain is not worth another token.
+#
+# Some drafters say how probable they find their tokens (`Draft.path_probs`). Whether one more token
+# pays then depends on the draft itself: the next token is often accepted below a path that the
+# drafter is sure of, and seldom below another. This beats every fixed length. SVIP (Zhang et al.,
+# "Draft Model Knows When to Stop") and `confidence` stop by such probabilities, too. Here the
+# threshold follows from the costs, and the drafter's word is not taken for it: a line is fitted to
+# how often the next token was accepted, given the path's probability. So it need not be one: of
+# sampled drafts under the rule `coupled`, it is the product of their clarity.
+#
+# A token is worth drafting if it is accepted so often that its time brings at least as many tokens
+# as the time of the whole steps does.
+
+
+_MEMORY = 0.995
+"""Weight of the past after each draft token."""
+
+_LOWEST, _HIGHEST, _PRIOR_WEIGHT = 0.4, 0.9, 20.0
+"""Prior acceptance rate below paths of probability 0 and 1 (Qwen2.5-Coder: drafters are right more
+often than they say where they are unsure), and its weight in tokens."""
+
+_FLAT = 0.05
+"""With a smaller slope, path probabilities tell nothing."""
+
+
+class Stopping:
+    """Learns how often a token is accepted below a path of some probability."""
+
+    def __init__(self) -> None:
+        # Sums over tokens: 1, s, s^2, y and s y, where s is the path's probability above a token,
+        # and y whether it was accepted.
+        self._sums = [0.0] * 5
+        # The prior is a line over evenly spread s, whose mean square is 1/3.
+        low, slope, weight = _LOWEST, _HIGHEST - _LOWEST, _PRIOR_WEIGHT
+        sums = (1.0, 1 / 2, 1 / 3, low + slope / 2, low / 2 + slope / 3)
+        self._prior = [weight * each for each in sums]
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn from a chain with path probabilities."""
+        passed = len(outcome.accepted.path)
+        probs = list(takewhile(isfinite, outcome.draft.path_probs))  # of no appended tokens
+        # The past counts less after the last token, too: if all drafts end at their first one,
+        # nothing is learnt, and what was learnt of an earlier text must not keep it so.
+        self._sums = [_MEMORY ** len(probs) * old for old in self._sums]
+        for depth, s in enumerate(probs[:-1], 1):
+            y = float(depth < passed)
+            new = (1.0, s, s * s, y, s * y)
+            self._sums = [old + each for old, each in zip(self._sums, new, strict=True)]
+
+    def least_path_prob(self, price: float) -> float:
+        """The threshold of a draft."""
+        n, s, ss, y, sy = (a + b for a, b in zip(self._sums, self._prior, strict=True))
+        slope = (n * sy - s * y) / (n * ss - s * s)  # the prior alone spreads s
+        low = (y - slope * s) / n
+        if slope < _FLAT:
+            return 0.0 if y >= price * n else 1.0
+        return min(1.0, max(0.0, (price - low) / slope))

@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
-from tokenleap.control.base import within
+from tokenleap.control.base import Stopping, within
 from tokenleap.control.planner import (
     Chances,
     DeeperLevels,
@@ -18,7 +18,6 @@ from tokenleap.control.planner import (
     levels_of_one,
     reading,
 )
-from tokenleap.control.simple import Stopping
 
 if TYPE_CHECKING:
     from tokenleap.core.tree import Draft

@@ -14,13 +14,42 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tokenleap.errors import ConfigError
 
-__all__ = ["MIB", "Config", "PathText", "nearest", "num_bytes", "return_freed"]
+__all__ = [
+    "MIB",
+    "Config",
+    "PathText",
+    "nearest",
+    "num_bytes",
+    "plugin",
+    "plugin_names",
+    "return_freed",
+]
+
+
+def plugin_names(group: str) -> list[str]:
+    """Names of all entry points of a group, in alphabetical order."""
+    return sorted(entry_points(group=group).names)
+
+
+def plugin(group: str, name: str) -> Any | None:
+    """Load the object that an entry point names; None if there is no such entry point."""
+    for point in entry_points(group=group, name=name):
+        try:
+            return point.load()
+        except Exception as error:  # importing it runs its package's code
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ConfigError(
+                f"'{name}' is an entry point in {group} that cannot be loaded "
+                f"({point.value}: {reason}): fix or remove the package it comes from."
+            ) from error
+    return None
 
 
 _CLOSE = 0.75

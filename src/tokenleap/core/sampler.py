@@ -17,9 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tokenleap.core.distribution import Distribution, Limits, truncate
+from tokenleap.core.distribution import Distribution, Limits, log_probs_of, truncate
 from tokenleap.core.grammar import Grammar
-from tokenleap.core.logprobs import log_probs_of
 from tokenleap.core.params import GREEDY_BELOW, SamplingParams
 from tokenleap.core.rules import OutputRules, ends_with
 from tokenleap.core.tree import TokenTree

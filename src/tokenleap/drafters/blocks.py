@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tokenleap.control import Budget
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.models import OwnModel
 from tokenleap.request import Request
 from tokenleap.runtime.network import (
     CHAIN_CANDIDATES,
@@ -52,7 +52,7 @@ class _Choices(Protocol):
     """The most probable children of nodes."""
 
     def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
-        """Children of a node: their places among the candidates of their level, and probabilities."""
+        """Children of a node: places among the candidates of their level, and probabilities."""
         ...
 
 

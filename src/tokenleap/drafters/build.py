@@ -15,7 +15,7 @@ from tokenleap.errors import CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
     from tokenleap.drafters.base import Drafter
-    from tokenleap.drafters.heads.state_file import Layout
+    from tokenleap.drafters.heads.state import Layout
     from tokenleap.drafters.heads.state_net import StateNet
     from tokenleap.drafters.model_drafter import Scorer
     from tokenleap.drafters.options import HybridOptions
@@ -84,7 +84,7 @@ def build_suffix(parts: DrafterParts) -> Drafter:
 
 def build_recycle(parts: DrafterParts) -> Drafter:
     """What the target found probable before."""
-    from tokenleap.drafters.recycle import RecycleDrafter
+    from tokenleap.drafters.lookahead import RecycleDrafter
 
     return RecycleDrafter(parts.options)
 
@@ -155,8 +155,7 @@ def build_pad(parts: DrafterParts) -> Drafter:
 def build_cascade(parts: DrafterParts) -> Drafter:
     """A draft model that is itself accelerated."""
     from tokenleap.core.acceptance.rules import Coupled
-    from tokenleap.drafters.cascade import Cascade
-    from tokenleap.drafters.draft_model import resized
+    from tokenleap.drafters.models import Cascade, resized
     from tokenleap.drafters.vocabulary import Vocabularies
 
     draft, rule = parts.load_model(), Coupled()
@@ -294,7 +293,7 @@ def build_parallel(parts: DrafterParts) -> Drafter:
 
 def build_medusa(parts: DrafterParts) -> Drafter:
     """Heads, one for each drafted position."""
-    from tokenleap.drafters.heads.state_file import fasterdecoding_medusa, vllm_medusa
+    from tokenleap.drafters.heads.state import fasterdecoding_medusa, vllm_medusa
     from tokenleap.drafters.heads.state_net import MedusaNet
 
     layouts = (fasterdecoding_medusa, vllm_medusa)
@@ -317,7 +316,7 @@ def build_blockwise(parts: DrafterParts) -> Drafter:
 
 def build_mlp_speculator(parts: DrafterParts) -> Drafter:
     """A recurrent MLP."""
-    from tokenleap.drafters.heads.state_file import ibm_mlp_speculator
+    from tokenleap.drafters.heads.state import ibm_mlp_speculator
     from tokenleap.drafters.heads.state_net import MlpSpeculatorNet
 
     return _state_head(parts, MlpSpeculatorNet, ibm_mlp_speculator)
@@ -345,14 +344,14 @@ def build_pass(parts: DrafterParts) -> Drafter:
 
 def build_early_exit(parts: DrafterParts) -> Drafter:
     """The target's first layers."""
-    from tokenleap.drafters.self_draft import exit_early
+    from tokenleap.drafters.models import exit_early
 
     return _with_model(parts, exit_early(parts.target, parts.options))
 
 
 def build_layer_skip(parts: DrafterParts) -> Drafter:
     """The target without some of its sublayers."""
-    from tokenleap.drafters.self_draft import skip_layers
+    from tokenleap.drafters.models import skip_layers
 
     return _with_model(parts, skip_layers(parts.target, parts.options))
 
@@ -370,8 +369,7 @@ def _state_head(parts: DrafterParts, kind: type[StateNet], *layouts: Layout) -> 
     from functools import partial
 
     from tokenleap.drafters.heads.probe import check_target
-    from tokenleap.drafters.heads.state_file import load_net, read_state_file
-    from tokenleap.drafters.heads.state_head import StateDrafter, StateHead
+    from tokenleap.drafters.heads.state import StateDrafter, StateHead, load_net, read_state_file
     from tokenleap.drafters.learnable import LearnableState
 
     read = partial(read_state_file, parts.model, kind, layouts)

@@ -18,14 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tokenleap import models
-from tokenleap.drafters.draft_model import OwnModel
 from tokenleap.drafters.heads.checkpoint import fields_of, file_tensors, read_checkpoint
 from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_net, network_of
 from tokenleap.drafters.heads.eagle_net import EagleNet
 from tokenleap.drafters.heads.folder import write_folder
-from tokenleap.drafters.heads.state_file import StateFile, load_net, write_state_file
-from tokenleap.drafters.heads.state_head import StateHead
+from tokenleap.drafters.heads.state import StateFile, StateHead, load_net, write_state_file
 from tokenleap.drafters.heads.state_net import StateNet
+from tokenleap.drafters.models import OwnModel
 from tokenleap.drafters.online import Learnable
 from tokenleap.runtime.choices import OWN
 from tokenleap.runtime.choose import network_for

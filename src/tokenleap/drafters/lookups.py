@@ -260,7 +260,7 @@ class CountedChains(Drafter):
     def successors(
         self, request: Request, context: Sequence[int], temperature: float
     ) -> Distribution | None:
-        """The distribution of the next token; one-hot at temperature 0, None where there is none."""
+        """The distribution of the next token; one-hot at temperature 0, None if unknown."""
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Chains that end where nothing is known to follow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
@@ -11,12 +12,17 @@ from pydantic import AfterValidator, Field, PrivateAttr, Strict, field_validator
 
 from tokenleap.control.estimates import LONGEST_CONTEXT, NUM_RANKS
 from tokenleap.core.config import Config, PathText
-from tokenleap.core.files import read_json
+from tokenleap.core.files import read_json, write_whole
 from tokenleap.core.structured import Structured
 from tokenleap.drafters.base import DrafterOptions, InnerConfig
-from tokenleap.drafters.model_set import drafters_in
 from tokenleap.drafters.shapes import OF_Q, SampledOptions, TreeOptions
-from tokenleap.errors import CompatibilityError, TokenleapError
+from tokenleap.errors import (
+    CompatibilityError,
+    ConfigError,
+    ModelError,
+    TokenleapError,
+    in_one_line,
+)
 
 __all__ = [
     "CascadeOptions",
@@ -46,7 +52,51 @@ __all__ = [
     "SuffixOptions",
     "SwitchOptions",
     "TunedLayers",
+    "drafters_in",
+    "write_drafters",
 ]
+
+_CONFIG, _TYPE = "config.json", "tokenleap_drafters"
+
+
+def write_drafters(folder: Path, names: Sequence[str]) -> None:
+    """Say which folders of draft models inside this folder belong together."""
+    text = json.dumps({"model_type": _TYPE, "drafters": list(names)}, indent=2) + "\n"
+    try:
+        write_whole(folder / _CONFIG, lambda to: to.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written: {in_one_line(error)}.") from None
+
+
+def drafters_in(folder: str | Path) -> list[dict[str, Any]]:
+    """A configuration for each draft model of a folder."""
+    found = [Path(folder) / name for name in _names(Path(folder))]
+    if missing := [each for each in found if not _is_file(each / _CONFIG)]:
+        raise ConfigError(
+            f"there is no draft model in {missing[0]!s:.300}, of which {folder} tells."
+        )
+    return [{"method": "draft_model", "model": str(each)} for each in found]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # it is no name of a file
+        return False
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        config = read_json(folder / _CONFIG)
+        names = config["drafters"] if config["model_type"] == _TYPE else None
+    except (OSError, ValueError, KeyError, TypeError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{folder} has no draft models that belong together: give a folder that `tokenleap "
+            "train boost` has written, or a list of configurations."
+        )
+    return names
 
 
 # Options of methods that look up, count or guess tokens without a drafting model.

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args
 
-from tokenleap.core.config import PathText, nearest
-from tokenleap.core.plugins import plugin, plugin_names
+from tokenleap.core.config import PathText, nearest, plugin, plugin_names
 from tokenleap.drafters import build
 from tokenleap.drafters.base import Drafter, DrafterOptions
 from tokenleap.drafters.options import (

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from tokenleap import models
 from tokenleap.drafters.blocks import MATRIX, TRANSITIONS_FILE, BlockScorer, TokenTransitions
-from tokenleap.drafters.draft_model import open_row
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     Verifier,
@@ -39,6 +38,7 @@ from tokenleap.drafters.heads.folder import (
     validated,
 )
 from tokenleap.drafters.heads.probe import check_target
+from tokenleap.drafters.models import open_row
 from tokenleap.drafters.options import SpecDrafterOptions
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.support import check_supported, context_length

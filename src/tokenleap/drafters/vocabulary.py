@@ -28,8 +28,8 @@ from tokenleap.core.params import SamplingParams
 from tokenleap.core.references import common_prefix
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.base import Drafter, VocabularyOverlap, Way
-from tokenleap.drafters.draft_model import OwnModel, resized
 from tokenleap.drafters.model_drafter import ModelDrafter
+from tokenleap.drafters.models import OwnModel, resized
 from tokenleap.drafters.shapes import Chain, TreeOptions
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request

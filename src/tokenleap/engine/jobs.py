@@ -11,8 +11,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.config import SpeculativeConfig
+from tokenleap.core.distribution import PromptLogprobs
 from tokenleap.core.grammar import Grammar, Grammars
-from tokenleap.core.logprobs import PromptLogprobs
 from tokenleap.core.noise import fresh_seed
 from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.core.references import NO_REFERENCES, References, Source

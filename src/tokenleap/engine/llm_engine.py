@@ -14,13 +14,13 @@ and a step advances the requests of all threads.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.grammar import Grammars
-from tokenleap.core.log import show_log_lines
 from tokenleap.core.params import Sampling
 from tokenleap.core.references import Source
 from tokenleap.core.rules import DecodingRules
@@ -34,6 +34,7 @@ from tokenleap.engine.scheduler import KVBudget, Scheduler
 from tokenleap.engine.sources import SourceReader
 from tokenleap.engine.strategies import Speculative, StrategyFactory
 from tokenleap.engine.turns import Turns, Uninterrupted
+from tokenleap.errors import ConfigError
 from tokenleap.models.audio import AudioReader, WhisperStart, decoder_start
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
@@ -42,7 +43,35 @@ from tokenleap.runtime.packed import PackedModel
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 
-__all__ = ["EngineLoad", "EngineOptions", "LLMEngine", "default_config", "request_maker"]
+__all__ = [
+    "VARIABLE",
+    "EngineLoad",
+    "EngineOptions",
+    "LLMEngine",
+    "default_config",
+    "request_maker",
+    "show_log_lines",
+]
+
+VARIABLE = "TOKENLEAP_LOG"
+"""An environment variable: the least level of the lines that are written to standard error."""
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def show_log_lines() -> None:
+    """Write log lines to standard error, from the level that `TOKENLEAP_LOG` names."""
+    name = os.environ.get(VARIABLE, "").lower()
+    if not name:
+        return
+    if name not in _LEVELS:
+        raise ConfigError(f"{VARIABLE}: must be one of {', '.join(_LEVELS)}, got '{name}'.")
+    ours = logging.getLogger("tokenleap")
+    ours.setLevel(name.upper())
+    if not ours.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        ours.addHandler(handler)
 
 
 _log = logging.getLogger(__name__)

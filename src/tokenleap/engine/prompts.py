@@ -344,7 +344,7 @@ def _count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
 
 
 def most_bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Most bytes of a text that one token stands for; None if there is no bound, or none is known."""
+    """Most bytes of a text that one token stands for; None if no bound is known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not isinstance(backend.model, models.BPE) or backend.truncation:
         return None

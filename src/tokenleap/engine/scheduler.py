@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tokenleap.core import clock
 from tokenleap.core.config import MIB
-from tokenleap.core.logprobs import TokenLogprobs, log_probs_of
+from tokenleap.core.distribution import TokenLogprobs, log_probs_of
 from tokenleap.core.sampler import check_finite
 from tokenleap.decode import Outcome, step
 from tokenleap.engine.prefix_cache import Beginning, PrefixCache

@@ -100,7 +100,7 @@ class Turns:
         _all.add(self)
 
     def take(self, act: Callable[[], object], unless: Callable[[], bool] = lambda: False) -> None:
-        """Run `act` when it is this thread's turn, or return without it if `unless` becomes true."""
+        """Run `act` when it is this thread's turn; return without it if `unless` becomes true."""
         self._process.check()
         if self._ended_by == threading.get_ident():
             raise TokenleapError("Python is ending: generate before its exit handlers run.")

@@ -536,7 +536,7 @@ class PackedName:
 
 
 def packed_beginning(title: str, form: str, dtype: str, origin: Path) -> str:
-    """How the name of packed weights begins; behind it is what tells versions of the model apart."""
+    """How the name of packed weights begins; the rest tells versions of the model apart."""
     return f"{title}.{form}-{dtype}-{store.key_of(str(origin.resolve()))}"
 
 

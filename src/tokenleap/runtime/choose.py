@@ -19,10 +19,10 @@ from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.lean import DenseLinear, LeanDecoder
 from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from tokenleap.runtime.module import ModuleNetwork
+from tokenleap.runtime.native.build import why_no_library, why_not_native, wrong_sizes
 from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.native.packed import PackedDecoder
 from tokenleap.runtime.native.seq2seq import NativeSeq2Seq, why_not_native_seq2seq
-from tokenleap.runtime.native.support import why_no_library, why_not_native, wrong_sizes
 from tokenleap.runtime.network import Network
 from tokenleap.runtime.seq2seq.network import Seq2SeqNetwork
 from tokenleap.runtime.sharded import Group, ShardedNetwork

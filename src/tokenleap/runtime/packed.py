@@ -28,12 +28,12 @@ from tokenleap.models import resolver, store
 from tokenleap.models.convert import GgufWeights
 from tokenleap.models.gguf import GgufFile, gguf_parts
 from tokenleap.models.load import checked_config
-from tokenleap.models.loaded import empty, fill, skeleton
+from tokenleap.models.loaded import FolderWeights, WeightSource, empty, fill, skeleton
 from tokenleap.models.resolver import cache_title, gguf_file, gguf_title, packed_beginning
 from tokenleap.models.store import CacheError, identity_of, progress
-from tokenleap.models.weights import FolderWeights, WeightSource
 from tokenleap.runtime.choices import AUTO, DRAFTING, OWN
 from tokenleap.runtime.llama import FAMILIES, LinearWeights, LlamaWeights
+from tokenleap.runtime.native.build import FORMATS, why_no_library, why_not_native
 from tokenleap.runtime.native.pack import (
     FORMAT_OF,
     PANEL,
@@ -56,7 +56,6 @@ from tokenleap.runtime.native.packed import (
     write,
     write_layer,
 )
-from tokenleap.runtime.native.support import FORMATS, why_no_library, why_not_native
 from tokenleap.runtime.probing import probe_tokens
 
 __all__ = [

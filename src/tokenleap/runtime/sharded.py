@@ -83,7 +83,7 @@ class Group(Peers):
         return made  # type: ignore[no-any-return]
 
     def check(self, digest: int) -> None:
-        """Compare what the processes are about to compute, so that none waits for others in vain."""
+        """Compare what the processes are about to compute, so that none waits in vain."""
         digests = torch.empty(self.size, dtype=torch.int64)
         with _answers(self.size):
             dist.all_gather_single(digests, torch.tensor([digest]), group=self._host)

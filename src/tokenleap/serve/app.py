@@ -28,8 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenleap import __version__
 from tokenleap.async_llm import AsyncLLM
 from tokenleap.serve import chat, completions, info
-from tokenleap.serve.body import describe, fails
-from tokenleap.serve.errors import APIError, refuse
+from tokenleap.serve.body import APIError, describe, fails, refuse
 from tokenleap.serve.rendering import answer_of
 from tokenleap.serve.running import ServerState, state_of
 from tokenleap.serve.settings import Settings

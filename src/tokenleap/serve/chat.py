@@ -18,8 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.prompts import TextLimit, checked_text, conversation_ids, needed, tokens_of
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk
-from tokenleap.serve.body import read, takes
-from tokenleap.serve.errors import invalid
+from tokenleap.serve.body import invalid, read, takes
 from tokenleap.serve.fields import (
     ChatBody,
     Message,

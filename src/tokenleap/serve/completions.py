@@ -12,13 +12,12 @@ from fastapi import APIRouter, Request, Response
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.detokenizer import Detokenizer
-from tokenleap.core.logprobs import TokenLogprobs
+from tokenleap.core.distribution import TokenLogprobs
 from tokenleap.core.params import SamplingParams
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
-from tokenleap.serve.body import read, takes
+from tokenleap.serve.body import APIError, invalid, read, takes
 from tokenleap.serve.chat import chat_ids, text_ids
-from tokenleap.serve.errors import APIError, invalid
 from tokenleap.serve.fields import (
     CompletionBody,
     Message,

@@ -16,6 +16,7 @@ from tokenleap.core.acceptance import RULES
 from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.registry import METHODS, file_fields
 from tokenleap.serve.body import (
+    APIError,
     Body,
     Items,
     JSONObject,
@@ -25,8 +26,8 @@ from tokenleap.serve.body import (
     TokenIds,
     by_type,
     few,
+    invalid,
 )
-from tokenleap.serve.errors import APIError, invalid
 from tokenleap.serve.settings import Settings
 
 __all__ = [
@@ -483,7 +484,7 @@ def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
 
 
 def check_speculation(given: Any, own: SpeculativeConfig) -> None:
-    """Refuse what makes the server read or write files, load models, compile forms, or keep much."""
+    """Refuse what makes the server read files, load models, compile forms, or keep much."""
     drafters = _check_nesting(given)
     if drafters > MAX_DRAFTERS:
         raise _refused(f"at most {MAX_DRAFTERS} drafters on this server, got {drafters}.")

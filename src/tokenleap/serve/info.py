@@ -13,9 +13,8 @@ from tokenleap import __version__
 from tokenleap.core.sampler import check_token_ids
 from tokenleap.engine.prompts import needed
 from tokenleap.errors import TokenleapError
-from tokenleap.serve.body import read, takes
+from tokenleap.serve.body import APIError, invalid, of_engine, read, takes
 from tokenleap.serve.chat import chat_ids, refuse_special_tokens, text_ids
-from tokenleap.serve.errors import APIError, invalid, of_engine
 from tokenleap.serve.fields import DetokenizeBody, TokenizeBody
 from tokenleap.serve.running import MAX_CONTEXTS, ServerState, state_of
 

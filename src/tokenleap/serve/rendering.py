@@ -15,11 +15,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from tokenleap.core.logprobs import PromptLogprobs, TokenLogprobs
+from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 from tokenleap.core.sequence import Scope
 from tokenleap.errors import TokenleapError
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamedToken
-from tokenleap.serve.errors import APIError, invalid
+from tokenleap.serve.body import APIError, invalid
 from tokenleap.serve.fields import Details, SamplingBody
 from tokenleap.serve.running import GONE, Pieces, Run, ServerState, while_connected
 

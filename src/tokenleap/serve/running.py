@@ -21,7 +21,7 @@ from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.prompts import TextLimit
 from tokenleap.errors import RequestError, TokenleapError
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk
-from tokenleap.serve.errors import APIError, invalid, of_engine, of_output, unknown_response
+from tokenleap.serve.body import APIError, invalid, of_engine, of_output, unknown_response
 from tokenleap.serve.fields import (
     ResponseBody,
     SamplingBody,

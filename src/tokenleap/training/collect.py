@@ -22,10 +22,10 @@ from tokenleap.training.conversations import (
     Answerer,
     Conversation,
     ConversationFile,
+    FileData,
     Talk,
     loop_start,
 )
-from tokenleap.training.prompt_data import FileData
 from tokenleap.training.self_data import SelfTalk
 from tokenleap.training.settings import DataSettings
 

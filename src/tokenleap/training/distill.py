@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from annotated_types import Ge, Gt, Lt, MinLen
+from accelerate.utils import send_to_device
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import FiniteFloat, model_validator
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -44,11 +45,20 @@ from transformers import (
 from tokenleap import models
 from tokenleap.core.config import Config
 from tokenleap.core.files import write_whole
+from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import CompatibilityError, ConfigError, ModelError, TrainingError, in_one_line
 from tokenleap.llm import LLM
 from tokenleap.models.load import silent
 from tokenleap.models.support import check_supported, context_length
-from tokenleap.training.batches import Batch, Examples, Joined, TrainingSet
+from tokenleap.training.batches import (
+    FIRST_LEARNT,
+    Batch,
+    BatchSampler,
+    Examples,
+    Joined,
+    TrainingSet,
+    collate,
+)
 from tokenleap.training.conversations import (
     Answerer,
     Conversation,
@@ -71,6 +81,8 @@ from tokenleap.training.method import (
 from tokenleap.training.settings import TrainingSettings
 
 __all__ = [
+    "BoostTraining",
+    "BoostTrainingOptions",
     "DistillTrainee",
     "DistillTraining",
     "DistillTrainingOptions",
@@ -83,12 +95,13 @@ __all__ = [
     "embedding",
     "first_layers",
     "loaded",
+    "missed",
+    "missed_parts",
     "new_lm",
     "output_layer",
     "target_tokenizer",
     "write_lm",
 ]
-
 
 SCRATCH, TARGET = "scratch", "target"
 
@@ -593,3 +606,90 @@ class OnPolicyRounds:
             max_num_seqs=self._rows,
             enable_prefix_caching=False,
         )
+
+
+_BATCH_TOKENS = 4096
+
+
+class BoostTrainingOptions(DraftModelTrainingOptions):
+    """Options of `tokenleap train boost`.
+
+    Args:
+        drafters: most draft models; there are fewer if nothing is missed any more.
+        sample_length: tokens of a sample, which a drafter has to get right together.
+    """
+
+    drafters: Annotated[int, Ge(2), Le(8)] = 2
+    sample_length: Annotated[int, Ge(1)] = 4
+
+
+class BoostTraining(DraftModelTraining):
+    """Several draft models."""
+
+    name: ClassVar[str] = "boost"
+    summary: ClassVar[str] = "several small models, each tuned on what the others miss (SpecInfer)"
+    Options: ClassVar[type[Config]] = BoostTrainingOptions
+
+    @property
+    def _own(self) -> BoostTrainingOptions:
+        assert isinstance(self.options, BoostTrainingOptions)
+        return self.options
+
+    @property
+    def num_drafters(self) -> int:
+        return self._own.drafters
+
+    def missed(self, folder: Path, parts: HeadParts, data: TrainingSet) -> TrainingSet:
+        """See `TrainingMethod.missed`: the samples that a drafter does not get right."""
+        vocab_size = parts.embedding.shape[0]
+        lm = loaded(str(folder), vocab_size, target_tokenizer(parts.name))
+        trainee = self.of(lm, vocab_size).to(parts.embedding.device)
+        return missed(trainee, data, self._own.sample_length)
+
+    def finish(self, out: Path, folders: Sequence[Path]) -> None:
+        """See `TrainingMethod.finish`: the list of the folders."""
+        write_drafters(out, [each.name for each in folders])
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        """See `TrainingMethod.serving`: their drafts are merged."""
+        return {"method": "ensemble", "drafters": str(folder)}
+
+
+@torch.no_grad()
+def missed(trainee: Trainee, data: TrainingSet, sample_length: int) -> TrainingSet:
+    """The samples in which a drafter does not get every token right."""
+    left = {}
+    for index, right in _right_tokens(trainee.eval(), data):
+        if parts := missed_parts(right, data[index].answers, sample_length):
+            left[index] = parts
+    return data.only(left)
+
+
+def missed_parts(
+    right: Sequence[bool], parts: Sequence[tuple[int, int]], sample_length: int
+) -> list[tuple[int, int]]:
+    """[start, stop) of the samples that are not all right; neighbours become one part."""
+    found: list[tuple[int, int]] = []
+    for first, end in parts:
+        for start in range(max(first, FIRST_LEARNT), end, sample_length):
+            stop = min(start + sample_length, end)
+            if all(right[start:stop]):
+                continue
+            if found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+    return found
+
+
+def _right_tokens(trainee: Trainee, data: TrainingSet) -> Iterator[tuple[int, list[bool]]]:
+    """(index, for each token whether it is the most probable one) of each conversation."""
+    device = next(trainee.parameters()).device
+    for numbers in BatchSampler(data.sizes, _BATCH_TOKENS):
+        batch: Batch = send_to_device(collate([data[number] for number in numbers], 1), device)
+        hits = trainee(batch, 1).right[:, 0]
+        for row, number in enumerate(numbers):
+            places = batch.roots[row][hits[row]] + FIRST_LEARNT
+            right = torch.zeros(data.sizes[number], dtype=torch.bool)
+            right[places.cpu()] = True
+            yield number, right.tolist()

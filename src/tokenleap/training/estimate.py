@@ -20,6 +20,7 @@ from torch import Tensor
 from tokenleap.core.params import SamplingParams
 from tokenleap.llm import LLM
 from tokenleap.training.batches import TrainingSet, collate
+from tokenleap.training.checkpoints import Step
 from tokenleap.training.conversations import Conversation
 from tokenleap.training.features import (
     TOP_K,
@@ -30,7 +31,6 @@ from tokenleap.training.features import (
     quantize,
 )
 from tokenleap.training.method import Trainee
-from tokenleap.training.progress import Step
 from tokenleap.training.settings import TrainingSettings
 from tokenleap.training.trainer import Trainer, optimizers_of
 

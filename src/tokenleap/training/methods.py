@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenleap.training.boost import BoostTraining
-from tokenleap.training.distill import DistillTraining
+from tokenleap.training.distill import BoostTraining, DistillTraining
 from tokenleap.training.eagle import Eagle1Training, EagleTraining, ParallelTraining
 from tokenleap.training.method import TrainingMethod
 from tokenleap.training.pad import PadTraining, PassTraining

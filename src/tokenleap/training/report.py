@@ -20,11 +20,11 @@ from tokenleap.llm import LLM, Prompt
 from tokenleap.outputs import Metrics
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.target import Target
+from tokenleap.training.checkpoints import Evaluation, Step
 from tokenleap.training.collect import Diversity
 from tokenleap.training.conversations import Conversation
 from tokenleap.training.features import passes
 from tokenleap.training.method import TrainingMethod
-from tokenleap.training.progress import Evaluation, Step
 
 __all__ = [
     "Perplexity",

@@ -20,7 +20,7 @@ from tokenleap.drafters.heads.probe import LENGTH, look
 from tokenleap.errors import CompatibilityError, ConfigError, DataError, TrainingError
 from tokenleap.llm import LLM, Prompt
 from tokenleap.training.batches import TrainingSet
-from tokenleap.training.checkpoints import DrafterFolder, TrainingFolder
+from tokenleap.training.checkpoints import DrafterFolder, Evaluation, TrainingFolder, save_curves
 from tokenleap.training.collect import (
     Chooser,
     FileSource,
@@ -33,7 +33,7 @@ from tokenleap.training.collect import (
     diversity,
     texts_in,
 )
-from tokenleap.training.conversations import Conversation, ConversationFile, opening
+from tokenleap.training.conversations import Conversation, ConversationFile, FileData, opening
 from tokenleap.training.distill import OnPolicyRounds
 from tokenleap.training.estimate import Estimate, estimate, measure_speeds, training_bytes
 from tokenleap.training.features import (
@@ -43,8 +43,6 @@ from tokenleap.training.features import (
     draft_vocabulary,
 )
 from tokenleap.training.method import HeadParts, Rounds, Trainee, TrainingMethod
-from tokenleap.training.progress import Evaluation, save_curves
-from tokenleap.training.prompt_data import FileData
 from tokenleap.training.report import (
     Perplexity,
     Reporter,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tokenleap.core.config import Config
 from tokenleap.drafters.heads.probe import Probe, Seen
-from tokenleap.drafters.heads.state_file import write_state_file
+from tokenleap.drafters.heads.state import write_state_file
 from tokenleap.drafters.heads.state_net import (
     BlockwiseNet,
     HydraNet,

@@ -34,9 +34,8 @@ from tokenleap.core.files import write_whole
 from tokenleap.engine.turns import Uninterrupted
 from tokenleap.errors import ConfigError, TrainingError, in_one_line
 from tokenleap.training.batches import Batch, BatchSampler, Examples, collate
-from tokenleap.training.checkpoints import Checkpoints
+from tokenleap.training.checkpoints import Checkpoints, Evaluation, Progress, Step
 from tokenleap.training.method import Current, Learnt, Rounds, Trainee
-from tokenleap.training.progress import Evaluation, Progress, Step
 from tokenleap.training.settings import TrainingSettings
 
 __all__ = ["Acceptance", "Averages", "Trainer", "optimizers_of", "processes", "schedules"]

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from tokenleap.core.config import Config
 from tokenleap.drafters.heads.probe import Probe, Seen
-from tokenleap.drafters.heads.state_file import write_state_file
+from tokenleap.drafters.heads.state import write_state_file
 from tokenleap.drafters.heads.state_net import BlockwiseNet, MedusaNet, StateNet
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.cpu import decoder_layers

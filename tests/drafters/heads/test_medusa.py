@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams, TokenleapError
-from tokenleap.drafters.heads.state_file import (
+from tokenleap.drafters.heads.state import (
     StateFile,
     fasterdecoding_medusa,
     read_state_file,

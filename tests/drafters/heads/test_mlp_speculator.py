@@ -18,7 +18,7 @@ from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.drafters.heads.state_file import StateFile, ibm_mlp_speculator, read_state_file
+from tokenleap.drafters.heads.state import StateFile, ibm_mlp_speculator, read_state_file
 from tokenleap.drafters.heads.state_net import MlpSpeculatorConfig, MlpSpeculatorNet, StateNet
 
 E, INNER, V, K = 64, 80, 96, 3

@@ -25,7 +25,7 @@ from tests.tiny import tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, TokenleapError
 from tokenleap.core.files import FIRST_NAME
 from tokenleap.drafters.heads.folder import Verifier
-from tokenleap.drafters.heads.state_file import read_state_file, write_state_file
+from tokenleap.drafters.heads.state import read_state_file, write_state_file
 
 METHODS = list(STATE_NETS)
 VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)

@@ -21,9 +21,8 @@ from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import parts_of
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
-from tokenleap.drafters.heads import state_head
-from tokenleap.drafters.heads.state_file import load_net, read_state_file
-from tokenleap.drafters.heads.state_head import KEPT, StateHead
+from tokenleap.drafters.heads import state
+from tokenleap.drafters.heads.state import KEPT, StateHead, load_net, read_state_file
 from tokenleap.drafters.heads.state_net import StateConfig
 from tokenleap.request import Request
 from tokenleap.runtime.network import Need
@@ -444,7 +443,7 @@ def test_a_head_that_cannot_be_packed_leaves_the_one_before(
     def full(*_: Any) -> int:
         raise MemoryError
 
-    monkeypatch.setattr(state_head, "_pack", full)
+    monkeypatch.setattr(state, "_pack", full)
     with pytest.raises(MemoryError):
         head.use(state_net("medusa", config, model))
     assert head._net is before

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.cli.conftest import ascii_tokenizer
 from tokenleap import TokenleapError
-from tokenleap.drafters.text import corpus
-from tokenleap.drafters.text.corpus import check_tokens, fingerprint, read_tokens
+from tokenleap.drafters.text import ngrams as corpus
+from tokenleap.drafters.text.ngrams import check_tokens, fingerprint, read_tokens
 
 TEXT = 'def f(x):\n    """It is,\n\n    as it were, the best."""\n    return x\n\n\nf(1)\n'
 

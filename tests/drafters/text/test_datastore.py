@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import ascii_tokenizer
 from tokenleap import TokenleapError
-from tokenleap.drafters.text import corpus
-from tokenleap.drafters.text.corpus import fingerprint
+from tokenleap.drafters.text import ngrams as corpus
 from tokenleap.drafters.text.datastore import FILE, Datastore, build_datastore, index_texts
+from tokenleap.drafters.text.ngrams import fingerprint
 
 V = 5
 texts = st.lists(st.lists(st.integers(0, V - 1), max_size=25), min_size=1, max_size=5).filter(any)

@@ -17,9 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.cli.conftest import ascii_tokenizer
 from tokenleap import TokenleapError
-from tokenleap.drafters.text import corpus, ngrams
-from tokenleap.drafters.text.corpus import fingerprint
-from tokenleap.drafters.text.ngrams import FILE, NgramTables, build_ngrams, count_ngrams
+from tokenleap.drafters.text import ngrams
+from tokenleap.drafters.text import ngrams as corpus
+from tokenleap.drafters.text.ngrams import (
+    FILE,
+    NgramTables,
+    build_ngrams,
+    count_ngrams,
+    fingerprint,
+)
 
 V = 5
 texts = st.lists(st.lists(st.integers(0, V - 1), max_size=30), min_size=1, max_size=5)

@@ -17,8 +17,7 @@ from tokenleap.core.acceptance.rules import (
     TopBeta,
     Typical,
 )
-from tokenleap.core.config import nearest
-from tokenleap.core.plugins import plugin, plugin_names
+from tokenleap.core.config import nearest, plugin, plugin_names
 from tokenleap.errors import ConfigError
 
 __all__ = ["RULES", "AcceptanceRule", "Accepted", "Origin", "TargetDistributions", "rule_class"]

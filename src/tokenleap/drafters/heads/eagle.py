@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.blocks import BlockDrafter, BlockScorer
-from tokenleap.drafters.draft_model import OwnModel, scored
 from tokenleap.drafters.heads.checkpoint import Checkpoint
 from tokenleap.drafters.heads.eagle_net import (
     EagleLayer,
@@ -31,6 +30,7 @@ from tokenleap.drafters.heads.eagle_net import (
 from tokenleap.drafters.heads.folder import check_layers, vocabulary_weights
 from tokenleap.drafters.heads.probe import check_head
 from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
+from tokenleap.drafters.models import OwnModel, scored
 from tokenleap.drafters.shapes import Shape, TreeOptions
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request

@@ -99,7 +99,7 @@ def validated(kind: type[_Fields], fields: Any, path: Path) -> _Fields:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of PyTorch's `.pt`, of which only tensors are loaded."""
+    """The tensors of a safetensors file, or of PyTorch's `.pt` (only tensors are loaded)."""
     try:
         tensors: Any = load_file(path) if path.suffix == ".safetensors" else _unpickled(path)
     except FileNotFoundError:

@@ -36,7 +36,7 @@ from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.base import Drafter
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import RestOptions
-from tokenleap.drafters.text.corpus import (
+from tokenleap.drafters.text.ngrams import (
     EMPTY,
     TensorFile,
     check_target,

@@ -25,7 +25,7 @@ from tokenleap.runtime.cores import available_cores
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import DecoderWeights, LinearWeights
-from tokenleap.runtime.native.build import library
+from tokenleap.runtime.native.build import FORMATS, MOST_HIDDEN_SIZE, library
 from tokenleap.runtime.native.pack import CLinear, pack
 from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, Packing
 from tokenleap.runtime.native.structures import (
@@ -44,7 +44,6 @@ from tokenleap.runtime.native.structures import (
     TreeArrays,
     structures,
 )
-from tokenleap.runtime.native.support import FORMATS, MOST_HIDDEN_SIZE
 from tokenleap.runtime.network import (
     CHAIN_CANDIDATES,
     MOST_ADDED,

@@ -27,8 +27,8 @@ from tokenleap.runtime.llama import (
     LlamaWeights,
     MixedInput,
 )
+from tokenleap.runtime.native.build import FORMATS
 from tokenleap.runtime.native.pack import PANEL, Format, PackedWeights, in_turns, pack, panel_bytes
-from tokenleap.runtime.native.support import FORMATS
 
 __all__ = [
     "LAYOUT_VERSION",

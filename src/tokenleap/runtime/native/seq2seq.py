@@ -18,12 +18,11 @@ from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.inputs import PassInputs, RowNodes
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import Activation, LinearWeights
-from tokenleap.runtime.native.build import library
+from tokenleap.runtime.native.build import FORMATS, library, wrong_place, wrong_shape
 from tokenleap.runtime.native.network import DecoderParts, NativeNetwork, checked
 from tokenleap.runtime.native.pack import CLinear, Format, in_turns, pack
 from tokenleap.runtime.native.packed import QUANTIZED, KeptWeights
 from tokenleap.runtime.native.structures import AngleTables, CDecoder, CLayer, CNorm, CPass, CSource
-from tokenleap.runtime.native.support import FORMATS, wrong_place, wrong_shape
 from tokenleap.runtime.network import Need, RowState
 from tokenleap.runtime.seq2seq.network import (
     EncoderSide,
