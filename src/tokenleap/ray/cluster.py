@@ -303,7 +303,7 @@ _EVERY = 3.0
 
 
 def check_there() -> None:
-    """Refuse to go on without Ray; its import, which reads the environment, is left to `cluster`."""
+    """Refuse to go on without Ray; `cluster` imports it, which reads the environment."""
     if find_spec("ray") is None:
         raise _missing("ray")
 
