@@ -93,9 +93,8 @@ class LLM(LoadedLLM):
         runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama
             and its relatives on a CPU, in float32 or bfloat16). "torch" computes with PyTorch's
             operations: those of "lean", for Llama, Mistral and Qwen, or of "module", the
-            Transformers module. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
-            graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
-            they are available.
+            Transformers module; "compiled" is that module with its MLPs under `torch.compile`.
+            "auto" takes "native" where it is available.
         generation_config: where the model's defaults of sampling and its rules come from: "auto"
             is its own `generation_config.json`, and a folder has another. "none" (vLLM's "vllm")
             reads only special tokens from it. Defaults hold for sampling parameters that are not

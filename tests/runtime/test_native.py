@@ -284,7 +284,7 @@ def test_who_runs_natively() -> None:
     [
         (
             {"runtime": "natve"},
-            "runtime: must be one of auto, native, torch, lean, module, cuda, compiled",
+            "runtime: must be one of auto, native, torch, lean, module, compiled",
         ),
         ({"runtime": "native"}, "not available for this model on this machine: head_dim must be"),
         ({"quantization": "int4"}, "^quantization: int4 needs .* here: head_dim must be"),

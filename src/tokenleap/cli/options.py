@@ -270,7 +270,7 @@ class ModelOptions:
     runtime: Annotated[
         str,
         _model(
-            "auto, native (C++ on a CPU), torch, cuda or compiled; or a name that was shown.",
+            "auto, native (C++ on a CPU), torch or compiled; or a name that was shown.",
             callback=_known_runtime,
         ),
     ] = "auto"

@@ -63,10 +63,10 @@ class LoadedLLM:
 
     @property
     def runtime(self) -> str:
-        """What computes the passes: "native", "lean", "module", "cuda" or "compiled".
+        """What computes the passes: "native", "lean", "module" or "compiled".
 
-        "lean" and "module" use PyTorch's operations; "module" runs the Transformers module. On a
-        GPU they are used where passes are not captured in CUDA graphs.
+        "lean" and "module" use PyTorch's operations; "module" runs the Transformers module, and
+        "compiled" the same with its MLPs under `torch.compile`.
         """
         return self.engine.target.network.name
 

@@ -27,6 +27,10 @@ OWN = "gguf"
 DRAFTING = "int4-draft"
 """What `Target.quantization` says of a draft model in int4 whose output layer is in int4, too.
 Users write "int4" as `draft_quantization`."""
-TORCH_RUNTIMES = {"lean": "PyTorch operations", "module": "the Transformers module"}
+TORCH_RUNTIMES = {
+    "lean": "PyTorch operations",
+    "module": "the Transformers module",
+    "compiled": "the Transformers module, its MLPs under torch.compile",
+}
 """What "torch" stands for: names that `LLM.runtime` has, and what they mean."""
-RUNTIMES = ("auto", "native", "torch", *TORCH_RUNTIMES, "cuda", "compiled")
+RUNTIMES = ("auto", "native", "torch", *TORCH_RUNTIMES)

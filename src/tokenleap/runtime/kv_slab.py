@@ -340,7 +340,8 @@ class KVSlab(SlabBuffers, Cache):
     def _padded_slots(self) -> Tensor:
         """[B, N] slots that a pass over several rows writes to, padding included."""
         if self._slots is None:
-            self._slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
+            slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
+            self._slots = slots.to(self._device)
         return self._slots
 
     @property
@@ -350,8 +351,13 @@ class KVSlab(SlabBuffers, Cache):
             counts = torch.tensor(self._counts)
             inside = torch.cat([torch.arange(count) for count in self._counts])
             starts = torch.tensor(self._starts).repeat_interleave(counts)
-            self._places = torch.arange(len(counts)).repeat_interleave(counts), starts + inside
+            rows = torch.arange(len(counts)).repeat_interleave(counts)
+            self._places = rows.to(self._device), (starts + inside).to(self._device)
         return self._places
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._keys.values())).device
 
     def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values [T, G, D]; return all of them, [B, G, S, D]."""
@@ -398,7 +404,7 @@ class KVSlab(SlabBuffers, Cache):
             rows[:, :, start : start + states.shape[2]] = states
         else:
             row_index = torch.arange(len(rows), device=buffer.device)[:, None]  # [B, 1]
-            slots = self._padded_slots.to(buffer.device)  # [B, N]
+            slots = self._padded_slots  # [B, N]
             # Indexing dimensions 0 and 2 puts them first: [B, N, G, D].
             rows[row_index, :, slots] = states.transpose(1, 2)
         return rows[:, :, : self._span]

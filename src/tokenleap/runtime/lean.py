@@ -4,7 +4,7 @@ On a CPU, half of a small model's pass in Transformers is spent in Python and in
 one product computes query, key and value, and one computes gate and up. Rotary angles are looked up
 in a table. Each sublayer is one function instead of five levels of calls.
 
-This network runs where `native/` is not available, and `cuda/` captures it in graphs. Tests compare
+This network runs where `native/` is not available. Tests compare
 its logits with those of the Transformers module. All other architectures run through `module.py`.
 """
 

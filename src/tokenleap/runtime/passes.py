@@ -20,7 +20,6 @@ from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
-from tokenleap.runtime.choose import slab_for
 from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
 from tokenleap.runtime.kv_slab import KVBlock, KVSlab
 from tokenleap.runtime.network import (
@@ -270,7 +269,7 @@ class Passes(SourceRows):
     def __init__(
         self, network: Network, max_model_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(network, slab_for(network, max_model_len), max_model_len)
+        super().__init__(network, KVSlab(), max_model_len)
         self.dtype, self.device = dtype, device
         self.num_passes = 0
 
