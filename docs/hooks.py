@@ -124,6 +124,8 @@ def descriptions(options: type[Config]) -> dict[str, str]:
 def _default(required: bool, value: Any) -> str:
     if required or value == "":  # an empty path is refused
         return "required"
+    if isinstance(value, str):
+        return f'`"{value}"`'
     return f"`{dict(value)!r}`" if isinstance(value, Mapping) else f"`{value!r}`"
 
 
@@ -164,7 +166,7 @@ def _bounds(annotation: Any) -> Iterator[str]:
         return
     own = _range(metadata)
     if get_origin(annotation) is tuple:
-        own += [f"each {phrase}" for phrase in _bounds(arguments[0])]
+        own += [f"each {phrase.removeprefix('each ')}" for phrase in _bounds(arguments[0])]
     if own:
         yield ", ".join(own)
 
