@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tokenleap.cli import app
 from tokenleap.control import CONTROLLERS
 from tokenleap.core.acceptance import RULES
+from tokenleap.core.config import Config
 from tokenleap.drafters.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -199,7 +200,7 @@ def test_every_method_rule_and_controller_is_described() -> None:
         assert f"\n**{name}.**" in text, name
 
 
-OPTIONS = {
+OPTIONS: dict[str, type[Config]] = {
     **{name: spec.options for name, spec in METHODS.items()},
     **{name: rule.Options for name, rule in RULES.items()},
     **{name: controller.Options for name, controller in CONTROLLERS.items()},
