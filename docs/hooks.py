@@ -111,7 +111,7 @@ def _own_first(options: type[Config]) -> list[str]:
 
 
 def descriptions(options: type[Config]) -> dict[str, str]:
-    """What the docstrings of a class and of its bases say of each field under `Args:`."""
+    """Meanings of fields, from `Args:` in the docstrings of a class and its bases."""
     found: dict[str, str] = {}
     for kind in reversed(options.__mro__):
         _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("\nArgs:\n")
