@@ -108,7 +108,11 @@ class CostModel(Controller):
     """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level."""
 
     class Options(Config):
-        """Options of `cost_model`: a request tries again after this many steps without drafts."""
+        """Options of `cost_model`.
+
+        Args:
+            probe_every: a request tries again after this many steps without drafts.
+        """
 
         probe_every: Annotated[int, Ge(2)] = 64
 

@@ -381,7 +381,13 @@ class Typical(AcceptanceRule):
     """The rule `typical`: lossy when sampling; greedy decoding (entropy 0) accepts the argmax."""
 
     class Options(Config):
-        """Options of `typical`, under vLLM's names."""
+        """Options of `typical`, under vLLM's names.
+
+        Args:
+            posterior_threshold: a drafted token with a larger p is always kept.
+            posterior_alpha: a drafted token is also kept if its p is above this times exp(-H), with
+                H the entropy of p in nats.
+        """
 
         posterior_threshold: Annotated[float, Gt(0), Le(1)] = 0.09
         posterior_alpha: Annotated[float, Gt(0), Lt(1)] = 0.3
@@ -418,7 +424,7 @@ class TopBeta(AcceptanceRule):
     """The rule `top_beta`: lossy; the defaults are those of SpecDec."""
 
     class Options(BlockOptions):
-        """Options of `top_beta`; see `BlockOptions` for `minimum_block`.
+        """Options of `top_beta`, besides those of `BlockOptions`.
 
         Args:
             beta: a drafted token must be among this many most probable tokens.
@@ -465,7 +471,11 @@ class Lenient(AcceptanceRule):
     """The rule `lenient`: lossy; the output distribution may exceed p by the factor 1 / l."""
 
     class Options(Config):
-        """Options of `lenient`."""
+        """Options of `lenient`.
+
+        Args:
+            lenience: the factor l on q; 1 is lossless. No token becomes more probable than p / l.
+        """
 
         lenience: Annotated[float, Gt(0), Le(1)] = 0.5
 
@@ -507,7 +517,7 @@ class Distance(AcceptanceRule):
     """The rule `distance`: lossy, and of use only where similar tokens have similar ids."""
 
     class Options(BlockOptions):
-        """Options of `distance`; see `BlockOptions` for `minimum_block`.
+        """Options of `distance`, besides those of `BlockOptions`.
 
         Args:
             epsilon: largest difference between the ids of a drafted token and of the target's most
