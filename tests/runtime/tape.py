@@ -40,7 +40,7 @@ JUNK = 10**15
 
 
 class CaptureError(AssertionError):
-    """What a capture on a device would refuse."""
+    """An operation that a capture on a device would refuse."""
 
 
 @dataclass

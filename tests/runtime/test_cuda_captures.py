@@ -88,7 +88,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
 def test_the_pass_that_was_to_be_captured_is_computed_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two rows, behind the first, with graphs that had been captured before."""
+    """Of two rows, after the first, with graphs that had been captured before."""
     model = tiny_model("lean")
     oracle = Target(model).with_network(ModuleNetwork.sharing(model))
     use_capture(monkeypatch, tape := Failing(ERRORS["memory"], left=99))

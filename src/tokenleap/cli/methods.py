@@ -90,7 +90,7 @@ def _rule(name: str) -> dict[str, Any]:
 
 
 def _described(name: str, part: type[AcceptanceRule] | type[Controller]) -> dict[str, Any]:
-    """What its module says of it first, and its own fields."""
+    """The first sentence of its module's docstring, and its own fields."""
     text = inspect.getdoc(inspect.getmodule(part)) or ""
     summary = text.partition("\n")[0].removeprefix(f"`{name}`: ").rstrip(".")
     return {"summary": summary, "fields": part.Options.field_names()}

@@ -451,8 +451,8 @@ _Tokenizer: TypeAlias = Annotated[Any, AfterValidator(_tokenizer)]
 
 DraftQuantization: TypeAlias = Literal["none", "int8", "int4"] | None
 """How a draft model's weights are rounded. None chooses: int4 if the model is loaded by its name
-and the target runs in int4 or in a GGUF file's own numbers, else as the target's. int4 includes the
-output layer. The output does not depend on it."""
+and the target runs in int4 or in a GGUF file's quantization, else as the target's. int4 includes
+the output layer. The output does not depend on it."""
 
 
 class DraftModelOptions(TreeOptions):

@@ -21,7 +21,7 @@ class Bucket:
 
     Args:
         rows: B, the number of rows, starting with the slab's first one.
-        window: W, the number of slots behind a row's committed tokens that its nodes may see. They
+        window: W, the number of slots after a row's committed tokens that its nodes may see. They
             hold the nodes of this pass, and uncommitted nodes of earlier ones.
     """
 

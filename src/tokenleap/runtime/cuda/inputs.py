@@ -119,7 +119,7 @@ def additive_mask(lengths: Tensor, visible: Tensor, span: int, dtype: torch.dtyp
 
     Args:
         lengths: [B] committed tokens, which all nodes of a row see.
-        visible: [B, R, W] bool, which of the W slots behind those each node sees.
+        visible: [B, R, W] bool, which of the W slots after those each node sees.
     """
     rows, nodes, window = visible.shape
     behind = torch.arange(span, device=lengths.device) - lengths[:, None]  # [B, S]

@@ -3,7 +3,7 @@
 A graph reads and writes the addresses that it was captured with. So memory is allocated in advance,
 and doubled when it is too small. Then `version` changes, and graphs captured before are dropped.
 Tensors on the device say which slots a pass writes to. Each row has one more position than its
-capacity, behind everything that attention reads. Padding writes there.
+capacity, after everything that attention reads. Padding writes there.
 """
 
 from __future__ import annotations
