@@ -85,7 +85,7 @@ def run_blocks(document: Path) -> dict[str, Any]:
 
 
 def install(folder: Path, entry_points: dict[str, dict[str, str]]) -> None:
-    """What pip leaves of a package that declares these entry points."""
+    """Install a package that declares these entry points, as pip would."""
     info = folder / "plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")

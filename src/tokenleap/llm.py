@@ -64,7 +64,7 @@ class LLM(LoadedLLM):
             prompts must be token ids.
         speculative_config: how to draft and what to accept (`SpeculativeConfig` or a dict);
             {"method": "none"} is plain decoding. None takes the head that comes with the package
-            for a model with an alias, if the model runs on a CPU; other models decode plainly.
+            for a model with an alias, if the model runs on a CPU; others do not speculate.
         dtype: "float32", "bfloat16", "float16" (GPU only) or a torch dtype; "auto" is bfloat16 if
             the processor supports it. A loaded model keeps its dtype.
         device: "cpu", "cuda", ...; "auto" takes a GPU if there is one. A loaded model stays
@@ -85,7 +85,7 @@ class LLM(LoadedLLM):
         enable_prefix_caching: keep the KV of prompts, for later prompts that begin with the same
             tokens, and what a decoder keeps of a source, for later prompts with the same source.
         prefix_cache_memory: most memory for the prefix cache: bytes, or text.
-        quantization: "auto" runs a GGUF file in its own numbers, where the native runtime can, and
+        quantization: "auto" keeps a GGUF file's quantization where the native runtime can, and
             other weights as they are. "none" or None keeps the latter, too, and dequantizes GGUF
             files. "int8" and "int4" (CPU only) make the weights a half and a third as large. Draft
             models have the target's. Speculation is lossless with respect to the weights that run,

@@ -1,4 +1,4 @@
-"""`pass`: tokens behind the vocabulary have learnt embeddings, and nothing else changes."""
+"""`pass`: tokens after the vocabulary have learnt embeddings, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows_of(count: int = 4, seed: int = 0) -> Tensor:
 
 
 def logits_behind(target: Target, tree: TokenTree) -> Tensor:
-    """[n, V] of a tree behind a text."""
+    """[n, V] of a tree after a text."""
     target.add(0)
     target.prefill(0, TEXT[:-1])
     with torch.inference_mode():
@@ -130,7 +130,7 @@ def test_they_are_never_accepted(rule: str) -> None:
     ],
 )
 def test_nothing_that_shapes_p_sees_them(fields: dict[str, Any]) -> None:
-    """A trace computes p behind them, too; the output stays that of plain decoding."""
+    """A trace computes p after them, too; the output stays that of plain decoding."""
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=24, **fields)
     config = speculative_config("pass", "coupled", 15)
     llm = LLM(tiny_model(eos_token_id=95), tokenizer=tiny_tokenizer(), speculative_config=config)

@@ -183,7 +183,7 @@ def run(
     params: SamplingParams = PARAMS,
     **fields: Any,
 ) -> Reader:
-    """What a reader has seen of these prompts, generated together."""
+    """The states that a reader has seen of these prompts, generated together."""
     reader = Reader(inner, kind.hidden_layers)
     llm = kind.llm(reader, **fields)
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
@@ -193,7 +193,7 @@ def run(
 
 @cache
 def plain_outputs(kind: Kind, prompts: tuple[Tokens, ...], greedy: bool) -> dict[Tokens, Tokens]:
-    """What each prompt's continuation is, by prompt."""
+    """The continuation of each prompt, by prompt."""
     outputs = kind.llm(None).generate(list(map(list, prompts)), GREEDY if greedy else PARAMS)
     return {prompt: out.token_ids for prompt, out in zip(prompts, outputs, strict=True)}
 
@@ -514,7 +514,7 @@ def test_inside_a_cascade_they_are_those_of_the_middle_model(float32: Kind, rule
             assert_close(states[layer], expected[layer])
 
 
-# Nobody asks
+# Hidden states that are not asked for
 
 
 class Made(TorchDispatchMode):
@@ -570,7 +570,7 @@ class Watching(Reader):
         assert all(outcome.output.hidden == {} for outcome in outcomes)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        raise AssertionError("nobody has asked")
+        raise AssertionError("it was not asked for")
 
     def _check(self, request: Request) -> None:
         pass

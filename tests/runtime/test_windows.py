@@ -134,7 +134,7 @@ def test_the_window_matters(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), NETWORKS)
 def test_a_tree_beyond_the_window(name: str, kind: str) -> None:
-    """Two rows, of which one is behind its window. Their nodes get the model's own logits."""
+    """Two rows, of which one is past its window. Their nodes get the model's own logits."""
     model, contexts = windowed_model(name), [PROMPT, [4, 2]]
     passes = passes_of(model, network_of(model, kind), *contexts)
     found = [output.scores.clone() for output in passes.verify([0, 1], [TREE, TREE])]

@@ -77,7 +77,7 @@ NO_BUDGET = Budget(0, 0)
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step is expected to bring and to cost.
+    """Expected tokens and costs of a step.
 
     Args:
         tokens: committed tokens of all its requests.

@@ -103,7 +103,7 @@ class LeanDecoder:
         self._joint = joint if isinstance(joint, JointInput) else None
         mixed = joint.linear if isinstance(joint, MixedInput) else None
         self._mix = None if mixed is None else linear(mixed.weight, mixed.bias).forward
-        self._more: Tensor | None = None  # [L, E] of the tokens behind the vocabulary
+        self._more: Tensor | None = None  # [L, E] of the tokens after the vocabulary
         self._angles: tuple[Tensor, Tensor] | None = None
         self._layers = [
             _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)

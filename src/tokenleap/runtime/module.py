@@ -231,7 +231,7 @@ the nodes' positions [B, R]."""
 
 
 class Bias:
-    """What all attention modules of a model add to the scores of a pass."""
+    """The bias that all attention modules of a model add to the scores of a pass."""
 
     def __init__(self, alibi: Alibi | None) -> None:
         self._alibi = alibi
@@ -329,7 +329,7 @@ class _Falcon(_Wrapped):
 
         own, turn = self.module, cast("Any", falcon.apply_rotary_pos_emb)
         groups = own.num_kv_heads
-        # Each key head has its queries before it and its values behind it: [B, G, N, H / G + 2, D].
+        # Each key head has its queries before it and its values after it: [B, G, N, H / G + 2, D].
         qkv = own.query_key_value(states).unflatten(2, (groups, -1, own.head_dim)).transpose(1, 2)
         query = qkv[..., :-2, :].transpose(2, 3).flatten(1, 2)
         keys, values = qkv[..., -2, :], qkv[..., -1, :]
@@ -343,7 +343,7 @@ def _prepare_bloom(model: Any) -> tuple[type[_Wrapped], Bias]:
     from transformers.models.bloom import modeling_bloom as bloom
 
     body = model.transformer
-    # The model's own biases come from a mask without a tree, and nobody reads them.
+    # The model's own biases come from a mask without a tree, and are not read.
     body.build_alibi_tensor = lambda *_, **__: None
     return _Bloom, Bias(_rounded(bloom.build_alibi_tensor, body.num_heads, model.dtype))
 

@@ -90,7 +90,7 @@ class Run(NamedTuple):
 
 
 class Objective(Protocol):
-    """What can be measured about a skip set."""
+    """A measurement of a skip set."""
 
     @property
     def verify_cost(self) -> Sequence[float]:

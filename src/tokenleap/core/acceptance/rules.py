@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Coupled(AcceptanceRule):
-    """The rule `coupled`, the default: lossless, for chains and trees of any drafter."""
+    """Seeded sampling that does not depend on the drafter: lossless, for all chains and trees."""
 
     name: ClassVar[str] = "coupled"
     lossless: ClassVar[bool] = True
@@ -88,7 +88,7 @@ class Coupled(AcceptanceRule):
 
 
 class Rejection(AcceptanceRule):
-    """The rule `rejection`: lossless for all drafters and trees; greedy decoding has one-hot p."""
+    """Speculative sampling: accept with probability min(1, p/q), else draw from the residual."""
 
     name: ClassVar[str] = "rejection"
     lossless: ClassVar[bool] = True
@@ -144,7 +144,7 @@ def accept_by_ratio(
 
 
 class Block(AcceptanceRule):
-    """The rule `block`: lossless, for chains only."""
+    """Accept a chain as a whole instead of token by token: lossless."""
 
     name: ClassVar[str] = "block"
     lossless: ClassVar[bool] = True
@@ -203,7 +203,7 @@ PRECISION = 1e-12
 
 
 class KSequential(AcceptanceRule):
-    """The rule `k_sequential`: lossless, for chains and for trees with independent siblings."""
+    """One scale rho for all siblings, which are independent draws from one q: lossless."""
 
     name: ClassVar[str] = "k_sequential"
     lossless: ClassVar[bool] = True
@@ -378,7 +378,7 @@ def accept_longest(
 
 
 class Typical(AcceptanceRule):
-    """The rule `typical`: lossy when sampling; greedy decoding (entropy 0) accepts the argmax."""
+    """Keep tokens that are not too improbable, given the target's uncertainty: lossy."""
 
     class Options(Config):
         """Options of `typical`, under vLLM's names.
@@ -421,7 +421,7 @@ class Typical(AcceptanceRule):
 
 
 class TopBeta(AcceptanceRule):
-    """The rule `top_beta`: lossy; the defaults are those of SpecDec."""
+    """Spec-Verification: keep tokens near the target's best ones, with SpecDec's defaults: lossy."""
 
     class Options(BlockOptions):
         """Options of `top_beta`, besides those of `BlockOptions`.
@@ -468,7 +468,7 @@ class TopBeta(AcceptanceRule):
 
 
 class Lenient(AcceptanceRule):
-    """The rule `lenient`: lossy; the output distribution may exceed p by the factor 1 / l."""
+    """Lenient speculative sampling: the output may exceed p by the factor 1 / l: lossy."""
 
     class Options(Config):
         """Options of `lenient`.
@@ -514,7 +514,7 @@ class Lenient(AcceptanceRule):
 
 
 class Distance(AcceptanceRule):
-    """The rule `distance`: lossy, and of use only where similar tokens have similar ids."""
+    """Keep tokens whose ids are close to the target's best one's: lossy."""
 
     class Options(BlockOptions):
         """Options of `distance`, besides those of `BlockOptions`.
