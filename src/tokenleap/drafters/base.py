@@ -141,7 +141,7 @@ class DrafterTraits:
             `Network.extend`).
         vocabulary_overlap: how the tokens of its draft model compare with the target's; None
             without a draft model, or if one of the two has no tokenizer.
-        learnable: what can learn while it serves; None if there is nothing.
+        learnable: the part that can learn while it serves; None if there is none.
     """
 
     drafts_trees: bool = False
