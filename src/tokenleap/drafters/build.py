@@ -15,15 +15,15 @@ from tokenleap.errors import CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
     from tokenleap.drafters.base import Drafter
-    from tokenleap.drafters.heads.state import Layout
-    from tokenleap.drafters.heads.state_net import StateNet
+    from tokenleap.drafters.heads.eagle import EagleHead
+    from tokenleap.drafters.heads.eagle_net import EagleNet
+    from tokenleap.drafters.heads.layouts import EagleFolder
     from tokenleap.drafters.model_drafter import Head, Scorer
     from tokenleap.drafters.online import Learnable
     from tokenleap.drafters.options import HybridOptions
     from tokenleap.drafters.spec import DrafterParts
 
 __all__ = [
-    "build_blockwise",
     "build_cascade",
     "build_copy",
     "build_corpus_ngram",
@@ -33,11 +33,8 @@ __all__ = [
     "build_ensemble",
     "build_horizontal_cascade",
     "build_hybrid",
-    "build_hydra",
     "build_layer_skip",
     "build_lookahead",
-    "build_medusa",
-    "build_mlp_speculator",
     "build_ngram",
     "build_ngram_table",
     "build_none",
@@ -50,6 +47,7 @@ __all__ = [
     "build_regex",
     "build_rest",
     "build_spec_drafter",
+    "build_state_head",
     "build_suffix",
     "build_switch",
 ]
@@ -265,59 +263,51 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
 
 def build_eagle(parts: DrafterParts) -> Drafter:
     """A trained head with attention."""
-    from tokenleap.drafters.heads.checkpoint import read_checkpoint
-    from tokenleap.drafters.heads.eagle import load_head
-    from tokenleap.drafters.learnable import LearnableEagle
+    from tokenleap.drafters.learnable import LearnableHead
 
-    checkpoint = read_checkpoint(parts.model)
+    head, read = _eagle(parts, "eagle")
     quantization = parts.options.draft_quantization
-    head, rows = load_head(checkpoint, parts.target, parts.tokenizer, quantization)
-    parts.share_memory(rows)
-    learnable = LearnableEagle(head, checkpoint.path, parts.target, quantization)
-    return _with_head(parts, head, learnable)
+
+    def draft(net: EagleNet) -> None:
+        head.use_head(net, parts.target, quantization)
+
+    return _with_head(parts, head, LearnableHead(read, draft, head.layers, parts.target))
 
 
 def build_parallel(parts: DrafterParts) -> Drafter:
     """A trained head with attention that drafts a block in one pass."""
-    from tokenleap.drafters.heads.checkpoint import read_checkpoint
-    from tokenleap.drafters.heads.eagle import load_parallel_head
-
-    checkpoint = read_checkpoint(parts.model, ["peagle"])
-    quantization = parts.options.draft_quantization
-    head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer, quantization)
-    parts.share_memory(rows)
+    head, _ = _eagle(parts, "parallel")
     return _with_head(parts, head)
 
 
-def build_medusa(parts: DrafterParts) -> Drafter:
-    """Heads, one for each drafted position."""
-    from tokenleap.drafters.heads.state import fasterdecoding_medusa, vllm_medusa
-    from tokenleap.drafters.heads.state_net import MedusaNet
+def _eagle(parts: DrafterParts, method: str) -> tuple[EagleHead, Callable[[], EagleFolder]]:
+    """A head with attention, and what reads its folder again."""
+    from tokenleap.drafters.heads.eagle import load_head
+    from tokenleap.drafters.heads.layouts import EagleFolder
 
-    layouts = (fasterdecoding_medusa, vllm_medusa)
-    return _state_head(parts, MedusaNet, *layouts)
+    def read() -> EagleFolder:
+        return EagleFolder.read(parts.model, method)
 
-
-def build_hydra(parts: DrafterParts) -> Drafter:
-    """Heads that read the tokens drafted before."""
-    from tokenleap.drafters.heads.state_net import HydraNet
-
-    return _state_head(parts, HydraNet)
+    quantization = parts.options.draft_quantization
+    head, rows = load_head(read(), parts.target, parts.tokenizer, quantization)
+    parts.share_memory(rows)
+    return head, read
 
 
-def build_blockwise(parts: DrafterParts) -> Drafter:
-    """Layers before the target's output layer."""
-    from tokenleap.drafters.heads.state_net import BlockwiseNet
+def build_state_head(parts: DrafterParts, method: str) -> Drafter:
+    """A head without attention: one of `medusa`, `hydra`, `blockwise` and `mlp_speculator`."""
+    from tokenleap.drafters.heads.layouts import StateFolder
+    from tokenleap.drafters.heads.probe import check_target
+    from tokenleap.drafters.heads.state import StateHead
+    from tokenleap.drafters.learnable import LearnableHead
 
-    return _state_head(parts, BlockwiseNet)
+    def read() -> StateFolder:
+        return StateFolder.read(parts.model, method)
 
-
-def build_mlp_speculator(parts: DrafterParts) -> Drafter:
-    """A recurrent MLP."""
-    from tokenleap.drafters.heads.state import ibm_mlp_speculator
-    from tokenleap.drafters.heads.state_net import MlpSpeculatorNet
-
-    return _state_head(parts, MlpSpeculatorNet, ibm_mlp_speculator)
+    file = read()
+    head = StateHead(file.load(parts.target), parts.target)
+    check_target(file.path, file.verifier, file.notes, parts.target)
+    return _with_head(parts, head, LearnableHead(read, head.use, head.layers, parts.target))
 
 
 def build_spec_drafter(parts: DrafterParts) -> Drafter:
@@ -366,21 +356,6 @@ def _with_head(parts: DrafterParts, head: Head, learnable: Learnable | None = No
     drafter = HeadDrafter(head, parts.options, **_drawing(parts))
     drafter.traits = replace(drafter.traits, learnable=learnable)
     return drafter
-
-
-def _state_head(parts: DrafterParts, kind: type[StateNet], *layouts: Layout) -> Drafter:
-    """The drafter of a head without attention, from our own or a published layout."""
-    from functools import partial
-
-    from tokenleap.drafters.heads.probe import check_target
-    from tokenleap.drafters.heads.state import StateHead, load_net, read_state_file
-    from tokenleap.drafters.learnable import LearnableState
-
-    read = partial(read_state_file, parts.model, kind, layouts)
-    file = read()
-    head = StateHead(load_net(file, kind, parts.target), parts.target)
-    check_target(file.path.parent, file.verifier, file.notes, parts.target)
-    return _with_head(parts, head, LearnableState(head, read, kind, parts.target))
 
 
 def _drawing(parts: DrafterParts) -> dict[str, bool]:
