@@ -54,35 +54,30 @@ __all__ = [
 
 
 def build_none(parts: DrafterParts) -> Drafter:
-    """Nothing is drafted."""
     from tokenleap.drafters.lookups import NoDrafter
 
     return NoDrafter()
 
 
 def build_ngram(parts: DrafterParts) -> Drafter:
-    """Prompt lookup."""
     from tokenleap.drafters.lookups import NgramDrafter
 
     return NgramDrafter(parts.options)
 
 
 def build_ngram_table(parts: DrafterParts) -> Drafter:
-    """Counts of the text itself."""
     from tokenleap.drafters.lookups import NgramTableDrafter
 
     return NgramTableDrafter(parts.options, coupled=parts.coupled)
 
 
 def build_suffix(parts: DrafterParts) -> Drafter:
-    """Lookup in this text and in earlier outputs."""
     from tokenleap.drafters.suffix import SuffixDrafter
 
     return SuffixDrafter(parts.options)
 
 
 def build_recycle(parts: DrafterParts) -> Drafter:
-    """Tokens that the target found probable before."""
     from tokenleap.drafters.lookahead import RecycleDrafter
 
     return RecycleDrafter(parts.options)
@@ -105,7 +100,6 @@ def build_copy(parts: DrafterParts) -> Drafter:
 
 
 def build_corpus_ngram(parts: DrafterParts) -> Drafter:
-    """N-grams of the user's own text, or of the target's."""
     from tokenleap.drafters.text.ngrams import CorpusNgramDrafter, load_corpus
 
     options = parts.options
@@ -115,7 +109,6 @@ def build_corpus_ngram(parts: DrafterParts) -> Drafter:
 
 
 def build_rest(parts: DrafterParts) -> Drafter:
-    """Lookup in a datastore."""
     from tokenleap.drafters.text.datastore import RestDrafter, load_datastore
 
     options = parts.options
@@ -124,35 +117,30 @@ def build_rest(parts: DrafterParts) -> Drafter:
 
 
 def build_regex(parts: DrafterParts) -> Drafter:
-    """Tokens that a grammar forces."""
     from tokenleap.drafters.lookups import RegexDrafter
 
     return RegexDrafter(parts.options, parts.grammars)
 
 
 def build_lookahead(parts: DrafterParts) -> Drafter:
-    """Jacobi iteration."""
     from tokenleap.drafters.lookahead import LookaheadDrafter
 
     return LookaheadDrafter(parts.options)
 
 
 def build_random(parts: DrafterParts) -> Drafter:
-    """Uniform tokens."""
     from tokenleap.drafters.lookups import RandomDrafter
 
     return RandomDrafter(coupled=parts.coupled)
 
 
 def build_pad(parts: DrafterParts) -> Drafter:
-    """Padding after the text."""
     from tokenleap.drafters.padding import PadDrafter
 
     return PadDrafter(_pad_token_id(parts))
 
 
 def build_cascade(parts: DrafterParts) -> Drafter:
-    """A draft model that is itself accelerated."""
     from tokenleap.core.acceptance.rules import Coupled
     from tokenleap.drafters.models import Cascade, resized
     from tokenleap.drafters.vocabulary import Vocabularies
@@ -165,21 +153,18 @@ def build_cascade(parts: DrafterParts) -> Drafter:
 
 
 def build_ensemble(parts: DrafterParts) -> Drafter:
-    """Several drafters, merged."""
     from tokenleap.drafters.combine import Ensemble
 
     return Ensemble(_several(parts), shares_nodes=parts.shares_nodes)
 
 
 def build_switch(parts: DrafterParts) -> Drafter:
-    """One of several drafters at a time."""
     from tokenleap.drafters.combine import Switch
 
     return Switch(_several(parts), parts.options)
 
 
 def build_horizontal_cascade(parts: DrafterParts) -> Drafter:
-    """Several drafters, one after the other."""
     from tokenleap.drafters.combine import HorizontalCascade
 
     return HorizontalCascade(_several(parts), parts.options)
@@ -188,7 +173,6 @@ def build_horizontal_cascade(parts: DrafterParts) -> Drafter:
 def build_hybrid(
     parts: DrafterParts, default_length: Callable[[Mapping[str, Any]], int]
 ) -> Drafter:
-    """A lookup beside a trained head."""
     from tokenleap.drafters.combine import Hybrid
 
     options: HybridOptions = parts.options
@@ -215,7 +199,6 @@ def build_prediction(
 
 
 def _several(parts: DrafterParts) -> list[Drafter]:
-    """The drafters of a method that combines several."""
     return [parts.build(config, parts.target, parts.coupled) for config in parts.options.drafters]
 
 
@@ -236,7 +219,6 @@ def _pad_token_id(parts: DrafterParts) -> int:
 
 
 def build_draft_model(parts: DrafterParts) -> Drafter:
-    """A smaller model, with whatever vocabulary."""
     from tokenleap.drafters.learnable import LearnableModel
     from tokenleap.drafters.vocabulary import Vocabularies
 
@@ -262,7 +244,6 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
 
 
 def build_eagle(parts: DrafterParts) -> Drafter:
-    """A trained head with attention."""
     from tokenleap.drafters.learnable import LearnableHead
 
     head, read = _eagle(parts, "eagle")
@@ -275,7 +256,6 @@ def build_eagle(parts: DrafterParts) -> Drafter:
 
 
 def build_parallel(parts: DrafterParts) -> Drafter:
-    """A trained head with attention that drafts a block in one pass."""
     head, _ = _eagle(parts, "parallel")
     return _with_head(parts, head)
 
@@ -311,7 +291,6 @@ def build_state_head(parts: DrafterParts, method: str) -> Drafter:
 
 
 def build_spec_drafter(parts: DrafterParts) -> Drafter:
-    """An encoder-decoder of its own that fills a block of masks."""
     from tokenleap.drafters.spec_drafter import load_spec_drafter
 
     quantization = parts.options.draft_quantization
@@ -321,7 +300,6 @@ def build_spec_drafter(parts: DrafterParts) -> Drafter:
 
 
 def build_pass(parts: DrafterParts) -> Drafter:
-    """Look-ahead embeddings that the target's passes read."""
     from tokenleap.drafters.padding import PassDrafter, read_pass_tokens
 
     rows = read_pass_tokens(parts.model, parts.target)
@@ -329,28 +307,24 @@ def build_pass(parts: DrafterParts) -> Drafter:
 
 
 def build_early_exit(parts: DrafterParts) -> Drafter:
-    """The target's first layers."""
     from tokenleap.drafters.models import exit_early
 
     return _with_model(parts, exit_early(parts.target, parts.options))
 
 
 def build_layer_skip(parts: DrafterParts) -> Drafter:
-    """The target without some of its sublayers."""
     from tokenleap.drafters.models import skip_layers
 
     return _with_model(parts, skip_layers(parts.target, parts.options))
 
 
 def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
-    """Chains or trees from a drafting model."""
     from tokenleap.drafters.model_drafter import ModelDrafter
 
     return ModelDrafter(scorer, parts.options, **_drawing(parts))
 
 
 def _with_head(parts: DrafterParts, head: Head, learnable: Learnable | None = None) -> Drafter:
-    """Chains or trees from a trained head."""
     from tokenleap.drafters.model_drafter import HeadDrafter
 
     drafter = HeadDrafter(head, parts.options, **_drawing(parts))

@@ -102,7 +102,6 @@ class EagleHead(OwnModel, Head):
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
-        """One pass of the head; logits [n, Vd] of the tokens `token_ids`."""
         new = zip(keys, trees, num_computed, strict=True)
         states = [self._states_of_new_nodes(*each) for each in new]
         layer = self._model.network.num_layers
@@ -238,7 +237,6 @@ class EagleWeights:
 
 
 def network_of(net: EagleNet, target: Target, quantization: str | None) -> Network:
-    """The network that computes a head; see `head_network`."""
     weights, own = EagleWeights(net), target.quantization
     return head_network(weights, target.network, quantization, of_target=own)
 
@@ -323,7 +321,7 @@ class _Fusion:
 # `parallel`: one pass of a trained head drafts a whole block (P-EAGLE, arXiv 2602.01469).
 #
 # The head is an EAGLE-3 head with learnt masks after the root (see `eagle_net.py`). Every level
-# of a draft is one node of its pass (see `block.py`).
+# of a draft is one node of its pass (see `drafters/blocks.py`).
 
 
 class ParallelHead(BlockScorer, EagleHead):

@@ -2,7 +2,7 @@
 
 They take weights from the head's file that are the target's own: vLLM the output rows of a reduced
 draft vocabulary, without which it does not load the head, and `speculators` the embedding as well,
-without which it computes with whatever is in memory. See `checkpoint.py` for the format.
+without which it computes with whatever is in memory. See `layouts.py` for the format.
 """
 
 from __future__ import annotations

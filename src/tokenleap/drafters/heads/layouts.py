@@ -253,7 +253,6 @@ class StateFolder(HeadFolder):
 
     @property
     def kind(self) -> type[StateNet]:
-        """The class of its network."""
         return next(net for net in _STATE_NETS if net.Config is type(self.config))
 
     def load(self, target: Target) -> StateNet:
@@ -412,7 +411,6 @@ class _ParallelFile(_File):
 
 
 def _speculators(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> EagleFolder:
-    """A head in the `speculators` format."""
     config, verifier, notes = _described(fields, folder / CONFIG)
     weights = folder / WEIGHTS
     return _eagle(folder, weights, config, verifier, notes, read_tensors(weights))
@@ -458,26 +456,30 @@ def _described(
     return config, verifier, notes.model_extra or {}
 
 
+_OF_LAYER = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+_OF_FILE = ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
+"""Fields of `EagleConfig` that `transformer_layer_config` and the file have under these names."""
+
+
 def _config(file: _File) -> EagleConfig:
     layer = file.transformer_layer_config
     rope = layer.rope_parameters or layer.rope_scaling or _Rope()
     parameters = rope.model_dump(exclude_none=True)
     parameters.setdefault("rope_theta", layer.rope_theta)
     sizes: dict[str, Any] = {
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_attention_heads": layer.num_attention_heads,
-        "num_key_value_heads": layer.num_key_value_heads,
+        **{name: getattr(layer, name) for name in _OF_LAYER},
+        **{name: getattr(file, name) for name in _OF_FILE},
         "head_dim": layer.head_dim or max(1, layer.hidden_size // layer.num_attention_heads),
-        "vocab_size": layer.vocab_size,
-        "draft_vocab_size": file.draft_vocab_size,
         "aux_layers": file.eagle_aux_hidden_state_layer_ids,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "rms_norm_eps": layer.rms_norm_eps,
         "rope_parameters": parameters,
-        "norm_before_residual": file.norm_before_residual,
-        "fc_norm": file.fc_norm,
-        "norm_output": file.norm_output,
         "qk_norm": layer.model_type == "qwen3",
     }
     if not isinstance(file, _ParallelFile):
@@ -493,22 +495,15 @@ def _config(file: _File) -> EagleConfig:
 def _speculators_fields(
     config: EagleConfig, verifier: Verifier, notes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields of `config.json`."""
     parallel = config if isinstance(config, ParallelConfig) else None
     kind = "peagle" if parallel else "eagle3"
     layer = {
         "model_type": "qwen3" if config.qk_norm else "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
+        **{name: getattr(config, name) for name in _OF_LAYER},
         "head_dim": config.head_dim,
         "num_hidden_layers": parallel.num_layers if parallel else 1,
-        "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_parameters["rope_theta"],
         "rope_parameters": dict(config.rope_parameters),
-        "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -531,13 +526,10 @@ def _speculators_fields(
             "verifier": named,
         },
         "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size,
+        **{name: getattr(config, name) for name in _OF_FILE},
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
-        "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": False,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
@@ -590,7 +582,6 @@ def _named_layers(fields: Mapping[str, Any]) -> Any:
 
 
 def _as_speculators(fields: Mapping[str, Any], layers: Any) -> dict[str, Any]:
-    """The same in the fields of the `speculators` format."""
     notes = fields.get("tokenleap", {})
     unknown = {"name_or_path": None}
     verifier = notes.get("verifier", unknown) if isinstance(notes, dict) else unknown
@@ -612,7 +603,6 @@ def _as_speculators(fields: Mapping[str, Any], layers: Any) -> dict[str, Any]:
 def _authors_fields(
     config: FeatureConfig, verifier: Verifier, notes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields of `config.json`."""
     fields = _speculators_fields(config, verifier, notes)
     reduced = config.draft_vocab_size != config.vocab_size
     return {

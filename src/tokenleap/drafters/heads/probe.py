@@ -114,7 +114,6 @@ class Seen:
 
 
 def look(target: Target, tokens: Sequence[int], layers: Iterable[int] = ()) -> Seen:
-    """Run a target over a text."""
     need = Need(hidden=tuple(sorted(set(layers))))
     target.add(INTERNAL_KEY)
     try:

@@ -41,7 +41,7 @@ NO_LIMIT = 1 << 30
 
 
 class StateHead(Head):
-    """A head in the target's dtype (see `scorer.Scorer`).
+    """A head in the target's dtype.
 
     Args:
         net: the head. It is changed: its linear layers are packed.
@@ -148,7 +148,6 @@ class StateHead(Head):
         return compute(*inputs)[:count]
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
-        """See `Scorer.finish_draft`: forget the draft's states."""
         for kept in (self._roots, self._levels, self._all):
             kept.pop(request.key, None)
 
