@@ -86,7 +86,7 @@ inline void transpose(const uint32_t* const (&rows)[LANES], int offset, u32x16* 
     }
 #else
     for (int j = 0; j < LANES; j++)
-        for (int i = 0; i < LANES; i++) columns[j][i] = rows[i][offset + j];
+        for (int i = 0; i < LANES; i++) ((uint32_t*)(columns + j))[i] = rows[i][offset + j];
 #endif
 }
 

@@ -30,9 +30,28 @@ inline size_t k_panel_bytes(int bits, int inputs) {
     return groups * k_group_bytes(bits) + groups / BLOCK_GROUPS * k_block_bytes(bits);
 }
 
+// Sums of M rows and V vectors of outputs. Their loops are unrolled, else GCC keeps them in memory.
+template <class Vector, int M, int V>
+inline void clear(Vector (&sums)[M][V]) {
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) sums[m][v] = Vector{};
+}
+
+template <int M, int V>
+inline void put(const f32x16 (&sums)[M][V], float* out) {
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) store(out + m * 32 + v * LANES, sums[m][v]);
+}
+
 inline i32x16 widen_unsigned(const uint8_t* from) {
 #ifdef TOKENLEAP_AVX512
     return (i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(TOKENLEAP_AVX2)
+    return eights<i32x8>([&](int i) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + i))); });
 #else
     using u8x16 = uint8_t __attribute__((vector_size(16)));
     return __builtin_convertvector(load<u8x16>(from), i32x16);
@@ -42,13 +61,15 @@ inline i32x16 widen_unsigned(const uint8_t* from) {
 inline i32x16 widen_signed(const uint8_t* from) {
 #ifdef TOKENLEAP_AVX512
     return (i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(TOKENLEAP_AVX2)
+    return eights<i32x8>([&](int i) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + i))); });
 #else
     using i8x16 = int8_t __attribute__((vector_size(16)));
     return __builtin_convertvector(load<i8x16>(from), i32x16);
 #endif
 }
 
-inline f32x16 widen_byte(const uint8_t* from) { return __builtin_convertvector(widen_unsigned(from), f32x16); }
+inline f32x16 widen_byte(const uint8_t* from) { return to_float(widen_unsigned(from)); }
 
 // Put what Q6K adds to an input row, whose group of 32 bytes is there already.
 inline void put_halves(uint8_t* row, int inputs, int offset) {
@@ -78,7 +99,8 @@ struct BlockKernel {
 
     template <int M, class Prefetch>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2] = {};
+        f32x16 sums[M][2];
+        clear(sums);
         int groups = inputs / 32;
         const uint8_t* blocks = panel + groups * k_group_bytes(BITS);
         later.split_into(groups);
@@ -99,14 +121,13 @@ struct BlockKernel {
 #pragma GCC unroll 6
                 for (int m = 0; m < M; m++) {
                     const float* x = (const float*)(rows + m * stride + inputs) + g;
-                    f32x16 product = __builtin_convertvector(products[m][v], f32x16);
+                    f32x16 product = to_float(products[m][v]);
                     sums[m][v] = fma(d * product, splat(x[0]), sums[m][v]);
                     if constexpr (BITS != 6) sums[m][v] = fma(least, splat(x[groups]), sums[m][v]);
                 }
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < 2; v++) store(out + m * 32 + v * LANES, sums[m][v]);
+        put(sums, out);
     }
 
     template <int M>
@@ -127,8 +148,7 @@ struct BlockKernel {
     template <int M>
     static inline void multiply_group(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
                                       i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
+        clear(products);
         add_quads<M>(panel, rows, stride, g, 0, 8, products);
     }
 
@@ -136,8 +156,7 @@ struct BlockKernel {
     template <int M>
     static inline void multiply_halves(const uint8_t* panel, const uint8_t* scales, const uint8_t* rows, size_t stride,
                                        int inputs, int g, i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
+        clear(products);
 #pragma GCC unroll 2
         for (int part = 0; part < 2; part++) {
             i32x16 sums[M][2];

@@ -6,17 +6,18 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "tiles.h"
 
 namespace tokenleap {
 
 // Kernels of M rows.
 
+
+// Of the two vectors of a panel, those that are computed together, so that their sums stay in registers.
 template <int M>
-inline void put(const f32x16 (&sums)[M][2], float* out) {
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < 2; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
-}
+constexpr int VECTORS = 2 * M <= SUMS ? 2 : 1;
 
 // The numbers in a 32-bit word, and how products of words are added up.
 struct FloatWords {
@@ -37,25 +38,34 @@ struct Bf16Words {
 
 template <class Words>
 struct WordKernel {
-    static constexpr int ROWS = 12;
+    static constexpr int ROWS = std::min(SUMS, 12);
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2] = {};
+        constexpr int TOGETHER = VECTORS<M>;
         int words = inputs / Words::PER_WORD;
-        later.split_into(words / 8);
+        later.split_into(words / 8 * (2 / TOGETHER));
+        for (int v = 0; v < 2; v += TOGETHER) multiply<M, TOGETHER>(panel + v * 64, rows, stride, words, later, out + v * LANES);
+    }
+
+    template <int M, int TOGETHER>
+    static inline void multiply(const uint8_t* panel, const uint8_t* rows, size_t stride, int words, Prefetch& later, float* out) {
+        f32x16 sums[M][TOGETHER];
+        clear(sums);
         for (int k = 0; k < words; k++) {
             if (k % 8 == 0) later.some();
             const uint32_t* w = (const uint32_t*)panel + k * PANEL;
-            u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
+#pragma GCC unroll 2
+            for (int v = 0; v < TOGETHER; v++) {
+                u32x16 wv = load<u32x16>(w + v * LANES);
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride))[k];
-                sums[m][0] = Words::dot(sums[m][0], w0, x);
-                sums[m][1] = Words::dot(sums[m][1], w1, x);
+                for (int m = 0; m < M; m++) {
+                    uint32_t x = ((const uint32_t*)(rows + m * stride))[k];
+                    sums[m][v] = Words::dot(sums[m][v], wv, x);
+                }
             }
         }
-        put<M>(sums, out);
+        put(sums, out);
     }
 };
 
@@ -66,7 +76,8 @@ struct ByteKernel {
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2] = {};
+        f32x16 sums[M][2];
+        clear(sums);
         int groups = inputs / GROUP;
         later.split_into(groups);
         for (int g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
@@ -84,14 +95,14 @@ struct ByteKernel {
 #pragma GCC unroll 6
                 for (int m = 0; m < M; m++) {
                     const float* x = (const float*)(rows + m * stride + inputs) + g;
-                    f32x16 product = __builtin_convertvector(products[m][v], f32x16);
+                    f32x16 product = to_float(products[m][v]);
                     sums[m][v] = fma(d * product, splat(x[0]), sums[m][v]);
                     if constexpr (FORMAT != Format::INT8)
                         sums[m][v] = fma(least, splat(x[groups]), sums[m][v]);
                 }
             }
         }
-        put<M>(sums, out);
+        put(sums, out);
     }
 
     template <int M>
@@ -118,8 +129,7 @@ struct ByteKernel {
     template <int M>
     static inline void multiply_bits(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
                                      i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
+        clear(products);
 #pragma GCC unroll 8
         for (int quad = 0; quad < GROUP / 4; quad++) {
             constexpr int BITS = FORMAT == Format::INT5 ? 5 : 4;
