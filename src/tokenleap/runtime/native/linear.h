@@ -14,11 +14,6 @@ namespace tokenleap {
 
 // Kernels of M rows.
 
-
-// Of the two vectors of a panel, those that are computed together, so that their sums stay in registers.
-template <int M>
-constexpr int VECTORS = 2 * M <= SUMS ? 2 : 1;
-
 // The numbers in a 32-bit word, and how products of words are added up.
 struct FloatWords {
     static constexpr int PER_WORD = 1;
@@ -42,105 +37,69 @@ struct WordKernel {
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        constexpr int TOGETHER = VECTORS<M>;
+        constexpr int V = TOGETHER<M>;
         int words = inputs / Words::PER_WORD;
-        later.split_into(words / 8 * (2 / TOGETHER));
-        for (int v = 0; v < 2; v += TOGETHER) multiply<M, TOGETHER>(panel + v * 64, rows, stride, words, later, out + v * LANES);
+        later.split_into(words / 8 * (2 / V));
+        for (int first = 0; first < 2; first += V) {
+            f32x16 sums[V][M];
+            clear(sums);
+            const uint32_t* w = (const uint32_t*)panel + first * LANES;
+            for (int k = 0; k < words; k++, w += PANEL) {
+                if (k % 8 == 0) later.some();
+                add_words(w, rows + k * sizeof *w, stride, sums);
+            }
+            put(sums, out + first * LANES);
+        }
     }
 
-    template <int M, int TOGETHER>
-    static inline void multiply(const uint8_t* panel, const uint8_t* rows, size_t stride, int words, Prefetch& later, float* out) {
-        f32x16 sums[M][TOGETHER];
-        clear(sums);
-        for (int k = 0; k < words; k++) {
-            if (k % 8 == 0) later.some();
-            const uint32_t* w = (const uint32_t*)panel + k * PANEL;
+    template <int V, int M>
+    static inline void add_words(const uint32_t* words, const uint8_t* rows, size_t stride, f32x16 (&sums)[V][M]) {
+        u32x16 w[V];
 #pragma GCC unroll 2
-            for (int v = 0; v < TOGETHER; v++) {
-                u32x16 wv = load<u32x16>(w + v * LANES);
+        for (int v = 0; v < V; v++) w[v] = load<u32x16>(words + v * LANES);
 #pragma GCC unroll 12
-                for (int m = 0; m < M; m++) {
-                    uint32_t x = ((const uint32_t*)(rows + m * stride))[k];
-                    sums[m][v] = Words::dot(sums[m][v], wv, x);
-                }
-            }
+        for (int m = 0; m < M; m++) {
+            uint32_t x = *(const uint32_t*)(rows + m * stride);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) sums[v][m] = Words::dot(sums[v][m], w[v], x);
         }
-        put(sums, out);
     }
 };
 
 // Sums of bytes are exact; their scales are applied group by group, in ascending order.
 template <Format FORMAT>
 struct ByteKernel {
+    static constexpr int BITS = FORMAT == Format::INT8 ? 8 : FORMAT == Format::INT5 ? 5 : 4;
     static constexpr int ROWS = 6;
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2];
+        constexpr int V = TOGETHER<M>;
+        constexpr bool LEAST = FORMAT != Format::INT8;
+        f32x16 sums[2][M];
         clear(sums);
         int groups = inputs / GROUP;
+        size_t part = groups * sizeof(float);  // of what stands after a row's bytes
         later.split_into(groups);
         for (int g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
             later.some();
-            i32x16 products[M][2];
-            if constexpr (FORMAT == Format::INT8)
-                multiply_bytes<M>(panel, rows, stride, inputs, g, products);
-            else
-                multiply_bits<M>(panel, rows, stride, g, products);
-            const half* scales = (const half*)(panel + group_bytes(FORMAT)) - (FORMAT == Format::INT8 ? 1 : 2) * PANEL;
+            const uint8_t* row_scales = rows + inputs + g * sizeof(float);
+            const half* scales = (const half*)(panel + group_bytes(FORMAT)) - (LEAST ? 2 : 1) * PANEL;
 #pragma GCC unroll 2
-            for (int v = 0; v < 2; v++) {
-                f32x16 d = widen_half(scales + v * LANES), least = {};
-                if constexpr (FORMAT != Format::INT8) least = widen_half(scales + PANEL + v * LANES);
-#pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    const float* x = (const float*)(rows + m * stride + inputs) + g;
-                    f32x16 product = to_float(products[m][v]);
-                    sums[m][v] = fma(d * product, splat(x[0]), sums[m][v]);
-                    if constexpr (FORMAT != Format::INT8)
-                        sums[m][v] = fma(least, splat(x[groups]), sums[m][v]);
+            for (int first = 0; first < 2; first += V) {
+                i32x16 products[V][M];
+                if constexpr (LEAST) clear(products);
+                else begin(row_scales + 2 * part, stride, products);
+                add_quads<BITS, 0, GROUP / 4>(panel + first * 64, rows + g * GROUP, stride, products);
+#pragma GCC unroll 2
+                for (int v = first; v < first + V; v++) {
+                    f32x16 d = widen_half(scales + v * LANES), least = {};
+                    if constexpr (LEAST) least = widen_half(scales + PANEL + v * LANES);
+                    add_scaled<LEAST>(products[v - first], d, least, row_scales, stride, part, sums[v]);
                 }
             }
         }
         put(sums, out);
-    }
-
-    template <int M>
-    static inline void multiply_bytes(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, int g,
-                                      i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) {
-            const int32_t* x = (const int32_t*)(rows + m * stride + inputs);
-            products[m][0] = products[m][1] = splat(x[2 * (inputs / GROUP) + g]);
-        }
-#pragma GCC unroll 8
-        for (int quad = 0; quad < GROUP / 4; quad++) {
-            const uint32_t* w = (const uint32_t*)panel + quad * PANEL;
-            u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[quad];
-                products[m][0] = dot4(products[m][0], w0, x);
-                products[m][1] = dot4(products[m][1], w1, x);
-            }
-        }
-    }
-
-    template <int M>
-    static inline void multiply_bits(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
-                                     i32x16 (&products)[M][2]) {
-        clear(products);
-#pragma GCC unroll 8
-        for (int quad = 0; quad < GROUP / 4; quad++) {
-            constexpr int BITS = FORMAT == Format::INT5 ? 5 : 4;
-            u32x16 w0 = unpack<BITS>(panel, quad, 0), w1 = unpack<BITS>(panel, quad, 1);
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[quad];
-                products[m][0] = dot4(products[m][0], w0, x);
-                products[m][1] = dot4(products[m][1], w1, x);
-            }
-        }
     }
 };
 

@@ -239,20 +239,32 @@ inline f32x16 dot2(f32x16 acc, u32x16 a, uint32_t b) {
 
 #ifdef TOKENLEAP_AVX2
 // The sum of two products in every lane, of 16-bit numbers.
-inline i32x16 madd(u32x16 a, __m256i b) {
+inline i32x16 madd(i32x16 a, __m256i b) {
     return {(i32x8)_mm256_madd_epi16((__m256i)a.low, b), (i32x8)_mm256_madd_epi16((__m256i)a.high, b)};
+}
+
+// Sums of two products of bytes, in 16 bits; bytes of `a` are below 128.
+inline i32x16 maddubs(u32x16 a, __m256i b) {
+    return {(i32x8)_mm256_maddubs_epi16((__m256i)a.low, b), (i32x8)_mm256_maddubs_epi16((__m256i)a.high, b)};
 }
 #endif
 
-// acc + the sum of four products in every lane: unsigned bytes of a, signed bytes of b.
+// acc + the sum of four products in every lane: unsigned bytes of a, below 2^BITS, and signed bytes of b. At the end, take
+// the `total`.
+template <int BITS>
 inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
 #if defined(TOKENLEAP_AVX512) && defined(__AVX512VNNI__)
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32((int)b));
 #elif defined(TOKENLEAP_AVX2)
-    // In 16 bits, sums of two products may be too large.
     __m256i all = _mm256_set1_epi32((int)b);
+    if constexpr (BITS == 4) {  // halves of a lane are sums of their own: eight times two products fit into 16 bits
+        i32x16 more = maddubs(a, all);
+        return {(i32x8)_mm256_add_epi16((__m256i)acc.low, (__m256i)more.low),
+                (i32x8)_mm256_add_epi16((__m256i)acc.high, (__m256i)more.high)};
+    }
+    if constexpr (BITS < 8) return acc + madd(maddubs(a, all), _mm256_set1_epi16(1));
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), odd = _mm256_srai_epi16(all, 8);
-    return acc + madd(a & 0x00ff00ffu, even) + madd((a >> 8) & 0x00ff00ffu, odd);
+    return acc + madd((i32x16)(a & 0x00ff00ffu), even) + madd((i32x16)((a >> 8) & 0x00ff00ffu), odd);
 #else
     for (int i = 0; i < 4; i++) {
         i32x16 bytes = (i32x16)((a >> (8 * i)) & 0xff);
@@ -260,6 +272,15 @@ inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
     }
     return acc;
 #endif
+}
+
+// Of sums from 0 on of at most eight times four products.
+template <int BITS>
+inline i32x16 total(i32x16 acc) {
+#ifdef TOKENLEAP_AVX2
+    if constexpr (BITS == 4) return madd(acc, _mm256_set1_epi16(1));
+#endif
+    return acc;
 }
 
 // Adds in the same order with every compiler.
