@@ -70,7 +70,7 @@ inline void put_halves(uint8_t* row, int inputs, int offset) {
 
 // Of a panel's two vectors, those that are computed together, so that their sums stay in registers.
 template <int M>
-constexpr int TOGETHER = 2 * M <= SUMS ? 2 : 1;
+constexpr int PANEL_VECTORS = 2 * M <= SUMS ? 2 : 1;
 
 template <class Vector, int V, int M>
 inline void clear(Vector (&sums)[V][M]) {
@@ -148,7 +148,7 @@ struct BlockKernel {
 
     template <int M, class Prefetch>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        constexpr int V = TOGETHER<M>;
+        constexpr int V = PANEL_VECTORS<M>;
         f32x16 sums[2][M];
         clear(sums);
         int groups = inputs / 32;

@@ -33,11 +33,11 @@ struct Bf16Words {
 
 template <class Words>
 struct WordKernel {
-    static constexpr int ROWS = std::min(SUMS, 12);
+    static constexpr int ROWS = std::min(12, Words::PER_WORD == 1 ? SUMS : SUMS - 2);
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        constexpr int V = TOGETHER<M>;
+        constexpr int V = PANEL_VECTORS<M>;
         int words = inputs / Words::PER_WORD;
         later.split_into(words / 8 * (2 / V));
         for (int first = 0; first < 2; first += V) {
@@ -70,11 +70,11 @@ struct WordKernel {
 template <Format FORMAT>
 struct ByteKernel {
     static constexpr int BITS = FORMAT == Format::INT8 ? 8 : FORMAT == Format::INT5 ? 5 : 4;
-    static constexpr int ROWS = 6;
+    static constexpr int ROWS = std::min(6, BITS < 8 ? SUMS : SUMS - 2);
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        constexpr int V = TOGETHER<M>;
+        constexpr int V = PANEL_VECTORS<M>;
         constexpr bool LEAST = FORMAT != Format::INT8;
         f32x16 sums[2][M];
         clear(sums);
@@ -110,29 +110,33 @@ inline Kernel kernel_for(int rows) {
     return K::template run<M>;
 }
 
+// What `use` says of the kernels of a format.
+template <class Use>
+inline auto with_kernels(Format format, Use use) {
+    switch (format) {
+        case Format::F32: return use(WordKernel<FloatWords>());
+        case Format::BF16: return use(WordKernel<Bf16Words>());
+        case Format::INT8: return use(ByteKernel<Format::INT8>());
+        case Format::INT5: return use(ByteKernel<Format::INT5>());
+        case Format::Q4K: return use(BlockKernel<4>());
+        case Format::Q5K: return use(BlockKernel<5>());
+        case Format::Q6K: return use(BlockKernel<6>());
+        default: return use(ByteKernel<Format::INT4>());
+    }
+}
+
 inline int most_rows(Format format) {
-    return format == Format::F32 || format == Format::BF16 ? WordKernel<Bf16Words>::ROWS
-                                                           : ByteKernel<Format::INT8>::ROWS;
+    return with_kernels(format, [](auto kernels) { return int(decltype(kernels)::ROWS); });
 }
 
 inline Kernel kernel_for(Format format, int rows) {
-    switch (format) {
-        case Format::F32: return kernel_for<WordKernel<FloatWords>>(rows);
-        case Format::BF16: return kernel_for<WordKernel<Bf16Words>>(rows);
-        case Format::INT8: return kernel_for<ByteKernel<Format::INT8>>(rows);
-        case Format::INT5: return kernel_for<ByteKernel<Format::INT5>>(rows);
-        case Format::Q4K: return kernel_for<BlockKernel<4>>(rows);
-        case Format::Q5K: return kernel_for<BlockKernel<5>>(rows);
-        case Format::Q6K: return kernel_for<BlockKernel<6>>(rows);
-        default: return kernel_for<ByteKernel<Format::INT4>>(rows);
-    }
+    return with_kernels(format, [=](auto kernels) { return kernel_for<decltype(kernels)>(rows); });
 }
 
 // How the rows of a product are cut into blocks, each of which is one call of a kernel.
 class Blocks {
 public:
-    static constexpr int MOST = Tiles::MOST > WordKernel<Bf16Words>::ROWS ? Tiles::MOST : WordKernel<Bf16Words>::ROWS;
-    static_assert(ByteKernel<Format::INT8>::ROWS <= MOST, "MOST are the rows of a block");
+    static constexpr int MOST = std::max(Tiles::MOST, 12);
 
     Blocks(const Linear& layer, int rows, const Tiles& tiles) : layer_(layer), rows_(rows), tiles_(tiles.rows()) {
         int most = tiles_ ? tiles_ : most_rows(layer.format);

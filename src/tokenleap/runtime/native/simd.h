@@ -231,7 +231,13 @@ inline f32x16 dot2(f32x16 acc, u32x16 a, uint32_t b) {
 #if defined(TOKENLEAP_AVX512) && defined(__AVX512BF16__)
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
 #else
+#ifdef TOKENLEAP_AVX2
+    __m256i all = _mm256_set1_epi32((int)b);
+    asm("" : "+x"(all));  // GCC would shift before it makes copies, which takes twice as long
+    u32x16 both = {(u32x8)all, (u32x8)all};
+#else
     u32x16 both = splat(b);
+#endif
     acc = fma((f32x16)(a << 16), (f32x16)(both << 16), acc);
     return fma((f32x16)(a & 0xffff0000u), (f32x16)(both & 0xffff0000u), acc);
 #endif
@@ -264,7 +270,8 @@ inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
     }
     if constexpr (BITS < 8) return acc + madd(maddubs(a, all), _mm256_set1_epi16(1));
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), odd = _mm256_srai_epi16(all, 8);
-    return acc + madd((i32x16)(a & 0x00ff00ffu), even) + madd((i32x16)((a >> 8) & 0x00ff00ffu), odd);
+    i32x16 high = {(i32x8)_mm256_srli_epi16((__m256i)a.low, 8), (i32x8)_mm256_srli_epi16((__m256i)a.high, 8)};
+    return acc + (madd((i32x16)(a & 0x00ff00ffu), even) + madd(high, odd));
 #else
     for (int i = 0; i < 4; i++) {
         i32x16 bytes = (i32x16)((a >> (8 * i)) & 0xff);
