@@ -14,13 +14,15 @@ from torch import Tensor
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, LazyDistribution, Limits
 from tokenleap.core.noise import Noise
-from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.shapes import Node, Shape
 from tokenleap.request import Request
-from tokenleap.runtime.network import GrownTree, GrowthDraw
+from tokenleap.runtime.growth_plan import GrowthDraw
+from tokenleap.runtime.network import GrownTree
 
 __all__ = [
     "Drawn",
+    "GrowingChain",
     "Growth",
     "allowed_part",
     "best_first_nodes",
@@ -112,6 +114,35 @@ class Growth:
         for node in drawn:
             self.draws.append((nodes.setdefault(node.token, node), node.distribution))
         return list(nodes.values())
+
+
+class GrowingChain:
+    """A chain that is being drafted. It ends with its budget, and below an improbable token.
+
+    Attributes:
+        tokens: drafted so far, and `q` and `path_probs` as in `Draft`.
+    """
+
+    def __init__(self, root: int, budget: Budget) -> None:
+        self._root, self._budget = root, budget
+        self.tokens: list[int] = []
+        self.q: list[Distribution] = []
+        self.path_probs: list[float] = []
+        self.ended = not budget.chain
+
+    def add(self, token: int, q: Distribution, probability: float) -> None:
+        """Append a token with the distribution that it was drawn from."""
+        path_prob = probability * (self.path_probs[-1] if self.path_probs else 1.0)
+        self.tokens.append(token)
+        self.q.append(q)
+        self.path_probs.append(path_prob)
+        full = len(self.tokens) == self._budget.chain
+        self.ended = full or self._budget.stops_below(probability, path_prob)
+
+    def draft(self, *, with_probs: bool = True) -> Draft:
+        """The chain; `path_probs` are for controllers that learn where to end drafts."""
+        probs = tuple(self.path_probs) if with_probs else ()
+        return Draft(chain([self._root, *self.tokens]), tuple(self.q), path_probs=probs)
 
 
 # How `ModelDrafter` chooses the children of one node: the most probable tokens, or drawn ones.
