@@ -52,7 +52,7 @@ class Budget:
         min_path_prob: the same for the product of the probabilities along the path.
 
     Under the rule `coupled`, drafters with a model take the clarity of a drawn token for its
-    probability: how clearly the noise decides for it (`drafters.drawing`). It may be near 1 where q
+    probability: how clearly the noise decides for it (`drafters.growth`). It may be near 1 where q
     is small. A cascade takes q.
     """
 

@@ -132,7 +132,7 @@ class Draft:
             was drawn once.
         path_probs: [n] the drafter's probability of the path down to each drafted node, or empty
             if it has none. Of tokens drawn with the target's own noise, it may be the product of
-            their clarity, which is no probability under q (`drafters.drawing`). NaN for nodes that
+            their clarity, which is no probability under q (`drafters.growth`). NaN for nodes that
             another drafter appended.
     """
 

@@ -99,7 +99,7 @@ class OwnModel(Scorer):
         return most_tokens(self._model, request.source) - len(self.seen(request))
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
-        """The oldest requests that fit into the model's memory (see `admission`)."""
+        """The oldest requests that fit into the model's memory."""
         seen = {request.key: len(self.seen(request)) for request in requests}
         held = {key: len(tokens) for key, tokens in self._cached.items()}
         missing = [seen[key] - held.get(key, 0) for key in seen]
