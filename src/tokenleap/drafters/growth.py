@@ -200,12 +200,8 @@ def most_probable_below(
 
 def distinct(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
     """`width` draws without replacement: the q of each excludes its earlier siblings."""
-    drawn, left = [], distribution
-    for token in noise.draw_distinct(distribution, depth, width):
-        drawn.append((token, left, distribution.prob(token)))
-        if len(drawn) < width:
-            left = left.without(token)
-    return drawn
+    tokens = noise.draw_distinct(distribution, depth, width)
+    return _one_by_one(tokens, [distribution.prob(token) for token in tokens], distribution)
 
 
 def independent(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
@@ -217,11 +213,21 @@ def independent(distribution: Distribution, noise: Noise, depth: int, width: int
 def coupled_draws(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
     """The same draws as `distinct` with the target's own noise; their probability is `clarity`."""
     tokens, shares = _with_clarity(distribution, noise, depth, width)
-    drawn, left = list[Drawn](), distribution
-    for token, share in zip(tokens, shares, strict=True):
-        drawn.append((token, left, share))
+    return _one_by_one(tokens, shares, distribution)
+
+
+def _one_by_one(
+    tokens: Sequence[int],
+    probabilities: Sequence[float],
+    whole: Distribution,
+    without: Callable[[Distribution, int], Distribution] = Distribution.without,
+) -> list[Drawn]:
+    """Siblings that were drawn without replacement: the q of each excludes the earlier ones."""
+    drawn, left = list[Drawn](), whole
+    for token, probability in zip(tokens, probabilities, strict=True):
+        drawn.append((token, left, probability))
         if len(drawn) < len(tokens):
-            left = left.without(token)
+            left = without(left, token)
     return drawn
 
 
@@ -308,13 +314,10 @@ def _without_replacement(
     row, first = tree.logits[tree.rows[siblings[0]]], siblings[0]
     known = None if truncated else (tree.tokens[first], tree.shown[first])
     whole: Distribution = LazyDistribution(lambda: q_of(row), known)
-    drawn, left = list[Drawn](), whole
-    for node in siblings:
-        token = tree.tokens[node]
-        probability = whole.prob(token) if reads_q else tree.probabilities[node]
-        drawn.append((token, left, probability))
-        left = _without(left, token)
-    return drawn
+    tokens = [tree.tokens[node] for node in siblings]
+    shown = [tree.probabilities[node] for node in siblings]
+    probabilities = [whole.prob(token) for token in tokens] if reads_q else shown
+    return _one_by_one(tokens, probabilities, whole, _without)
 
 
 def _without(distribution: Distribution, token: int) -> Distribution:
