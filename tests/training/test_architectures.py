@@ -14,9 +14,9 @@ from tests.training.world import computed, cycles, new_trainee, parts_of
 from tests.windowed import WINDOW, windowed_config, windowed_model
 from tokenleap import CompatibilityError
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import collate
 from tokenleap.training.distill import Sizes, new_lm
-from tokenleap.training.methods import training_method
+from tokenleap.training.features import collate
+from tokenleap.training.method import training_method
 from tokenleap.training.tuned import copy_of_target
 
 PADS = 3

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tests.tiny import tiny_model
 from tests.training.world import computed, random_features
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import BatchSampler, TrainingSet, collate
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.features import Features
+from tokenleap.training.features import BatchSampler, Features, TrainingSet, collate
 
 LEVELS = 3
 

@@ -18,17 +18,15 @@ from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import ModelError, TrainingError
 from tokenleap.models import load_model
-from tokenleap.training import checkpoints
+from tokenleap.training import report
 from tokenleap.training import run as training_run
-from tokenleap.training.batches import TrainingSet
 from tokenleap.training.conversations import ConversationFile
 from tokenleap.training.distill import DistillTrainee, missed, missed_parts
-from tokenleap.training.features import FeatureCache
-from tokenleap.training.method import LOSSES
-from tokenleap.training.methods import training_method
+from tokenleap.training.features import FeatureCache, TrainingSet
+from tokenleap.training.method import DataSettings, TrainingSettings, training_method
 from tokenleap.training.report import Served
 from tokenleap.training.run import TrainingRun
-from tokenleap.training.settings import DataSettings, TrainingSettings
+from tokenleap.training.trainee import LOSSES
 from tokenleap.training.trainer import Trainer
 
 SETTINGS = TrainingSettings(
@@ -61,7 +59,7 @@ def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         served = Served(2, 1.5, (0.5,), 0.1, 1.1)
         patched.setattr(training_run, "measure", lambda *_: served)  # see `test_train.py`
-        patched.setattr(checkpoints, "save_panels", lambda *_: None)
+        patched.setattr(report, "save_panels", lambda *_: None)
         short_talks(patched, answer=16)
         yield
 

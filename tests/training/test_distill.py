@@ -19,13 +19,11 @@ from tests.training.world import computed, cycles, parts_of
 from tokenleap import LLM, CompatibilityError, ConfigError, ModelError, SamplingParams
 from tokenleap.models import load_model
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import TrainingSet, collate
-from tokenleap.training.checkpoints import Step
 from tokenleap.training.distill import DistillTrainee
-from tokenleap.training.method import HeadParts
-from tokenleap.training.methods import training_method
-from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainer import Trainer, optimizers_of
+from tokenleap.training.features import TrainingSet, collate
+from tokenleap.training.method import TrainingSettings, training_method
+from tokenleap.training.trainee import HeadParts
+from tokenleap.training.trainer import Step, Trainer, optimizers_of
 
 LEVELS = 4
 SHORT = TrainingSettings(epochs=60, batch_tokens=128, learning_rate=1e-2, mixed_precision="no")
@@ -152,7 +150,7 @@ def test_what_is_written_drafts(
     method, out = training_method("distill", options), tmp_path / "draft"
     trainee = made(parts, options)
     capsys.readouterr()
-    method.write(trainee, parts, out, {"seed": 7, "step": 1})
+    trainee.write(parts, out, {"seed": 7, "step": 1})
     assert capsys.readouterr().err == ""  # no progress bar of Transformers
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
@@ -224,8 +222,8 @@ def test_embeddings_are_no_matrices(parts: HeadParts, other: Path) -> None:
 def test_a_folder_that_cannot_be_written_keeps_the_model_before(
     parts: HeadParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method, out = training_method("distill", {}), tmp_path / "draft"
-    method.write(made(parts, {}), parts, out, {})
+    out = tmp_path / "draft"
+    made(parts, {}).write(parts, out, {})
     before = {each.name: each.read_bytes() for each in out.iterdir()}
 
     def full(*_: Any, **__: Any) -> None:
@@ -233,7 +231,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_before(
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
     with pytest.raises(ModelError, match=r"draft cannot be written: .*No space left") as caught:
-        method.write(made(parts, {}, seed=1), parts, out, {})
+        made(parts, {}, seed=1).write(parts, out, {})
     assert "\n" not in str(caught.value)
     assert {each.name: each.read_bytes() for each in out.iterdir()} == before
 

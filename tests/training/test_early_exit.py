@@ -14,9 +14,8 @@ from tests.training.world import computed, cycles, parts_of, tiny_target
 from tokenleap import ConfigError
 from tokenleap.runtime.cpu import decoder_layers
 from tokenleap.runtime.network import Need
-from tokenleap.training.batches import collate
-from tokenleap.training.features import passes
-from tokenleap.training.methods import training_method
+from tokenleap.training.features import collate, passes
+from tokenleap.training.method import training_method
 from tokenleap.training.tuned import Schedule, _behind, _dropped
 
 LAYERS, STEPS = 8, 50

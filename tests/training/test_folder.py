@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenleap.errors import ConfigError
-from tokenleap.training.checkpoints import TrainingFolder
+from tokenleap.training.run import TrainingFolder
 
 
 @pytest.mark.parametrize("text", ["[", "[]"])

@@ -18,14 +18,11 @@ from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.errors import TrainingError
 from tokenleap.runtime.target import Target
 from tokenleap.training import conversations, distill
-from tokenleap.training.batches import TrainingSet
-from tokenleap.training.checkpoints import Evaluation, Step
 from tokenleap.training.conversations import Conversation, ConversationFile
 from tokenleap.training.distill import DistillTrainee, OnPolicyRounds
-from tokenleap.training.features import compute_features
-from tokenleap.training.methods import training_method
-from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainer import Trainer
+from tokenleap.training.features import TrainingSet, compute_features
+from tokenleap.training.method import TrainingSettings, training_method
+from tokenleap.training.trainer import Evaluation, Step, Trainer
 
 SETTINGS = TrainingSettings(
     epochs=4, batch_tokens=48, max_length=40, evaluate_every=4, mixed_precision="no"

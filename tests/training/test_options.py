@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from tokenleap.core.config import Config
-from tokenleap.training.methods import TRAINING_METHODS
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.method import TRAINABLE, TrainingSettings, training_class, training_methods
 
 TEXT = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
 
@@ -36,14 +35,14 @@ def test_the_tables_have_every_option_and_its_default() -> None:
     ]
     settings, *of_methods = tables()
     assert settings == defaults(TrainingSettings)
-    assert sorted(name for names in named for name in names) == sorted(TRAINING_METHODS)
+    assert sorted(name for names in named for name in names) == sorted(TRAINABLE)
     for names, table in zip(named, of_methods, strict=True):
         for name in names:
-            assert table == defaults(TRAINING_METHODS[name].Options), name
+            assert table == defaults(training_class(name)), name
 
 
 def test_every_method_is_in_the_first_table() -> None:
-    for name, method in TRAINING_METHODS.items():
+    for name, method in training_methods().items():
         assert f"| `{name}` | {method.summary} |" in TEXT
 
 

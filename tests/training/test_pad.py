@@ -14,9 +14,9 @@ from tests.training.world import computed, cycles, new_trainee, parts_of, tiny_t
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.config import SpeculativeConfig
 from tokenleap.drafters.padding import block_size
-from tokenleap.training.batches import collate
-from tokenleap.training.methods import training_method
-from tokenleap.training.pad import padding_token
+from tokenleap.training.features import collate
+from tokenleap.training.method import training_method
+from tokenleap.training.tuned import padding_token
 
 PADS = 3
 
@@ -57,7 +57,7 @@ def test_the_token_is_in_the_folder(tmp_path: Path) -> None:
     """`pad` uses it unless it is told another one."""
     method = training_method("pad", {"pad_token_id": 91, "num_pads": PADS})
     parts = parts_of(tiny_target())
-    method.write(method.trainee(parts), parts, tmp_path, {})
+    method.trainee(parts).write(parts, tmp_path, {})
     llm = LLM(str(tmp_path), speculative_config={**method.serving(tmp_path), "controller": "fixed"})
     params = SamplingParams(temperature=0, max_tokens=8)
     (output,) = llm.generate([[1, 2, 3]], params, trace=True)

@@ -21,7 +21,7 @@ from tokenleap.runtime.network import Need
 from tokenleap.training.collect import Chooser, PairData, PairSource, Unseen
 from tokenleap.training.conversations import Conversation, ConversationFile
 from tokenleap.training.features import passes
-from tokenleap.training.settings import DataSettings
+from tokenleap.training.method import DataSettings
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 TEXTS = [f"say {4 * word}!" for word in ("ab", "cd", "ef", "gh", "ij", "kl")]

@@ -16,11 +16,10 @@ from tokenleap import ConfigError
 from tokenleap.core.tree import chain
 from tokenleap.drafters.padding import read_pass_tokens
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import TrainingSet, collate
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.methods import training_method
-from tokenleap.training.pad import PassTrainee
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.features import TrainingSet, collate
+from tokenleap.training.method import TrainingSettings, training_method
+from tokenleap.training.tuned import PassTrainee
 
 LEVELS = 4
 
@@ -52,7 +51,7 @@ def test_training_and_serving_have_the_same_logits(target: Target, tmp_path: Pat
     batch = collate([cache[0], cache[1]], LEVELS)
     trainee.eval()
     found = [trainee.logits(outputs, 0) for outputs in trainee.outputs(batch, LEVELS)]
-    method.write(trainee, parts_of(target), tmp_path / "head", {})
+    trainee.write(parts_of(target), tmp_path / "head", {})
     for row, talk in enumerate(talks):
         for place, root in enumerate(batch.roots[row].tolist()):
             if place % 7:
@@ -103,7 +102,7 @@ def test_they_learn_and_the_target_stays(tmp_path: Path) -> None:
     for name, weight in trainee._lm[0].named_parameters():
         assert torch.equal(weight, before[name]) != name.endswith("embed_tokens.rows"), name
     assert sum(x.numel() for x in run.saved[-1][1].values()) < 2 * 64 * LEVELS + 300
-    world.method.write(trainee, parts_of(world.target), tmp_path / "head", {})
+    world.trainee.write(parts_of(world.target), tmp_path / "head", {})
     guesses = served(world.target, tmp_path / "head", [7, 3, 7]).argmax(-1)
     assert guesses.tolist() == [7] * LEVELS
 

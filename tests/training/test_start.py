@@ -17,9 +17,9 @@ from tokenleap import CompatibilityError, ConfigError, ModelError
 from tokenleap.drafters.heads.checkpoint import Description, Verifier, write_checkpoint
 from tokenleap.drafters.heads.eagle_net import EagleNet
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import collate
 from tokenleap.training.eagle import EagleTrainee
-from tokenleap.training.methods import training_method
+from tokenleap.training.features import collate
+from tokenleap.training.method import training_method
 
 VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
 FORM: dict[str, Any] = {"aux_layers": (2, 1), "fc_norm": False, "norm_output": False}
@@ -47,7 +47,7 @@ def test_it_begins_with_the_head_and_a_vocabulary_of_its_own(
 ) -> None:
     folder, net = head
     method = training_method("eagle", {"start": str(folder)})
-    assert method.layers(2) == (2, 1)
+    assert method.read_layers(2) == (2, 1)
     trainee = method.trainee(parts_of(target)).eval()  # it drafts every token
     assert isinstance(trainee, EagleTrainee)
     batch = collate([random_features(20, [(5, 20)], 2)], 2)
@@ -83,7 +83,7 @@ def test_what_cannot_learn_on_is_refused(
     head: tuple[Path, EagleNet], target: Target, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="nowhere"):
-        training_method("eagle", {"start": "nowhere"}).layers(2)
+        training_method("eagle", {"start": "nowhere"}).read_layers(2)
 
     folder, net = head
     rows = {"lm_head.weight": net.head + 1}
@@ -101,4 +101,4 @@ def test_what_cannot_learn_on_is_refused(
     eagle1 = tiny_net(feature_config(), tiny_model())
     write_checkpoint(first, eagle1, Description(eagle1.config, VERIFIER, {}))
     with pytest.raises(CompatibilityError, match="EAGLE-1"):
-        training_method("eagle", {"start": str(first)}).layers(2)
+        training_method("eagle", {"start": str(first)}).read_layers(2)

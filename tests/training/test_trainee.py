@@ -23,24 +23,21 @@ from tests.training.world import (
     tiny_target,
 )
 from tokenleap import LLM, CompatibilityError, ConfigError
-from tokenleap.core.config import Config
 from tokenleap.drafters.heads.checkpoint import read_checkpoint
 from tokenleap.drafters.heads.eagle import load_head
 from tokenleap.drafters.heads.probe import look
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import Batch, collate
 from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee, ParallelTrainee
-from tokenleap.training.features import Features, dequantize
-from tokenleap.training.method import Trainee
-from tokenleap.training.methods import TRAINING_METHODS, training_method
-from tokenleap.training.settings import TRAINABLE, TrainingSettings
+from tokenleap.training.features import Batch, Features, collate, dequantize
+from tokenleap.training.method import TRAINABLE, TrainingSettings, training_method, training_methods
 from tokenleap.training.state_heads import StateTrainee
+from tokenleap.training.trainee import Trainee
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {})
-        for name in TRAINING_METHODS
-        if training_method(name, {}).layers(2)  # the others read tokens only
+        for name in training_methods()
+        if training_method(name, {}).read_layers(2)  # the others read tokens only
     },
     "eagle as in EAGLE-3": ("eagle", {"fc_norm": False, "norm_output": False, "qk_norm": True}),
     "eagle, three layers": ("eagle", {"layers": (2, 0, 1), "intermediate_size": 80}),
@@ -58,7 +55,7 @@ def target() -> Target:
 
 
 def test_the_names_are_those_of_the_help_page() -> None:
-    assert tuple(TRAINING_METHODS) == TRAINABLE
+    assert list(training_methods()) == list(TRAINABLE)
 
 
 @torch.no_grad()
@@ -87,7 +84,7 @@ def test_levels_of_eagle_are_those_of_its_network(form: str, target: Target) -> 
     method = training_method(*FORMS[form])
     trainee = new_trainee(method, target, spread=0.1, stride=2)
     assert isinstance(trainee, EagleTrainee)
-    given = features_of(len(method.layers(2)))
+    given = features_of(len(method.read_layers(2)))
     batch = collate(given, LEVELS)
     found = logits_of(trainee, batch)
     for row, each in enumerate(given):
@@ -141,7 +138,7 @@ def test_levels_of_parallel_are_those_of_its_network(form: str, target: Target) 
     method = training_method("parallel", FORMS[form][1])
     trainee = new_trainee(method, target, spread=0.1, stride=2)
     assert isinstance(trainee, ParallelTrainee)
-    given = features_of(len(method.layers(2)))
+    given = features_of(len(method.read_layers(2)))
     batch = collate(given, LEVELS)
     found = logits_of(trainee, batch)
     for row, each in enumerate(given):
@@ -160,7 +157,7 @@ def test_deep_levels_are_learnt_from_some_drafts(target: Target) -> None:
     method = training_method("parallel", {})
     trainee = new_trainee(method, target, spread=0.1)
     assert isinstance(trainee, ParallelTrainee)
-    layers = len(method.layers(2))
+    layers = len(method.read_layers(2))
     given = [random_features(120, [(8, 112)], layers), random_features(60, [(4, 60)], layers)]
     batch = collate(given, 8)
     roots = batch.levels.valid[:, 0].sum(-1)
@@ -193,7 +190,7 @@ def test_what_is_left_out_does_not_change_the_rest(target: Target) -> None:
     method = training_method("parallel", {"noise": 0})
     trainee = new_trainee(method, target, spread=0.1)
     assert isinstance(trainee, ParallelTrainee)
-    batch = collate(features_of(len(method.layers(2))), 6)
+    batch = collate(features_of(len(method.read_layers(2))), 6)
     thinned = trainee._thinned(batch)
     whole = list(trainee.outputs(batch, 6))
     for level, outputs in enumerate(trainee.outputs(thinned, 6)):
@@ -214,11 +211,11 @@ def test_training_and_serving_have_the_same_logits(
     name, options = FORMS[form]
     method = training_method(name, options)
     trainee = new_trainee(method, target, spread=0.1, stride=2)
-    layers = method.layers(2)
+    layers = method.read_layers(2)
     (talk,) = cycles(1, length=24)
     features = computed(target, [talk], layers, tmp_path / "cache")[0]
     found = logits_of(trainee, collate([features], LEVELS))
-    method.write(trainee, parts_of(target, 2), tmp_path / "head", {})
+    trainee.write(parts_of(target, 2), tmp_path / "head", {})
     hidden = dequantize(features.hidden, features.scales)  # [n, A, E]
     for root in (3, 9, 20):  # tokens that a draft starts from; the pair before each is its root
         expected = served(name, tmp_path / "head", target, hidden, layers, talk.tokens, root)
@@ -260,7 +257,7 @@ def test_heads_for_other_architectures(
     other = tiny_target(architecture, dtype=dtype)
     kind = training_method(method, {})
     trainee = new_trainee(kind, other)
-    cache = computed(other, cycles(2), kind.layers(2), tmp_path / "cache")
+    cache = computed(other, cycles(2), kind.read_layers(2), tmp_path / "cache")
     learnt = trainee(collate([cache[0], cache[1]], 4), 4)
     learnt.losses.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trainee.parameters())
@@ -293,17 +290,17 @@ def test_settings_that_a_head_cannot_follow_are_refused(name: str) -> None:
 
 
 def test_no_option_has_the_name_of_a_setting() -> None:
-    for method in TRAINING_METHODS.values():
-        assert not set(method.Options.field_names()) & set(TrainingSettings.field_names())
+    for method in training_methods().values():
+        assert not set(method.field_names()) & set(TrainingSettings.field_names())
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'eagle'"):
         training_method("eagel", {})
     with pytest.raises(ConfigError, match="layers: this model has layers 0 to 2"):
-        training_method("eagle", {"layers": (0, 3)}).layers(2)
+        training_method("eagle", {"layers": (0, 3)}).read_layers(2)
     with pytest.raises(ConfigError, match="layers: name each once"):
-        training_method("eagle", {"layers": (1, 1)}).layers(2)
+        training_method("eagle", {"layers": (1, 1)}).read_layers(2)
 
 
 def test_the_token_of_masks(target: Target) -> None:
@@ -319,7 +316,7 @@ def test_the_token_of_masks(target: Target) -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 30])
 def test_the_default_layers_exist(num_layers: int) -> None:
-    layers = training_method("eagle", {}).layers(num_layers)
+    layers = training_method("eagle", {}).read_layers(num_layers)
     assert layers == tuple(sorted(set(layers)))
     assert all(0 <= layer < num_layers for layer in layers)
     if num_layers == 30:
@@ -335,10 +332,9 @@ def test_a_target_whose_final_norm_is_unknown(target: Target) -> None:
 
 
 def test_every_method_says_what_it_is() -> None:
-    for name, method in TRAINING_METHODS.items():
+    for name, method in training_methods().items():
         assert method.name == name
         assert method.summary
-        assert issubclass(method.Options, Config)
 
 
 # EAGLE-1
@@ -391,9 +387,9 @@ def test_a_head_records_its_target(form: str, target: Target, tmp_path: Path) ->
     """Another target of the same sizes is refused."""
     method, parts = training_method(form, {}), parts_of(target)
     trainee = new_trainee(method, target)
-    seen = look(target, list(range(40)), method.layers(2))
-    notes = method.probed(trainee, seen)
-    method.write(trainee, parts, tmp_path, notes)
+    seen = look(target, list(range(40)), method.read_layers(2))
+    notes = trainee.probe(seen)
+    trainee.write(parts, tmp_path, notes)
     config = method.serving(tmp_path)
     LLM(tiny_model(head_dim=32), speculative_config=config)
     with pytest.raises(CompatibilityError, match="trained for tiny, and this is another model"):

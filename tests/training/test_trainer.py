@@ -21,20 +21,18 @@ from torch import Tensor
 from tests.training.world import World
 from tokenleap import ConfigError
 from tokenleap.errors import TrainingError
-from tokenleap.training import checkpoints
-from tokenleap.training import trainer as optimizers
-from tokenleap.training.checkpoints import (
+from tokenleap.training import trainer as trainers
+from tokenleap.training.method import TrainingSettings, training_methods
+from tokenleap.training.report import save_curves
+from tokenleap.training.trainee import Trainee
+from tokenleap.training.trainer import (
     Checkpoints,
     Evaluation,
     Progress,
     Step,
+    Trainer,
     checkpoints_in,
-    save_curves,
 )
-from tokenleap.training.method import Trainee
-from tokenleap.training.methods import TRAINING_METHODS
-from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainer import Trainer
 
 SHORT = TrainingSettings(epochs=3, batch_tokens=96, evaluate_every=4, mixed_precision="no")
 
@@ -89,7 +87,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             *(name, precision),
             marks=() if precision == "no" or name == "eagle" else pytest.mark.slow,
         )
-        for name, kind in TRAINING_METHODS.items()
+        for name, kind in training_methods().items()
         if name != "pass" and not (kind.tunes_target or kind.for_sources)
         for precision in ("no", "bf16")
     ],
@@ -404,7 +402,7 @@ def test_a_checkpoint_that_cannot_be_written(
         raise SafetensorError("I/O error: no space left\non device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "save_file", full)
+        patched.setattr(trainers, "save_file", full)
         with pytest.raises(TrainingError, match="cannot be written: SafetensorError") as caught:
             list(run.trainer().run())
     assert "\n" not in str(caught.value)
@@ -471,9 +469,9 @@ def test_damaged_states_are_refused(change: Any, world: World, tmp_path: Path) -
     run = Run(world, tmp_path)
     interrupted(run, [2])
     (checkpoint,) = checkpoints_in(tmp_path)
-    state = checkpoints._read(checkpoint / "state.safetensors")
+    state = trainers._read(checkpoint / "state.safetensors")
     change(state)
-    checkpoints._write(checkpoint / "state.safetensors", state)
+    trainers._write(checkpoint / "state.safetensors", state)
     with pytest.raises(TrainingError, match="cannot be read") as caught:
         list(run.trainer().run())
     assert "\n" not in str(caught.value)
@@ -487,7 +485,7 @@ def test_half_precision_needs_a_gpu(world: World, tmp_path: Path) -> None:
 def learning_rates(settings: TrainingSettings, total: int) -> list[float]:
     """The learning rate of every step, relative to its highest value."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    (schedule,) = optimizers.schedules([optimizer], total, settings)
+    (schedule,) = trainers.schedules([optimizer], total, settings)
     rates = []
     for _ in range(total):
         rates.append(optimizer.param_groups[0]["lr"])

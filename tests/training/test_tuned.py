@@ -23,25 +23,29 @@ from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
 from tokenleap.drafters.heads.probe import look
 from tokenleap.drafters.heads.state import load_net, read_state_file
 from tokenleap.runtime.target import Target
-from tokenleap.training import estimate
-from tokenleap.training import method as trainee_module
-from tokenleap.training.batches import collate
-from tokenleap.training.checkpoints import Evaluation, Step
+from tokenleap.training import report
+from tokenleap.training import trainee as trainee_module
 from tokenleap.training.distill import DistillTrainee
-from tokenleap.training.estimate import training_bytes
-from tokenleap.training.method import LOSSES, at_roots
-from tokenleap.training.methods import TRAINING_METHODS, training_method
+from tokenleap.training.features import collate
+from tokenleap.training.method import (
+    TrainingSettings,
+    training_class,
+    training_method,
+    training_methods,
+)
 from tokenleap.training.report import (
     Perplexity,
     Served,
     advice,
     perplexity,
     served_alike,
+    training_bytes,
     usage_text,
 )
-from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.trainer import Trainer, optimizers_of
-from tokenleap.training.tuned import TUNING_RATES, TargetTrainee, TunedTrainee
+from tokenleap.training.state_heads import TunedTrainee
+from tokenleap.training.trainee import LOSSES, at_roots
+from tokenleap.training.trainer import Evaluation, Step, Trainer, optimizers_of
+from tokenleap.training.tuned import TUNING_RATES, TargetTrainee
 
 FAST = {"target_learning_rate": 6e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,7 +94,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         world.held_out,
         settings,
         place / "run",
-        lambda best, _: world.method.write(best, parts, folder, {"seed": 7}),
+        lambda best, _: best.write(parts, folder, {"seed": 7}),
     )
     steps = [event for event in trainer.run() if isinstance(event, Step)]
     return Tuned(world, before, steps, trainee, folder)
@@ -129,7 +133,7 @@ def test_it_learns_and_drafts_for_the_new_model(tuned: Tuned, tmp_path: Path) ->
     assert new > 1.7
     parts = parts_of(tuned.world.target)
     old = tmp_path / "old"
-    tuned.world.method.write(tuned.world.trainee(), parts, old, {})
+    tuned.world.trainee().write(parts, old, {})
     config = {**tuned.world.method.serving(old), "controller": "fixed"}
     assert accepted(LLM(str(old), dtype="float32"), config) < new - 0.5
 
@@ -180,8 +184,8 @@ def test_heads_for_the_new_model_are_refused_by_the_old_one(tuned: Tuned, tmp_pa
         pytest.skip("it drafts for itself")
     world = tuned.world
     seen = look(world.target, world.held_out[0].tokens.tolist())
-    notes = world.method.probed(tuned.trainee, seen)
-    world.method.write(tuned.trainee, parts_of(world.target), tmp_path, notes)
+    notes = tuned.trainee.probe(seen)
+    tuned.trainee.write(parts_of(world.target), tmp_path, notes)
     config = world.method.serving(tmp_path)
     LLM(str(tmp_path), speculative_config=config)
     with pytest.raises(CompatibilityError, match="this is another model"):
@@ -333,7 +337,7 @@ def test_it_is_told_that_the_model_has_become_worse() -> None:
 def test_it_is_told_what_makes_later_positions_better(method: str, told: str) -> None:
     best = Evaluation(1, 1.0, (0.6, 0.3), (1.6, 1.8), best=True)
     served = Served(1, 1.8, (0.6, 0.3), 0.1, 1.3)
-    (found,) = advice(1.0, best, served, deeper=TRAINING_METHODS[method].deeper)
+    (found,) = advice(1.0, best, served, deeper=training_class(method).deeper)
     assert found == f"Later positions are much worse than the first: {told}."
 
 
@@ -354,7 +358,7 @@ def test_memory_is_known_beforehand() -> None:
     # At least the states between the layers are kept, of the copy as well.
     assert batch > 512 * 64 * 4 * 2
     heads_only: Any = new_trainee(training_method("medusa_2", {"heads_first": 1.0}), tiny_target())
-    heads_only.at_step = lambda step, total: None
+    heads_only._heads_first = 2.0  # in the last step, too
     of_heads = [training_bytes(heads_only, 0, 64, sized(n)).memory for n in (1, 2)]
     assert of_heads[1] - of_heads[0] < batch / 2
 
@@ -380,7 +384,7 @@ def test_what_is_measured_is_where_the_drafter_is(monkeypatch: pytest.MonkeyPatc
 
     made = new_trainee(training_method("medusa", {}), tiny_target())
     monkeypatch.setattr(type(made), "forward", forward)
-    monkeypatch.setattr(estimate, "optimizers_of", lambda *_: [])
+    monkeypatch.setattr(report, "optimizers_of", lambda *_: [])
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     training_bytes(made.to("meta"), 1, 64, TrainingSettings())
     assert len(seen) == 2 * 10
@@ -419,4 +423,4 @@ def test_settings_that_they_cannot_follow(method: str, setting: Any, message: st
 
 
 def test_methods_say_whether_they_change_the_target() -> None:
-    assert {name for name, kind in TRAINING_METHODS.items() if kind.tunes_target} == set(OPTIONS)
+    assert {name for name, kind in training_methods().items() if kind.tunes_target} == set(OPTIONS)

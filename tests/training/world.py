@@ -20,12 +20,11 @@ from tokenleap import LLM
 from tokenleap.runtime.target import Target
 from tokenleap.training import conversations as talks
 from tokenleap.training import self_data
-from tokenleap.training.batches import TrainingSet
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.features import FeatureCache, Features, compute_features
-from tokenleap.training.method import HeadParts, Trainee, TrainingMethod
-from tokenleap.training.methods import training_method
+from tokenleap.training.features import FeatureCache, Features, TrainingSet, compute_features
+from tokenleap.training.method import TrainingMethod, training_method
 from tokenleap.training.self_data import Opening, first_opening, next_opening
+from tokenleap.training.trainee import HeadParts, Trainee
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}"
@@ -161,7 +160,7 @@ class World:
     ) -> None:
         self.target = tiny_target()
         self.method = training_method(method, options)
-        layers = self.method.layers(self.target.network.num_layers)
+        layers = self.method.read_layers(self.target.network.num_layers)
         learnt, held_out = cycles(count), cycles(4, seed=1)
         self.training, self.held_out = (
             TrainingSet(computed(self.target, each, layers, folder / name), 64)

@@ -26,8 +26,8 @@ from tokenleap.training.conversations import (
     Talk,
     loop_start,
 )
+from tokenleap.training.method import DataSettings
 from tokenleap.training.self_data import SelfTalk
-from tokenleap.training.settings import DataSettings
 
 __all__ = [
     "Chooser",

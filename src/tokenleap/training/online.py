@@ -39,13 +39,12 @@ from tokenleap.drafters.online import Learnable, OnlineOptions, OnlineReport
 from tokenleap.errors import CompatibilityError, ConfigError, TrainingError, in_one_line
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import Batch, Levels
 from tokenleap.training.distill import DistillTrainee, checked, write_lm
 from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee
-from tokenleap.training.features import TOP_K, quantize
-from tokenleap.training.method import LOSSES, Trainee
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.features import TOP_K, Batch, Levels, quantize
+from tokenleap.training.method import TrainingSettings
 from tokenleap.training.state_heads import StateTrainee
+from tokenleap.training.trainee import LOSSES, Trainee
 from tokenleap.training.trainer import optimizers_of
 
 __all__ = ["Buffer", "Mark", "OnlineLearner", "Pace", "Recorder", "Window", "marks_of"]

@@ -5,8 +5,10 @@ Every part continues where it stopped. The command line calls it (`cli/train.py`
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,13 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from tokenleap.core.files import read_json, validated, write_whole
 from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.heads.folder import vocabulary_weights
 from tokenleap.drafters.heads.probe import LENGTH, look
+from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import CompatibilityError, ConfigError, DataError, TrainingError
 from tokenleap.llm import LLM, Prompt
-from tokenleap.training.batches import TrainingSet
-from tokenleap.training.checkpoints import DrafterFolder, Evaluation, TrainingFolder, save_curves
 from tokenleap.training.collect import (
     Chooser,
     FileSource,
@@ -34,31 +36,37 @@ from tokenleap.training.collect import (
     texts_in,
 )
 from tokenleap.training.conversations import Conversation, ConversationFile, FileData, opening
-from tokenleap.training.distill import OnPolicyRounds
-from tokenleap.training.estimate import Estimate, estimate, measure_speeds, training_bytes
+from tokenleap.training.distill import OnPolicyRounds, missed_by
 from tokenleap.training.features import (
+    INDEX,
     FeatureCache,
+    TrainingSet,
     bytes_per_token,
     compute_features,
     draft_vocabulary,
 )
-from tokenleap.training.method import HeadParts, Rounds, Trainee, TrainingMethod
+from tokenleap.training.method import DataSettings, TrainingMethod, TrainingSettings
 from tokenleap.training.report import (
+    Estimate,
     Perplexity,
     Reporter,
     Served,
     TrainingReport,
     advice,
+    estimate,
     evaluation_text,
     measure,
+    measure_speeds,
+    save_curves,
     served_alike,
     step_text,
+    training_bytes,
     usage_text,
 )
-from tokenleap.training.settings import DataSettings, TrainingSettings
-from tokenleap.training.trainer import Trainer, processes
+from tokenleap.training.trainee import HeadParts, Trainee
+from tokenleap.training.trainer import Evaluation, Rounds, Trainer, checkpoints_in, processes
 
-__all__ = ["DrafterSeries", "TrainingRun", "TrainingText"]
+__all__ = ["DrafterFolder", "DrafterSeries", "TrainingFolder", "TrainingRun", "TrainingText"]
 
 
 _ROWS = 32
@@ -81,10 +89,10 @@ class TrainingRun:
         reporter: Reporter,
     ) -> None:
         _check_kind(method, llm)
-        self._llm, self._name, self._method = llm, name, method
+        self._llm, self._name, self._method, self._plan = llm, name, method, method.plan
         self._data, self._settings, self._reporter = data, method.adapted(settings), reporter
         self._folder = TrainingFolder(folder)
-        self._layers = method.layers(llm.engine.target.network.num_layers)
+        self._layers = method.read_layers(llm.engine.target.network.num_layers)
         self._processes = processes(on_cpu=llm.device.type == "cpu")
         self._folder.check(self._wanted())
         self._text = TrainingText(
@@ -121,7 +129,7 @@ class TrainingRun:
             del data["parallel"]
         return {
             "method": self._method.name,
-            "options": self._method.options.model_dump(mode="json"),
+            "options": self._method.model_dump(mode="json"),
             "model": self._name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "quantization": target.quantization,
@@ -135,15 +143,13 @@ class TrainingRun:
         """How long it will take, and how much disk; measured in a few seconds."""
         if self._processes.num_processes > 1:
             raise ConfigError("an estimate is for one process: ask without `accelerate launch`.")
-        target, plan = self._llm.engine.target, self._method.on_policy
-        vocab_size = min(self._method.draft_vocab_size, target.vocab_size)
+        target, encoder = self._llm.engine.target, self._plan.reads_encoder
+        layers, size = self._layers, target.hidden_size
+        vocab_size = min(self._plan.draft_vocab_size or target.vocab_size, target.vocab_size)
         new_trainee = self._drafters(torch.arange(vocab_size)).trainee
-        needed = training_bytes(
-            new_trainee(), len(self._layers), target.hidden_size, self._settings
-        )
-        encoder = self._method.reads_encoder
+        needed = training_bytes(new_trainee(), len(layers), size, self._settings, encoder=encoder)
         speeds = measure_speeds(
-            self._llm, new_trainee, self._layers, self._settings, _ROWS, encoder=encoder
+            self._llm, new_trainee, layers, self._settings, _ROWS, encoder=encoder
         )
         answers = self._data.tokens + self._data.held_out_tokens
         there = sum(
@@ -155,13 +161,10 @@ class TrainingRun:
             speeds,
             answers,
             max(0, answers - there),
-            len(self._layers),
-            target.hidden_size,
+            bytes_per_token(len(layers), size, encoder=encoder),
             self._settings,
+            self._plan,
             needed,
-            encoder=encoder,
-            on_policy_share=plan.share if plan else 0.0,
-            num_drafters=self._method.num_drafters,
         )
         free = self._folder.free_bytes
         if not self._folder.has_features and found.disk_bytes > free:
@@ -216,7 +219,7 @@ class TrainingRun:
             FeatureCache(self._folder.features("train")),
             FeatureCache(self._folder.features("held_out")),
             self._llm.eos_token_ids,
-            self._method.draft_vocab_size,
+            self._plan.draft_vocab_size,
             self._llm.engine.target.vocab_size,
         )
         self._reporter.say(
@@ -264,9 +267,8 @@ class TrainingRun:
     def _serve(self, llm: LLM, held_out: Sequence[Conversation]) -> Served:
         prompted = [each for each in held_out if each.answers[0][0]] or held_out
         prompts = [_prompt(each) for each in prompted[:_SERVED_PROMPTS]]
-        method = self._method
-        config = method.serving(self._folder.out)
-        return measure(llm, config, prompts, method.served_tokens, method.nodes_per_token)
+        config, plan = self._method.serving(self._folder.out), self._plan
+        return measure(llm, config, prompts, plan.served_tokens, plan.nodes_per_token)
 
 
 def _check_kind(method: TrainingMethod, llm: LLM) -> None:
@@ -311,7 +313,8 @@ class DrafterSeries:
         processes: PartialState,
         rows: int,
     ) -> None:
-        self._llm, self._method, self._parts, self._settings = llm, method, parts, settings
+        self._llm, self._method, self._plan = llm, method, method.plan
+        self._parts, self._settings = parts, settings
         self._folder, self._reporter, self._processes = folder, reporter, processes
         self._rows = rows
 
@@ -323,29 +326,34 @@ class DrafterSeries:
     def train(self) -> Evaluation:
         """Train all of them; each continues where it stopped."""
         training, held_out = self._examples("train"), self._examples("held_out")
-        number = self._method.num_drafters
+        number, length = self._plan.num_drafters, self._plan.sample_length
         trained = [self._folder.drafter(0, number)]
         best = self._train(self.trainee(), training, held_out, trained[0])
         for at in range(1, number):
             total, before = training.num_learnt, trained[-1].out
-            training = self._method.missed(before, self._parts, training)
+            training = missed_by(before, self._parts, training, length)
             if not training:
                 break
-            held_out = self._method.missed(before, self._parts, held_out) or held_out
+            held_out = missed_by(before, self._parts, held_out, length) or held_out
             self._reporter.say(
                 f"Drafter {at + 1} of {number} learns what the one before it missed: "
                 f"{training.num_learnt:,} of {total:,} tokens."
             )
             trained.append(self._folder.drafter(at, number))
             self._train(self.trainee(at), training, held_out, trained[-1])
-        if len(trained) < min(2, number):
+        if number > 1:
+            self._finish([each.out for each in trained])
+        return best
+
+    def _finish(self, folders: Sequence[Path]) -> None:
+        """Write the list of several drafters, which serving needs."""
+        if len(folders) < 2:
             raise TrainingError(
-                f"the draft model in {trained[0].out} misses nothing that another could learn: use "
+                f"the draft model in {folders[0]} misses nothing that another could learn: use "
                 "it alone, as a draft_model, or learn more tokens."
             )
         if self._processes.is_main_process:
-            self._method.finish(self._folder.out, [each.out for each in trained])
-        return best
+            write_drafters(self._folder.out, [each.name for each in folders])
 
     def _examples(self, name: str) -> TrainingSet:
         length = self._settings.max_length
@@ -361,14 +369,13 @@ class DrafterSeries:
         self, trainee: Trainee, training: TrainingSet, held_out: TrainingSet, folder: DrafterFolder
     ) -> Evaluation:
         """Train one of them."""
-        layers = self._method.layers(self._parts.num_layers)
+        layers = self._method.read_layers(self._parts.num_layers)
         seen = look(self._llm.engine.target, _probe_text(held_out), layers)
 
         def save_best(best: Trainee, found: Evaluation) -> None:
             seed = self._settings.seed
             notes = {"seed": seed, "step": found.step, "mean_length": found.score}
-            probed = self._method.probed(best, seen)
-            self._method.write(best, self._parts, folder.out, {**notes, **probed})
+            best.write(self._parts, folder.out, {**notes, **best.probe(seen)})
 
         trainer = Trainer(
             trainee,
@@ -395,7 +402,7 @@ class DrafterSeries:
 
     def _rounds(self, training: TrainingSet, folder: DrafterFolder) -> Rounds | None:
         """Text that the drafter writes itself, if the method asks for it."""
-        if (plan := self._method.on_policy) is None:
+        if (plan := self._plan.on_policy) is None:
             return None
         return OnPolicyRounds(
             self._llm,
@@ -439,13 +446,13 @@ class TrainingText:
         folder: TrainingFolder,
         reporter: Reporter,
     ) -> None:
-        self._llm, self._method, self._data = llm, method, data
+        self._llm, self._plan, self._data = llm, method.plan, data
         self._max_length, self._rows = max_length, rows
         self._folder, self._reporter = folder, reporter
         self._source = self._made_source()
 
     def _made_source(self) -> Source:
-        given = self._method.learns_given_answers
+        given = self._plan.given_answers
         if self._llm.engine.target.reads_source:
             return self._pairs(given)
         if self._data.parallel:
@@ -472,7 +479,7 @@ class TrainingText:
         params = SamplingParams(
             temperature=0,
             max_tokens=self._max_length,
-            beam_width=self._method.beam_width,
+            beam_width=self._plan.beam_width,
         )
         return PairSource(self._llm, found, self._rows, params, given_answers=given)
 
@@ -511,10 +518,108 @@ class TrainingText:
     ) -> None:
         """Run the target over conversations; complete features stay as they are."""
         target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
-        encoder = self._method.reads_encoder
+        encoder = self._plan.reads_encoder
         size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)
         doing = f"Features ({size / 1e9:.2f} GB)"
         folder = self._folder.features(name)
         with self._reporter.stage(doing, total) as done:
             for count in compute_features(target, conversations, layers, folder, encoder=encoder):
                 done(count, f"{count:,} tokens")
+
+
+# `TrainingFolder`: the files of one training.
+#
+# OUT/config.json, OUT/model.safetensors    the best drafter so far
+# OUT/training/settings.json                what it is made with
+# OUT/training/data/*.jsonl                 conversations
+# OUT/training/features/                    what training needs of the target's passes
+# OUT/training/checkpoints/                 where to continue
+# OUT/training/curves.csv, curves.png       the course
+# OUT/training/report.json                  what it brings
+#
+# If several drafters are trained one after the other, number N is in OUT/drafter-N, and its
+# checkpoints and curves are in OUT/training/drafter-N.
+
+
+@dataclass(frozen=True)
+class DrafterFolder:
+    """Where one drafter of a training is."""
+
+    out: Path
+    work: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where to continue."""
+        return self.work / "checkpoints"
+
+    @property
+    def rounds(self) -> Path:
+        """Text that the drafter writes while it learns."""
+        return self.work / "on_policy"
+
+
+class TrainingFolder:
+    """Where everything is. The data are called "train" and "held_out"."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.work = out, out / "training"
+        self.report = self.work / "report.json"
+        self._settings = self.work / "settings.json"
+
+    def drafter(self, number: int, of: int) -> DrafterFolder:
+        """Where a drafter is, by its number from 0, if so many are trained."""
+        if of == 1:
+            return DrafterFolder(self.out, self.work)
+        name = f"drafter-{number + 1}"
+        return DrafterFolder(self.out / name, self.work / name)
+
+    def conversations(self, name: str) -> Path:
+        """The file of the conversations."""
+        return self.work / "data" / f"{name}.jsonl"
+
+    def features(self, name: str) -> Path:
+        """The folder of their features."""
+        return self.work / "features" / name
+
+    @property
+    def has_features(self) -> bool:
+        """Whether all features are there."""
+        return all((self.features(name) / INDEX).exists() for name in ("train", "held_out"))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a checkpoint, from which training continues."""
+        return any(checkpoints_in(each) for each in self.work.rglob("checkpoints"))
+
+    @property
+    def free_bytes(self) -> int:
+        """Space on its disk; the folder need not exist."""
+        folder = self.work.resolve()
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        return shutil.disk_usage(there).free
+
+    def check(self, wanted: dict[str, Any]) -> None:
+        """Refuse a folder that has another training, or a drafter of another one."""
+        if self._settings.exists():
+            try:
+                found = validated(dict[str, Any], read_json(self._settings))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{self._settings} is damaged: {error}: delete {self.work}."
+                ) from None
+            if found != wanted:
+                changed = {*found, *wanted}
+                other = next(k for k in sorted(changed) if found.get(k) != wanted.get(k))
+                raise ConfigError(
+                    f"{self.out} has a training with another '{other}': choose another folder, "
+                    f"or delete {self.work}."
+                )
+        elif (self.out / "config.json").exists():
+            raise ConfigError(f"{self.out} already has a drafter: choose another folder.")
+
+    def claim(self, wanted: dict[str, Any]) -> None:
+        """Say in the folder what it is for."""
+        text = json.dumps(wanted, indent=2) + "\n"
+        self.work.mkdir(parents=True, exist_ok=True)
+        write_whole(self._settings, lambda to: to.write_text(text))
