@@ -1,10 +1,9 @@
-"""What a user gets back: outputs and stream chunks. `as_dict` converts them for JSON."""
+"""Outputs and stream chunks, which users get. `as_dict` converts them for JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
@@ -15,13 +14,13 @@ from tokenleap.core.acceptance.base import Origin
 from tokenleap.core.config import Config
 from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 from tokenleap.core.params import GREEDY_BELOW, SamplingParams
+from tokenleap.core.shown import colours_as_html, colours_as_text, shortened
 from tokenleap.trace import StepTrace, Trace
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 __all__ = [
-    "COLOURS",
     "BeamOutput",
     "BeamSearchOutput",
     "BeamSearchParams",
@@ -31,45 +30,8 @@ __all__ = [
     "RequestOutput",
     "StreamChunk",
     "StreamedToken",
-    "colours_as_html",
-    "colours_as_text",
     "sequences_of",
-    "shortened",
 ]
-
-COLOURS = {"draft": 28, "correction": 32, "bonus": None, "plain": None}
-"""By origin, of a terminal's 256: readable on black and on white. None is the text's own."""
-
-_CSS = {"draft": "#008700", "correction": "#0087d7", "bonus": "", "plain": ""}
-"""The same colours."""
-
-_MOST = 80
-"""Characters of a text that a `repr` shows."""
-
-
-def shortened(text: str) -> str:
-    """The `repr` of a text, or of its beginning and end if it is long."""
-    if len(text) <= _MOST:
-        return repr(text)
-    half = _MOST // 2
-    return f"{text[:half]!r}...{text[-half:]!r}"
-
-
-def colours_as_text(parts: Iterable[tuple[str, str]]) -> Text:
-    """Texts and their origins, for Rich."""
-    from rich.text import Text
-
-    styles = {name: "" if code is None else f"color({code})" for name, code in COLOURS.items()}
-    return Text.assemble(*((text, styles[origin]) for text, origin in parts))
-
-
-def colours_as_html(parts: Iterable[tuple[str, str]]) -> str:
-    """Texts and their origins, as a block of HTML."""
-    spans = []
-    for text, origin in parts:
-        colour = f' style="color: {_CSS[origin]}"' if _CSS[origin] else ""
-        spans.append(f'<span title="{origin}"{colour}>{escape(text)}</span>')
-    return f'<div style="white-space: pre-wrap">{"".join(spans)}</div>'
 
 
 # `Metrics`: counts and times of one output.
@@ -124,7 +86,7 @@ class Metrics:
     """Why the request continued without drafts, in one line; None if its drafter did not fail."""
 
     def count(self, step: StepTrace) -> None:
-        """Count a step. If a stop cut it, what lies behind the end of the output does not count."""
+        """Count a step. If a stop cut it, what comes after the end of the output does not count."""
         self.generated_tokens += step.committed
         self.target_passes += 1
         if not step.drafted:
@@ -228,7 +190,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     token_texts: tuple[str, ...]
-    """What each token added to the text. Parts of a character are added with its last token."""
+    """The text that each token added. Parts of a character are added with its last token."""
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -236,7 +198,7 @@ class CompletionOutput:
     metrics: Metrics
     trace: Trace
     beams: tuple[BeamOutput, ...] = ()
-    """What a beam search has found, best first; empty without one, and until it has ended."""
+    """Results of a beam search, best first; empty without one, and until it has ended."""
 
     @property
     def tokens(self) -> tuple[StreamedToken, ...]:
@@ -402,7 +364,7 @@ class StreamChunk:
 
 
 class BeamSearchParams(Config):
-    """What `LLM.beam_search` looks for; names and meanings are vLLM's.
+    """Parameters of `LLM.beam_search`; names and meanings are vLLM's.
 
     `SamplingParams(beam_width=...)` has more options, for `LLM.generate`.
 
@@ -444,7 +406,7 @@ class BeamSearchSequence:
         text: their text; empty without a tokenizer.
         cum_logprob: the sum of the log-probabilities of the tokens found.
         score: this sum after the length penalty.
-        finish_reason: "stop" behind an end-of-sequence token, else "length".
+        finish_reason: "stop" after an end-of-sequence token, else "length".
     """
 
     tokens: tuple[int, ...]
@@ -456,7 +418,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """What `LLM.beam_search` has found for one prompt: `beam_width` sequences, best first."""
+    """Result of `LLM.beam_search` for one prompt: `beam_width` sequences, best first."""
 
     sequences: tuple[BeamSearchSequence, ...]
 

@@ -16,7 +16,7 @@ from tokenleap.runtime.cpu import decoder_layers
 from tokenleap.runtime.network import Need
 from tokenleap.training.features import collate, passes
 from tokenleap.training.method import training_method
-from tokenleap.training.tuned import Schedule, _behind, _dropped
+from tokenleap.training.tuned import Schedule, _dropped, _recorded
 
 LAYERS, STEPS = 8, 50
 
@@ -76,7 +76,7 @@ def test_layers_are_left_out_for_some_conversations() -> None:
     tokens = torch.arange(24).reshape(2, 12)
     dropped = torch.tensor([[False, False], [True, False], [False, False]])
     run: Any = model
-    with _behind(decoder_layers(model), dropped) as found:
+    with _recorded(decoder_layers(model), dropped) as found:
         logits = run(input_ids=tokens, use_cache=False).logits
     without: Any = shorter
     torch.testing.assert_close(logits[:1], without(input_ids=tokens[:1], use_cache=False).logits)

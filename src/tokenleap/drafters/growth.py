@@ -17,7 +17,8 @@ from tokenleap.core.noise import Noise
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.shapes import Node, Shape
 from tokenleap.request import Request
-from tokenleap.runtime.network import GrownTree, GrowthDraw
+from tokenleap.runtime.growth_plan import GrowthDraw
+from tokenleap.runtime.network import GrownTree
 
 __all__ = [
     "Drawn",
@@ -76,7 +77,7 @@ class Growth:
 
     @property
     def size(self) -> int:
-        """What counts against the budget's number of nodes.
+        """The size that counts against the budget's number of nodes.
 
         It is the number of draws: which draws belong to the draft must not depend on their tokens
         (invariant 2), whether these are equal or not.
@@ -143,7 +144,7 @@ def most_probable(distribution: Distribution, width: int) -> list[Drawn]:
 def most_probable_below(
     logits: Tensor, widths: Sequence[int], token_ids: Tensor | None
 ) -> list[list[Drawn]] | None:
-    """What `most_probable` returns for the distributions of many nodes, at once.
+    """`most_probable` for the distributions of many nodes at once.
 
     Args:
         logits: [n, V] of the nodes, or [n, Vd] of `token_ids`.

@@ -39,7 +39,8 @@ from tokenleap.drafters.growth import (
 from tokenleap.drafters.shapes import Node, Shape, TreeOptions
 from tokenleap.errors import RequestError
 from tokenleap.request import Request
-from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, PassOutput
+from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
+from tokenleap.runtime.network import GrownTree, GrowthLimit, PassOutput
 from tokenleap.runtime.target import Target
 
 __all__ = ["GrowingScorer", "ModelDrafter", "Scorer", "TargetScorer"]
@@ -195,7 +196,7 @@ class ModelDrafter(Drafter):
                 self._expand(growth, output.scores)
                 if not growth.frontier:
                     # Now, not after the loop: the next pass of the other requests may include this
-                    # row, and padding is written behind its committed KV.
+                    # row, and padding is written after its committed KV.
                     self._scorer.finish_draft(growth.request, len(growth.pending))
         return [
             growth.draft(self._shape) if growth else Draft.empty(request.root)

@@ -1,4 +1,4 @@
-"""What training needs of the target's passes over conversations, computed once and kept on disk.
+"""Features: what training needs of the target's passes, computed once and kept on disk.
 
 For every token: the hidden states of the layers that a drafter reads, and the target's most
 probable next tokens. The passes are those of the runtime that will serve the drafter, so it learns
@@ -220,7 +220,7 @@ class FeatureCache:
         return torch.from_numpy(np.array(array[part]))
 
     def source(self, number: int) -> Sequence[int]:
-        """What an encoder-decoder read in a conversation; empty for other models."""
+        """The source of an encoder-decoder's conversation; empty for other models."""
         sources: Sequence[Sequence[int]] | None = self.index.get("sources")
         return () if sources is None else sources[number]
 
@@ -394,7 +394,7 @@ def draft_vocabulary(
 
 
 FIRST_LEARNT = 2
-"""The first token that a draft can guess: a pair is in front of it."""
+"""The first token that a draft can guess: a pair comes before it."""
 
 
 _WINDOW = 32
@@ -402,14 +402,14 @@ _WINDOW = 32
 
 
 class Levels(NamedTuple):
-    """What is to be learnt: L levels of the drafts of Q roots in each of B conversations.
+    """Examples to learn: L levels of the drafts of Q roots in each of B conversations.
 
     Args:
-        inputs: [B, L, Q] the last token in front of the one to guess.
+        inputs: [B, L, Q] the last token before the one to guess.
         labels: [B, L, Q] the token to guess.
         teacher_tokens: [B, L, Q, K] the target's most probable tokens there.
         teacher_logprobs: [B, L, Q, K] their log-probabilities.
-        valid: [B, L, Q] whether there is something to learn; false behind an answer's end, and for
+        valid: [B, L, Q] whether there is something to learn; false after an answer's end, and for
             padding.
     """
 
@@ -479,7 +479,7 @@ class Joined(Examples):
 
 
 class Current(Examples):
-    """What is learnt now."""
+    """The examples that are learnt now."""
 
     def __init__(self, now: Examples) -> None:
         self.use(now)
@@ -616,7 +616,7 @@ def collate(conversations: Sequence[Features], num_levels: int, first: int = FIR
     """One batch of these conversations, to learn `num_levels` levels of drafting.
 
     Args:
-        first: see `Trainee.first_learnt`. The roots of the batch are so many tokens in front of
+        first: see `Trainee.first_learnt`. The roots of the batch are so many tokens before
             the first ones that their drafts guess.
     """
     made = [_pairs(each, num_levels, first) for each in conversations]

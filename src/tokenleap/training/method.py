@@ -1,4 +1,4 @@
-"""What can be trained: `TrainingMethod`, its settings, and the registry of all methods.
+"""`TrainingMethod`: what can be trained, with its settings, and the registry of all methods.
 
 A method is a frozen value: its fields are its options, and it makes a network with its loss
 (`trainee`). This module needs no PyTorch, so that help pages are fast.
@@ -43,7 +43,7 @@ _Beta = Annotated[FiniteFloat, Ge(0), Lt(1)]
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is learnt.
+    """Settings of the data.
 
     Args:
         files: the user's own data; empty means that the target writes by itself.

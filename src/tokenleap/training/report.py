@@ -81,7 +81,7 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a training brought.
+    """The result of a training.
 
     Args:
         coverage: share of the held-out answers' tokens that are in the draft vocabulary.
@@ -121,13 +121,13 @@ class TrainingReport:
 
 
 def step_text(step: Step) -> str:
-    """What a step showed."""
+    """The line of a step."""
     shares = " ".join(f"{share:.0%}" for share in step.accuracy)
     return f"loss {step.losses[0]:.2f}, right {shares}"
 
 
 def evaluation_text(found: Evaluation) -> str:
-    """What an evaluation showed."""
+    """The lines of an evaluation."""
     positions = " ".join(f"{share:.0%}" for share in found.by_position)
     lengths = " ".join(f"{length:.2f}" for length in found.mean_lengths)
     star = " (best)" if found.best else ""
@@ -153,7 +153,7 @@ def advice(
     changed: Perplexity | None = None,
     deeper: str = TrainingMethod.deeper,
 ) -> Sequence[str]:
-    """What to change if acceptance is low, or if the new model has become worse."""
+    """The advice if acceptance is low, or if the new model has become worse."""
     found = []
     if coverage < 0.95:
         found.append(
@@ -332,7 +332,7 @@ _SAMPLE = 128
 
 @dataclass(frozen=True)
 class TrainingBytes:
-    """What a training takes besides the target and the features.
+    """Bytes that a training takes besides the target and the features.
 
     Args:
         memory: weights, gradients, the optimizers' states, and what a batch keeps for gradients,
@@ -433,7 +433,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training takes."""
+    """The cost of a training."""
 
     writing_hours: float
     feature_hours: float
@@ -479,7 +479,7 @@ def estimate(
     plan: Plan,
     needed: TrainingBytes,
 ) -> Estimate:
-    """What a training takes.
+    """The cost of a training.
 
     On-policy text is written anew for every epoch, and is taken to be as slow as the target's.
     """

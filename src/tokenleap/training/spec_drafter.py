@@ -485,7 +485,7 @@ class SpecDrafterTrainee(Trainee):
 
 
 def some_prefixes(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-    """Lengths of prefixes of each text, drawn among those in front of a part to learn.
+    """Lengths of prefixes of each text, drawn among those before a part to learn.
 
     Returns:
         [B, P] different prefixes of each text, and whether there are so many of them.
@@ -510,7 +510,7 @@ def _labels(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tokens_at(batch: Batch, places: Tensor) -> Tensor:
-    """[B, P, k] the tokens at these places of the texts; behind a text, any."""
+    """[B, P, k] the tokens at these places of the texts; after a text, any."""
     within = places.clamp(max=batch.tokens.shape[1] - 1)
     return batch.tokens.gather(1, within.flatten(1)).view_as(within)
 
@@ -522,9 +522,9 @@ def some_of(places: Tensor, counts: Tensor) -> Tensor:
     return (ranks < counts[..., None]) & places
 
 
-# Rows of texts with blocks of masks behind several prefixes of each, for Spec-Drafters.
+# Rows of texts with blocks of masks after several prefixes of each, for Spec-Drafters.
 #
-# A row has the columns of its text, and behind them k masks for each prefix. Text is causal, and
+# A row has the columns of its text, and after them k masks for each prefix. Text is causal, and
 # masks see a prefix and their own block. So the text is computed once for all its blocks, and each
 # block gets what it would get alone.
 
@@ -534,7 +534,7 @@ class MaskRows(NamedTuple):
 
     Args:
         tokens: [R, W].
-        positions: [R, W] those of masks go on behind their prefix.
+        positions: [R, W] those of masks continue after their prefix.
         sees: [R, 1, W, W] which columns each column sees.
         places: [R, P, k] the places in the text that masks stand for.
     """
@@ -553,7 +553,7 @@ class MaskRows(NamedTuple):
 
 
 def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) -> MaskRows:
-    """So many masks behind prefixes of texts.
+    """So many masks after prefixes of texts.
 
     Args:
         tokens: [R, T].
@@ -566,7 +566,7 @@ def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) 
     number = (columns - size).div(count, rounding_mode="floor")  # of the block; below 0 in the text
     places = prefixes[:, :, None] + columns[:count]
     positions = torch.cat([columns[:size].expand(rows, -1), places.flatten(1)], 1)
-    # Text sees the text up to itself, and a mask what is in front of its block.
+    # Text sees the text up to itself, and a mask the tokens before its block.
     last = torch.cat([columns[:size].expand(rows, -1) + 1, prefixes.repeat_interleave(count, 1)], 1)
     in_text = (number < 0) & (columns < last[:, :, None])
     in_block = (number >= 0) & (number == number[:, None])
@@ -599,7 +599,7 @@ def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -
 
 
 def _additive_mask(sees: Tensor) -> Tensor:
-    """What attention adds to its scores."""
+    """The mask that attention adds to its scores."""
     device = sees.device.type
     low = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if low else torch.float32

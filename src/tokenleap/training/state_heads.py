@@ -70,7 +70,7 @@ class StateTrainee(Trainee):
         self._noise = noise
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """What the heads give on the last hidden states."""
+        """Outputs of the heads on the last hidden states."""
         hidden = dequantize(
             at_roots(batch.hidden, batch.roots), at_roots(batch.scales, batch.roots)
         )
@@ -89,7 +89,7 @@ class StateTrainee(Trainee):
 
 
 def _head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-    """What a head gives for each level; [B, Q, E].
+    """A head's output for each level; [B, Q, E].
 
     Args:
         last: [B, Q, E] hidden states at the roots, after the final norm.

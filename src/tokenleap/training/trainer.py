@@ -80,7 +80,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What held-out conversations show after a step.
+    """Results on held-out conversations after a step.
 
     Args:
         by_position: for each level, the probability that it is accepted if those before were.
@@ -95,7 +95,7 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """What the best drafter has most of."""
+        """The score by which the best drafter is chosen."""
         return self.mean_lengths[min(_SCORED_LENGTH, len(self.mean_lengths)) - 1]
 
 
@@ -138,7 +138,7 @@ class Rounds(Protocol):
         ...
 
     def examples(self, number: int) -> Examples:
-        """What a round learns from; it was prepared, perhaps by another process."""
+        """The examples of a round, which was prepared, perhaps by another process."""
         ...
 
 
@@ -239,7 +239,7 @@ class Trainer:
 
     def _steps_and_evaluations(self) -> Iterator[Step | Evaluation]:
         progress = self._progress
-        yield from self._due_evaluation()  # a run may have been interrupted in front of it
+        yield from self._due_evaluation()  # a run may have been interrupted before it
         while not progress.finished:
             self._enter_round()
             for batches in self._step_batches():
@@ -526,7 +526,7 @@ class Averages:
 # How often a drafter's greedy drafts are right, and the mean acceptance length that follows.
 #
 # The drafts of all roots are known from one pass of training. A chain of n tokens is simulated on
-# them as decoding would use it: it accepts the right tokens in front of the first wrong one, adds
+# them as decoding would use it: it accepts the right tokens before the first wrong one, adds
 # the target's own token, and goes on from there.
 
 

@@ -102,7 +102,7 @@ def copy_of_target(parts: HeadParts) -> PreTrainedModel:
 #
 #     sum_l w(t, l) E[loss(p, q_l)],   w(t, l) = C(t, l) e(l) / sum_i C(t, i) e(i),
 #
-# over the exits: q_l is what final norm and output layer make of the state behind layer l, and
+# over the exits: q_l is what final norm and output layer make of the state after layer l, and
 #
 #     e(l) = s (0 + 1 + ... + l) for l < L - 1,   e(L - 1) = L - 1 + s (0 + 1 + ... + (L - 2)).
 #
@@ -185,10 +185,10 @@ class EarlyExitTrainee(TargetTrainee):
     def _exits(
         self, tokens: Tensor, layers: Sequence[int], dropout: Tensor | None = None
     ) -> list[Tensor]:
-        """[B, T, E] after the final norm, behind each of these layers."""
+        """[B, T, E] after the final norm, after each of these layers."""
         norm, stack = final_norm(self.lm), decoder_layers(self.lm)
         assert norm is not None
-        with _behind(stack, _dropped(dropout, len(tokens))) as found:
+        with _recorded(stack, _dropped(dropout, len(tokens))) as found:
             self.states(tokens)
         return [norm(found[layer]) for layer in layers]
 
@@ -199,15 +199,15 @@ def _dropped(dropout: Tensor | None, size: int) -> Tensor | None:
 
 
 @contextmanager
-def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tensor]]:
-    """While a model runs, leave layers out for some conversations, and record what is behind each.
+def _recorded(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tensor]]:
+    """While a model runs, leave layers out for some conversations, and record what follows each.
 
     Args:
         dropped: [L, B] whether a layer is left out; None leaves nothing out.
     """
     found: list[Tensor] = []
 
-    def behind(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         entered = args[0] if args else kwargs["hidden_states"]
         left = output[0] if isinstance(output, tuple) else output
         if dropped is not None:
@@ -216,7 +216,7 @@ def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tenso
         found.append(left)
         return (left, *output[1:]) if isinstance(output, tuple) else left
 
-    hooks = [layer.register_forward_hook(behind, with_kwargs=True) for layer in stack]
+    hooks = [layer.register_forward_hook(after, with_kwargs=True) for layer in stack]
     try:
         yield found
     finally:
@@ -320,7 +320,7 @@ class _States(Protocol):
 def _block_levels(
     states: _States, config: PreTrainedConfig, batch: Batch, padding: Tensor
 ) -> Iterator[Tensor]:
-    """The states at the padding behind every root, computed in several passes.
+    """The states at the padding after every root, computed in several passes.
 
     Args:
         padding: [k] the tokens of a block.
@@ -344,14 +344,14 @@ def _some_blocks(batch: Batch, num_pads: int) -> Batch:
 def _pass_with_blocks(
     states: _States, config: PreTrainedConfig, batch: Batch, padding: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[B, T + 1, E] states of the text, and [B, Q, k, E] of the blocks [k] behind the roots."""
+    """[B, T + 1, E] states of the text, and [B, Q, k, E] of the blocks [k] after the roots."""
     size, (rows, blocks) = batch.tokens.shape[1], batch.roots.shape
     own = torch.arange(size, device=batch.tokens.device)
     ahead = 1 + torch.arange(len(padding), device=own.device)
     # Beyond the last token there is nothing to learn, and perhaps no position.
-    behind = (batch.roots.unsqueeze(-1) + ahead).clamp(max=size - 1).flatten(1)
+    after = (batch.roots.unsqueeze(-1) + ahead).clamp(max=size - 1).flatten(1)
     pads = padding.to(own.device).repeat(blocks).expand(rows, -1)
-    positions = torch.cat([own.expand(rows, -1), behind], dim=1)
+    positions = torch.cat([own.expand(rows, -1), after], dim=1)
     found = states(
         torch.cat([batch.tokens, pads], dim=1),
         position_ids=positions,
@@ -395,7 +395,7 @@ def _masks(mask: Tensor, positions: Tensor, config: PreTrainedConfig) -> Tensor 
 
 
 def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:
-    """Who sees whom: [B, 1, S, S] for a text of `size` tokens and the blocks behind its roots."""
+    """Who sees whom: [B, 1, S, S] for a text of `size` tokens and the blocks after its roots."""
     own = torch.arange(size, device=roots.device)
     text = (own <= own.unsqueeze(-1)).expand(len(roots), -1, -1)  # [B, T + 1, T + 1]
     to_text = (own <= roots.unsqueeze(-1)).repeat_interleave(num_pads, dim=1)
@@ -408,7 +408,7 @@ def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:
 
 
 class PadTrainee(TargetTrainee):
-    """A copy of the target that learns to predict behind padding."""
+    """A copy of the target that learns to predict after padding."""
 
     def __init__(
         self,
@@ -483,7 +483,7 @@ class PadTraining(_BlockTraining):
     """
 
     name: ClassVar[str] = "pad"
-    summary: ClassVar[str] = "the target itself, so that padding behind the text drafts"
+    summary: ClassVar[str] = "the target itself, so that padding after the text drafts"
     tunes_target: ClassVar[bool] = True
 
     pad_token_id: Annotated[int, Ge(0)] | None = None
@@ -560,7 +560,7 @@ class PassTraining(_BlockTraining):
     """Look-ahead embeddings."""
 
     name: ClassVar[str] = "pass"
-    summary: ClassVar[str] = "embeddings behind the text, and nothing else (PaSS)"
+    summary: ClassVar[str] = "embeddings after the text, and nothing else (PaSS)"
 
     num_tokens: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
 
