@@ -12,8 +12,8 @@ from tests.cli.conftest import END
 from tests.training.world import chat_llm
 from tokenleap import LLM
 from tokenleap.errors import DataError
-from tokenleap.training.collect import Chooser, FileSource, Unseen, collect
-from tokenleap.training.conversations import ConversationFile, FileData
+from tokenleap.training.collect import Chooser, FileData, FileSource, Unseen, collect
+from tokenleap.training.conversations import ConversationFile
 
 LENGTH = 200
 

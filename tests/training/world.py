@@ -19,11 +19,9 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM
 from tokenleap.runtime.target import Target
 from tokenleap.training import conversations as talks
-from tokenleap.training import self_data
-from tokenleap.training.conversations import Conversation
+from tokenleap.training.conversations import Conversation, Opening, first_opening, next_opening
 from tokenleap.training.features import FeatureCache, Features, TrainingSet, compute_features
 from tokenleap.training.method import TrainingMethod, training_method
-from tokenleap.training.self_data import Opening, first_opening, next_opening
 from tokenleap.training.trainee import HeadParts, Trainee
 
 CHAT = (
@@ -141,8 +139,8 @@ def short_talks(patched: pytest.MonkeyPatch, answer: int = 24, message: int = 12
         shorter = getattr(talks, name).model_copy(update={"max_tokens": answer})
         patched.setattr(talks, name, shorter)
     for function in (first_opening, next_opening):
-        patched.setattr(self_data, function.__name__, partial(shortened, function))
-    patched.setattr(self_data, "_FEWEST_TEXT_TOKENS", 8)
+        patched.setattr(talks, function.__name__, partial(shortened, function))
+    patched.setattr(talks, "_FEWEST_TEXT_TOKENS", 8)
 
 
 class World:

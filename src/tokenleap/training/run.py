@@ -25,6 +25,7 @@ from tokenleap.errors import CompatibilityError, ConfigError, DataError, Trainin
 from tokenleap.llm import LLM, Prompt
 from tokenleap.training.collect import (
     Chooser,
+    FileData,
     FileSource,
     PairData,
     PairSource,
@@ -35,7 +36,7 @@ from tokenleap.training.collect import (
     diversity,
     texts_in,
 )
-from tokenleap.training.conversations import Conversation, ConversationFile, FileData, opening
+from tokenleap.training.conversations import Conversation, ConversationFile, opening
 from tokenleap.training.distill import OnPolicyRounds, missed_by
 from tokenleap.training.features import (
     INDEX,
