@@ -58,19 +58,14 @@ _HELD_OUT_EVERY = 20
 class Source(Protocol):
     """Where conversations come from, batch by batch."""
 
-    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """Batches of new conversations."""
-        ...
+    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]: ...
 
 
 class SelfSource:
-    """The target writes them by itself."""
-
     def __init__(self, llm: LLM, rows: int, length: int) -> None:
         self._talk, self._batch = SelfTalk(llm, length), 4 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """See `Source.write`: without an end."""
         first, step = (_HELD_OUT_SEEDS, 2) if held_out else (0, 1)
         seeds = count(first if after is None else after + step, step)
         while True:
@@ -79,13 +74,10 @@ class SelfSource:
 
 
 class FileSource:
-    """The user's own data; the target answers its prompts."""
-
     def __init__(self, llm: LLM, data: FileData, rows: int) -> None:
         self._answerer, self._data, self._batch = Answerer(llm), data, 8 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """See `Source.write`: until the files end."""
         texts = share_of(self._data.texts, held_out=held_out)
         yield [text for text in texts if after is None or text.seed > after]
         if self._data.answered and not held_out:
@@ -127,7 +119,6 @@ class Chooser:
 
     @property
     def full(self) -> bool:
-        """Whether there are enough."""
         return self.total >= self._tokens
 
     def add(self, conversations: Iterable[Conversation]) -> None:
@@ -245,7 +236,6 @@ class FileData:
             self.answered.append(self._answered(tokens, _answer(where, fields), number))
 
     def _answered(self, prompt: Sequence[int], answer: str, number: int) -> Conversation:
-        """A prompt with its answer and the token that ends it."""
         tokenizer = self._llm.tokenizer
         assert tokenizer is not None
         end = tokenizer.eos_token_id
@@ -365,20 +355,12 @@ _LANGUAGES = ("source_language", "target_language")
 
 @dataclass(frozen=True)
 class Pair:
-    """One entry."""
-
     number: int
     prompt: Mapping[str, Any]
     target: str | None
 
 
 class PairData:
-    """The data of files, in the order of the files.
-
-    Attributes:
-        reason: why the first of them was left out; empty if none was.
-    """
-
     def __init__(self, llm: LLM, data: DataSettings) -> None:
         if llm.tokenizer is None:
             raise DataError("this model has no tokenizer, so it cannot learn from text.")
@@ -418,7 +400,6 @@ class PairSource:
             )
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """See `Source.write`: until the files end."""
         pairs = share_of(self._pairs, held_out=held_out)
         left = [pair for pair in pairs if after is None or pair.number > after]
         for start in range(0, len(left), self._batch):
@@ -546,14 +527,12 @@ def ngrams_of_target(
 
 
 def _talks(llm: LLM) -> Iterator[list[Conversation]]:
-    """Conversations with itself, without an end."""
     talk = SelfTalk(llm, _LENGTH)
     for first in count(0, _ROWS):
         yield talk.write(range(first, first + _ROWS))
 
 
 def _answered(llm: LLM, files: Sequence[Path]) -> Iterator[list[Conversation]]:
-    """The user's prompts, answered."""
     talks = FileData(llm, files, llm.max_model_len).talks
     if not talks:
         raise DataError(
@@ -590,7 +569,6 @@ class Diversity:
 
 
 def diversity(conversations: Sequence[Conversation]) -> Diversity:
-    """Measure these conversations."""
     count = max(1, len(conversations))
     starts = [start for each in conversations for start, _ in each.answers]
     answers = [each.tokens[start:stop] for each in conversations for start, stop in each.answers]
@@ -625,10 +603,7 @@ class Unseen:
         self._ngrams = {ngram for prompt in prompts for ngram in _ngrams(prompt, _OVERLAP)}
 
     def overlaps(self, conversation: Conversation) -> bool:
-        """Whether a conversation shares eight tokens in a row with any of the prompts.
-
-        Answers do not count, but a text that is only to be learnt does.
-        """
+        """Whether it has eight tokens in a row, answers left out, in common with any of them."""
         return any(
             ngram in self._ngrams
             for part in _prompts(conversation)
@@ -637,10 +612,7 @@ class Unseen:
 
 
 def _prompts(conversation: Conversation) -> Iterator[Sequence[int]]:
-    """The tokens before each answer; all of a text that begins with what is to be learnt.
-
-    The source of an encoder-decoder comes before everything.
-    """
+    """The source and the tokens before each answer; all of a text that is learnt as a whole."""
     start = 0
     yield conversation.source
     if conversation.answers[0][0] == 0:

@@ -1,13 +1,11 @@
 """Conversations to train on: their tokens, which of them the target wrote, and how it writes them.
 
-They are kept in a JSONL file, one conversation a line, appended batch by batch. A file that ends in
-half a line (the process was killed) is cut back to its last whole line, so generation can go on.
+They are kept in a file of JSON lines, appended batch by batch, so that generation can go on there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tokenleap.core.files import parsed_json
+from tokenleap.core.files import JsonLines, parsed_json
 from tokenleap.core.params import SamplingParams
 from tokenleap.errors import CompatibilityError, DataError, RequestError
 from tokenleap.llm import LLM
@@ -72,7 +70,6 @@ class Conversation:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens to learn."""
         return sum(stop - start for start, stop in self.answers)
 
 
@@ -80,35 +77,17 @@ class ConversationFile:
     """A JSONL file of conversations that grows."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, conversations: Iterable[Conversation]) -> None:
-        """Add these at the end, and see that they reach the disk."""
-        lines = "".join(json.dumps(_fields(each)) + "\n" for each in conversations)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def __iter__(self) -> Iterator[Conversation]:
-        """All conversations, in order."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    return  # the process was killed while it wrote this line
-                yield _conversation(line, f"{self.path}, line {number}")
+        self.path, self._lines = path, JsonLines(path)
 
     def mend(self) -> None:
-        """Cut off half a line at the end."""
-        if not self.path.exists():
-            return
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
+        self._lines.mend()
+
+    def append(self, conversations: Iterable[Conversation]) -> None:
+        self._lines.append((json.dumps(_fields(each)) for each in conversations), sync=True)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        for number, line in enumerate(self._lines, 1):
+            yield _conversation(line, f"{self.path}, line {number}")
 
 
 def _fields(conversation: Conversation) -> dict[str, Any]:
@@ -136,11 +115,7 @@ def opening(tokens: Sequence[int], answers: Sequence[tuple[int, int]]) -> Sequen
 
 
 def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int | None:
-    """Where a text begins to repeat itself: the end of the part without an n-gram too many.
-
-    Returns:
-        The index at which some n-gram occurs for the `times` + 1st time; None if none does.
-    """
+    """Index at which some n-gram occurs for the `times` + 1st time; None if none does."""
     repeats = Repeats(length, times)
     for stop, token in enumerate(tokens, 1):
         if repeats.add(token):
@@ -149,8 +124,6 @@ def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int |
 
 
 class Repeats:
-    """Watches a text that is being written for n-grams that come again and again."""
-
     def __init__(self, length: int = 12, times: int = 2) -> None:
         self._times = times
         self._last: deque[int] = deque(maxlen=length)
@@ -189,8 +162,6 @@ def usual_temperature(seed: int) -> float:
 
 @dataclass
 class Talk:
-    """A conversation that is being written."""
-
     seed: int
     temperature: float
     tokens: list[int]
@@ -203,7 +174,6 @@ class Talk:
         return MOST_TURNS * self.seed + len(self.answers)
 
     def answer_params(self) -> SamplingParams:
-        """Of the next answer."""
         if self.temperature == 0:
             return _GREEDY
         changed = {"temperature": self.temperature, "seed": self.noise_seed}
@@ -234,8 +204,6 @@ def answered(talk: Talk, length: int) -> Writing[bool]:
 
 
 class Answerer:
-    """Lets a model answer."""
-
     def __init__(self, llm: LLM) -> None:
         self._writer, self._length = Writer(llm), llm.max_model_len
 
@@ -269,8 +237,6 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Written:
-    """A text that was written."""
-
     tokens: tuple[int, ...]
     finish: str
 
@@ -281,8 +247,6 @@ Writing = Generator[Wanted, Written, _T]
 
 @dataclass
 class _Running(Generic[_T]):
-    """A writing whose current text is being written."""
-
     place: int
     writing: Writing[_T]
     wanted: Wanted
@@ -304,8 +268,6 @@ class _Running(Generic[_T]):
 
 
 class Writer:
-    """Writes with a target."""
-
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.engine
         self._most = 2 * llm.engine.options.max_num_seqs  # so that a row never waits for the next
@@ -399,7 +361,6 @@ class Template:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None) -> Template:
-        """The template of a tokenizer."""
         if tokenizer is None or tokenizer.chat_template is None:
             raise CompatibilityError(
                 "this model has no chat template, so it cannot write conversations by itself: give "
@@ -437,8 +398,6 @@ def topics(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 class SelfTalk:
-    """Writes conversations with a model."""
-
     def __init__(self, llm: LLM, length: int) -> None:
         self._template = Template.of(llm.tokenizer)
         assert llm.tokenizer is not None
@@ -523,7 +482,6 @@ class SelfTalk:
         return self._decoded(tokens) if len(tokens) >= _FEWEST_TEXT_TOKENS else ""
 
     def _goes_on(self, talk: Talk) -> bool:
-        """Whether there is another turn: in some of the conversations whose answer is complete."""
         complete = talk.finished and talk.tokens[-1] == self._template.between[0]
         return complete and Random(f"going on {talk.noise_seed}").random() < _GOING_ON
 
@@ -540,7 +498,6 @@ class SelfTalk:
         return list(tokens[:end])
 
     def _is_useful(self, talk: Talk, message: Sequence[int]) -> bool:
-        """Whether a user's message is long enough, and leaves room for an answer."""
         asked = len(talk.tokens) + len(message) + len(self._template.after)
         return len(message) >= _FEWEST_TOKENS and asked + FEWEST_ANSWER_TOKENS <= self._length
 
@@ -582,7 +539,6 @@ class Opening:
 
 
 def first_opening(seed: int) -> Opening:
-    """Of the first message of a conversation."""
     random, words = Random(f"opening {seed}"), _words()
     if reads(seed):
         return random.choice(
@@ -613,7 +569,6 @@ def _words() -> dict[str, list[str]]:
 
 
 def next_opening(seed: int, turn: int) -> Opening:
-    """Of a later message."""
     return Opening(Random(f"opening {seed} {turn}").choice(_words()["next"]))
 
 

@@ -122,11 +122,9 @@ class DistillTrainee(Trainee):
 
     @property
     def lm(self) -> PreTrainedModel:
-        """The whole draft model."""
         return self._lm[0]
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """Hidden states of one pass over all tokens."""
         length = batch.tokens.shape[1]
         if length > self._context:
             raise ConfigError(
@@ -152,7 +150,6 @@ class DistillTrainee(Trainee):
         return {}
 
     def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
-        """A Hugging Face folder."""
         write_lm(self.lm, parts.name, folder, {**notes, **self.notes})
 
 
@@ -272,7 +269,6 @@ class BoostTraining(_DraftModelTraining):
         )
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """Their drafts are merged."""
         return {"method": "ensemble", "drafters": str(folder)}
 
 
@@ -324,19 +320,16 @@ def new_lm(target: PreTrainedConfig, sizes: Sizes) -> PreTrainedModel:
 
 
 def _special_tokens(config: PreTrainedConfig) -> dict[str, Any]:
-    """The ids of the special tokens, for another configuration."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name, None) for name in names}
 
 
 def _made(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights in float32."""
     lm: PreTrainedModel = kind(config).float()
     return lm
 
 
 def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
-    """A copy of a model with only its first layers."""
     whole = models.load_model(models.resolve(name), torch.float32, torch.device("cpu"))
     config = deepcopy(whole.config)
     text = config.get_text_config()
@@ -355,7 +348,6 @@ def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
 def loaded(
     name: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedModel:
-    """A model to start from."""
     folder = models.resolve(name)
     own = models.load_tokenizer(folder)
     lm = models.load_model(folder, torch.float32, torch.device("cpu"))
@@ -386,17 +378,14 @@ def checked(lm: PreTrainedModel, name: str, advice: str = "") -> PreTrainedModel
 
 
 def decoder(lm: Any) -> Any:
-    """The part of a causal LM that computes hidden states."""
     return lm.get_decoder()
 
 
 def embedding(lm: Any) -> Any:
-    """The part that looks tokens up."""
     return lm.get_input_embeddings()
 
 
 def output_layer(lm: Any) -> Any:
-    """The part that makes logits of them."""
     return lm.get_output_embeddings()
 
 
@@ -413,7 +402,6 @@ def target_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 def _folder(name: str) -> Path | None:
-    """Of a target; None if it was not loaded by name."""
     try:
         return models.resolve(name)
     except ModelError:
@@ -551,13 +539,11 @@ class OnPolicyRounds:
         return order
 
     def _is_own(self, index: int) -> bool:
-        """Whether the draft model answers this prompt."""
         return random.Random(f"writer {self._seed} {index}").random() < self._share
 
     # Writing
 
     def _write(self, number: int, trainee: DistillTrainee) -> None:
-        """Write the text of a round, unless it is there."""
         path = self._text(number)
         if path.exists():
             return
@@ -605,7 +591,6 @@ _BATCH_TOKENS = 4096
 
 
 def missed_by(folder: Path, parts: HeadParts, data: TrainingSet, length: int) -> TrainingSet:
-    """The samples that the draft model in a folder does not get right."""
     lm = loaded(str(folder), parts.vocab_size, target_tokenizer(parts.name))
     trainee = DistillTrainee(lm, parts.vocab_size, LOSSES["ce"]).to(parts.embedding.device)
     return missed(trainee, data, length)

@@ -68,8 +68,6 @@ __all__ = [
 
 
 class EagleTrainee(Trainee):
-    """An EAGLE-3 head that is being trained."""
-
     def __init__(self, net: EagleNet, loss: Loss, noise: float) -> None:
         super().__init__(net.draft_tokens, net.config.vocab_size, loss)
         self.net = net
@@ -220,7 +218,6 @@ class EagleTraining(FusedTraining):
 
     @cached_property
     def _start(self) -> Checkpoint | None:
-        """The head that learns on."""
         if self.start is None:
             return None
         found = read_checkpoint(shipped_head(self.start) or self.start)
@@ -287,7 +284,6 @@ class Eagle1Trainee(EagleTrainee):
         return self.net.fuse(dequantize(batch.hidden, batch.scales))
 
     def fused(self, batch: Batch) -> Tensor:
-        """The features, with more noise the shorter a text is."""
         return self._noisy(self.features(batch), batch)
 
     def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
@@ -365,7 +361,6 @@ class Eagle1Training(HeadTraining):
         )
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """The folder tells the form."""
         return {**super().serving(folder), "method": "eagle"}
 
 
@@ -414,7 +409,6 @@ class ParallelTrainee(EagleTrainee):
         )
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """All levels at once, of as many drafts as any row needs."""
         used = batch.levels.valid[:, :num_levels].flip(-1).cumsum(-1).flip(-1) > 0
         sizes = used.sum(-1).amax(0).tolist()
         size = batch.roots.shape[1]

@@ -164,8 +164,6 @@ class _Index(TypedDict):
 
 
 class FeatureCache:
-    """The features of some conversations."""
-
     def __init__(self, folder: Path) -> None:
         try:
             self.index: Mapping[str, Any] = validated(_Index, read_json(folder / INDEX))
@@ -186,7 +184,6 @@ class FeatureCache:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each conversation."""
         lengths: Sequence[int] = self.index["lengths"]
         return lengths
 
@@ -305,7 +302,6 @@ def _is_complete(folder: Path, index: str) -> bool:
 def _new_arrays(
     folder: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, np.memmap[Any, Any]]:
-    """Empty arrays in a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
@@ -329,7 +325,6 @@ def _allocated(path: Path, kind: str, shape: tuple[int, ...]) -> np.memmap[Any, 
 def _features(
     target: Target, conversation: Conversation, layers: Sequence[int]
 ) -> dict[str, Tensor]:
-    """File name -> what is kept of the n tokens of a conversation."""
     need = Need(hidden=tuple(sorted(layers)))
     outputs = passes(target, conversation.tokens, need, conversation.source)
     parts = [_kept(output, layers) for output in outputs]
@@ -452,7 +447,6 @@ class Batch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Pairs without padding."""
         return int(self.lengths.sum())
 
 
@@ -485,7 +479,6 @@ class Current(Examples):
         self.use(now)
 
     def use(self, now: Examples) -> None:
-        """Learn from this."""
         self._now, self.sizes = now, now.sizes
 
     def __getitem__(self, index: int) -> Features:
@@ -540,12 +533,10 @@ class TrainingSet(Examples):
 
     @property
     def num_learnt(self) -> int:
-        """Tokens to learn."""
         parts = (part for index in range(len(self)) for part in self._parts(index))
         return sum(max(0, stop - max(FIRST_LEARNT, first)) for first, stop in parts)
 
     def only(self, parts: Mapping[int, Sequence[tuple[int, int]]]) -> TrainingSet:
-        """The same conversations with fewer parts to learn."""
         answers: list[Sequence[tuple[int, int]]] = [()] * len(self._cache)
         for index, chosen in parts.items():
             answers[self._numbers[index]] = chosen
@@ -576,7 +567,6 @@ class BatchSampler(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; every epoch has another order."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -601,7 +591,6 @@ class BatchSampler(Sampler[list[int]]):
         return batches[: len(batches) - len(batches) % self._multiple_of]
 
     def _filled(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Batches of these conversations, which are sorted by length."""
         batches: list[list[int]] = []
         for number in numbers:
             fits = batches and (len(batches[-1]) + 1) * self.sizes[number] <= self._batch_tokens

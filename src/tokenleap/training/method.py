@@ -113,7 +113,6 @@ class TrainingSettings(Config):
         return self.max_steps or max(1, round(math.ceil(batches / self.accumulation) * self.epochs))
 
     def rising_steps(self, total: int) -> float:
-        """Steps in which the learning rates rise, of so many."""
         return self.warmup * total if self.warmup_steps is None else self.warmup_steps
 
     def preferring(self, **fields: Any) -> Self:
@@ -131,12 +130,10 @@ class TrainingSettings(Config):
         )
 
     def decided(self, reason: str, **fields: Any) -> Self:
-        """The settings with fields that a method decides by itself."""
         self.refuse(reason, *fields)
         return self.model_copy(update=fields)
 
     def refuse(self, reason: str, *names: str) -> None:
-        """Refuse fields that a method has no use for."""
         for name in names:
             if name in self.model_fields_set:
                 raise ConfigError(f"{name}: {reason}")
@@ -205,7 +202,6 @@ class TrainingMethod(Config, ABC):
         return ()
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """The settings as this method needs them."""
         return settings
 
     def serving(self, folder: Path) -> dict[str, Any]:
@@ -234,7 +230,6 @@ TRAINABLE: Mapping[str, str] = {
 
 
 def check_trainable(name: str) -> None:
-    """Refuse a name that stands for nothing that can be trained."""
     if name not in TRAINABLE:
         known = nearest(name, list(TRAINABLE))
         raise ConfigError(f"nothing can be trained as '{name}': {known}")
@@ -253,5 +248,4 @@ def training_methods() -> dict[str, type[TrainingMethod]]:
 
 
 def training_method(name: str, options: Mapping[str, Any]) -> TrainingMethod:
-    """The method of this name with its options."""
     return training_class(name)(**options)

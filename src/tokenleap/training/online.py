@@ -134,7 +134,6 @@ class OnlineLearner:
             self._positions += len(window.roots)
 
     def _watch(self, act: Callable[[], None]) -> None:
-        """Do this unless learning has ended, and count the time."""
         if self._failure is not None:
             return
         before = self._pace.learning
@@ -164,7 +163,6 @@ class OnlineLearner:
                     return
 
     def _slice(self) -> bool:
-        """Do one thing; False if there is nothing to do."""
         if self._new_updates >= self._options.swap_every:
             self._swap()
         elif self._gathered >= self._options.batch_size:
@@ -177,7 +175,6 @@ class OnlineLearner:
         return True
 
     def _learn(self, window: Window) -> None:
-        """Add the gradient of one window."""
         device, dtype = self._target.device, self._target.dtype
         batch = window.batch(device)
         low = dtype in (torch.bfloat16, torch.float16)
@@ -372,7 +369,6 @@ class Window:
 
     @property
     def num_levels(self) -> int:
-        """Levels of drafting that its marks need."""
         return int(self.levels.max()) + 1
 
     def batch(self, device: torch.device) -> Batch:
@@ -394,8 +390,6 @@ class Window:
 
 
 class _Text:
-    """The end of a request's text."""
-
     def __init__(self, first: int) -> None:
         self.first = self.stop = first  # tokens whose hidden states are known
         self.marks: list[Mark] = []
@@ -421,7 +415,6 @@ class _Text:
             self.first += more
 
     def hidden(self, layers: Sequence[int], size: int) -> Tensor:
-        """[n, A, E] all hidden states."""
         if not layers:
             return torch.zeros(len(self), 0, size)
         every = [torch.cat([part[layer] for _, part in self._parts]) for layer in layers]
@@ -468,7 +461,6 @@ class Recorder:
         return window
 
     def release(self, request: Request) -> Window | None:
-        """Forget a request; what is left of its text is a window."""
         text = self._texts.pop(request.key, None)
         return None if text is None else self._made(request, text)
 
@@ -531,14 +523,12 @@ class Buffer:
         self.num_tokens = 0
 
     def add(self, window: Window) -> None:
-        """Keep a window."""
         self._windows.append((window, 0))
         self.num_tokens += len(window)
         while self.num_tokens > self._size:
             self._drop(0)
 
     def draw(self) -> Window | None:
-        """One of the windows; None if there is none."""
         if not self._windows:
             return None
         place = self._dice.randrange(len(self._windows))
@@ -567,7 +557,6 @@ class Pace:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time inside as learning."""
         began = clock.now()
         try:
             yield
@@ -577,7 +566,6 @@ class Pace:
             self._credit -= seconds
 
     def served(self, seconds: float) -> None:
-        """A step took so long, without learning."""
         self.serving += seconds
         self._credit += self._rate * seconds
         self._steps += 1

@@ -68,11 +68,7 @@ __all__ = [
 
 
 class Reporter(Protocol):
-    """Shows how a run goes."""
-
-    def say(self, text: str) -> None:
-        """One line."""
-        ...
+    def say(self, text: str) -> None: ...
 
     def stage(self, doing: str, total: int) -> AbstractContextManager[Callable[[int, str], None]]:
         """A part of the work. Yields a function that is told how much is done, with a remark."""
@@ -115,19 +111,16 @@ class TrainingReport:
         return "\n".join([*lines, *self.advice])
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
         text = json.dumps(asdict(self), indent=2) + "\n"
         write_whole(path, lambda to: to.write_text(text))
 
 
 def step_text(step: Step) -> str:
-    """The line of a step."""
     shares = " ".join(f"{share:.0%}" for share in step.accuracy)
     return f"loss {step.losses[0]:.2f}, right {shares}"
 
 
 def evaluation_text(found: Evaluation) -> str:
-    """The lines of an evaluation."""
     positions = " ".join(f"{share:.0%}" for share in found.by_position)
     lengths = " ".join(f"{length:.2f}" for length in found.mean_lengths)
     star = " (best)" if found.best else ""
@@ -246,13 +239,11 @@ def measure(
 
 
 def _accepted_at(metrics: Metrics, position: int) -> int:
-    """How often the drafted token at a position was accepted."""
     counts = metrics.accepted_per_position
     return counts[position] if position < len(counts) else 0
 
 
 def _decoding(metrics: Metrics) -> float:
-    """Tokens per second of the steps."""
     return metrics.generated_tokens / max(1e-9, metrics.step_seconds)
 
 
@@ -272,14 +263,11 @@ _CONVERSATIONS = 64
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of the target and of the new model, on the same held-out answers."""
-
     target: float
     new: float
 
     @classmethod
     def of(cls, target: LLM, new: LLM, held_out: Sequence[Conversation]) -> Perplexity:
-        """Both of them, on the first conversations."""
         chosen = held_out[:_CONVERSATIONS]
         return cls(*(perplexity(each.engine.target, chosen) for each in (target, new)))
 
@@ -371,7 +359,6 @@ def training_bytes(
 
 
 def _text_of(size: int, num_layers: int, hidden_size: int, *, encoder: bool) -> Features:
-    """A text of so many tokens, all of them to learn."""
     hidden, scales = quantize(torch.zeros(size, num_layers, hidden_size))
     tokens = torch.zeros(size, dtype=torch.long)
     top = tokens.unsqueeze(-1).expand(-1, TOP_K)
@@ -433,8 +420,6 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The cost of a training."""
-
     writing_hours: float
     feature_hours: float
     training_hours: float
@@ -443,12 +428,10 @@ class Estimate:
 
     @property
     def hours(self) -> float:
-        """Of all parts."""
         return self.writing_hours + self.feature_hours + self.training_hours
 
     @property
     def text(self) -> str:
-        """How long it takes, and what it needs."""
         parts = (
             f"{_time(self.writing_hours)} to write the text",
             f"{_time(self.feature_hours)} for its features ({_size(self.disk_bytes)} of disk)",
@@ -479,10 +462,7 @@ def estimate(
     plan: Plan,
     needed: TrainingBytes,
 ) -> Estimate:
-    """The cost of a training.
-
-    On-policy text is written anew for every epoch, and is taken to be as slow as the target's.
-    """
+    """On-policy text is written anew for every epoch, as slowly as the target's."""
     tokens = _PROMPT_SHARE * answer_tokens
     learnt_tokens = settings.epochs * tokens
     own_tokens = plan.on_policy.share * learnt_tokens if plan.on_policy else 0.0
@@ -508,7 +488,6 @@ def measure_speeds(
     *,
     encoder: bool = False,
 ) -> Speeds:
-    """Run every part for a few seconds."""
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=_SAMPLE_TOKENS, ignore_eos=True)
     prompts = [[1 + row % 7] for row in range(rows)]
     llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # what is done only once
@@ -543,7 +522,6 @@ def measure_speeds(
 def _training_speed(
     trainee: Trainee, data: TrainingSet, settings: TrainingSettings, first_level_share: float
 ) -> float:
-    """Tokens per second of a step after a first one."""
     changed = {
         "epochs": 2,
         "max_steps": None,
@@ -576,20 +554,17 @@ class Panel:
 
 
 def save_curves(folder: Path, history: Sequence[Evaluation]) -> None:
-    """Write both files anew; each is complete or as it was."""
     save_table(folder / "curves.csv", *_table(history))
     save_panels(folder / "curves.png", _panels(history))
 
 
 def save_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write a CSV file; it is complete or as it was."""
     text = io.StringIO()
     csv.writer(text).writerows([header, *rows])
     write_whole(path, lambda beside: beside.write_text(text.getvalue()))
 
 
 def save_panels(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw diagrams side by side as a PNG file; it is complete or as it was."""
     write_whole(path, lambda beside: _draw(beside, panels))
 
 

@@ -77,8 +77,6 @@ _SERVED_PROMPTS = 12
 
 
 class TrainingRun:
-    """One training."""
-
     def __init__(
         self,
         llm: LLM,
@@ -113,7 +111,6 @@ class TrainingRun:
 
     @property
     def num_processes(self) -> int:
-        """Processes that train together."""
         return int(self._processes.num_processes)
 
     @property
@@ -122,7 +119,6 @@ class TrainingRun:
         return bool(self._processes.is_main_process)
 
     def _wanted(self) -> dict[str, Any]:
-        """The settings of the folder, for `settings.json`."""
         data, target = asdict(self._data), self._llm.engine.target
         for name in ("files", "unseen", "parallel"):
             data[name] = [str(file) for file in data[name]]
@@ -141,7 +137,6 @@ class TrainingRun:
     # Beforehand
 
     def estimate(self) -> Estimate:
-        """How long it will take, and how much disk; measured in a few seconds."""
         if self._processes.num_processes > 1:
             raise ConfigError("an estimate is for one process: ask without `accelerate launch`.")
         target, encoder = self._llm.engine.target, self._plan.reads_encoder
@@ -261,7 +256,6 @@ class TrainingRun:
         )
 
     def _new_target(self) -> LLM | None:
-        """The model that the method has written in place of the target, if it writes one."""
         tuned = self._method.tunes_target
         return served_alike(self._llm, self._folder.out) if tuned else None
 
@@ -273,7 +267,6 @@ class TrainingRun:
 
 
 def _check_kind(method: TrainingMethod, llm: LLM) -> None:
-    """Refuse a method that is for another kind of target."""
     reads = llm.engine.target.reads_source
     if method.for_sources is None or method.for_sources == reads:
         return
@@ -301,8 +294,6 @@ _FEW = 20
 
 
 class DrafterSeries:
-    """Trains the drafters of a method."""
-
     def __init__(
         self,
         llm: LLM,
@@ -369,7 +360,6 @@ class DrafterSeries:
     def _train(
         self, trainee: Trainee, training: TrainingSet, held_out: TrainingSet, folder: DrafterFolder
     ) -> Evaluation:
-        """Train one of them."""
         layers = self._method.read_layers(self._parts.num_layers)
         seen = look(self._llm.engine.target, _probe_text(held_out), layers)
 
@@ -469,7 +459,6 @@ class TrainingText:
         return FileSource(self._llm, found, self._rows)
 
     def _pairs(self, given: bool) -> PairSource:
-        """The sources of an encoder-decoder, which it answers."""
         if not (self._data.files or self._data.parallel):
             raise ConfigError(
                 "an encoder-decoder cannot write sources by itself: give --data FILE, or --source."
@@ -544,19 +533,15 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class DrafterFolder:
-    """Where one drafter of a training is."""
-
     out: Path
     work: Path
 
     @property
     def checkpoints(self) -> Path:
-        """Where to continue."""
         return self.work / "checkpoints"
 
     @property
     def rounds(self) -> Path:
-        """Text that the drafter writes while it learns."""
         return self.work / "on_policy"
 
 
@@ -576,21 +561,17 @@ class TrainingFolder:
         return DrafterFolder(self.out / name, self.work / name)
 
     def conversations(self, name: str) -> Path:
-        """The file of the conversations."""
         return self.work / "data" / f"{name}.jsonl"
 
     def features(self, name: str) -> Path:
-        """The folder of their features."""
         return self.work / "features" / name
 
     @property
     def has_features(self) -> bool:
-        """Whether all features are there."""
         return all((self.features(name) / INDEX).exists() for name in ("train", "held_out"))
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a checkpoint, from which training continues."""
         return any(checkpoints_in(each) for each in self.work.rglob("checkpoints"))
 
     @property
@@ -620,7 +601,6 @@ class TrainingFolder:
             raise ConfigError(f"{self.out} already has a drafter: choose another folder.")
 
     def claim(self, wanted: dict[str, Any]) -> None:
-        """Say in the folder what it is for."""
         text = json.dumps(wanted, indent=2) + "\n"
         self.work.mkdir(parents=True, exist_ok=True)
         write_whole(self._settings, lambda to: to.write_text(text))

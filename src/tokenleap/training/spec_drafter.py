@@ -119,7 +119,6 @@ class SpecDrafterTraining(TrainingMethod):
 
     @property
     def halved(self) -> bool:
-        """Whether the drafter's widths are half of the target's."""
         return self.size < _HALVED_BELOW and self.encoder == "own"
 
     @property
@@ -320,8 +319,6 @@ def _spread(count: int, depth: int) -> list[int]:
 
 
 class SpecDrafterTrainee(Trainee):
-    """A Spec-Drafter that is being trained."""
-
     first_learnt: ClassVar[int] = 1
     evaluated_levels: ClassVar[int] = 10
     keeps_logits: ClassVar[bool] = False
@@ -341,7 +338,6 @@ class SpecDrafterTrainee(Trainee):
 
     @property
     def lm(self) -> PreTrainedModel:
-        """The drafter."""
         return self._lm[0]
 
     def train(self, mode: bool = True) -> Self:
@@ -362,7 +358,6 @@ class SpecDrafterTrainee(Trainee):
         return first + (last - first) * step / total
 
     def learn(self, batch: Batch, num_levels: int) -> Learnt:
-        """Of some prefixes of each text."""
         count = self._count()
         # Shorter blocks leave room for more prefixes.
         most = self._options.prefixes * self.notes.num_masks // count
@@ -404,7 +399,6 @@ class SpecDrafterTrainee(Trainee):
         return F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
 
     def _parts_of(self, states: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """States and labels of so many masks that their logits fit `_LOGITS`."""
         size = max(1, _LOGITS // self.notes.vocab_size)
         return list(zip(torch.split(states, size), torch.split(labels, size), strict=True))
 
@@ -421,11 +415,9 @@ class SpecDrafterTrainee(Trainee):
         return states
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        """[..., E] the output layer's rows of tokens."""
         return F.embedding(tokens, output_layer(self.lm).weight)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """States of the masks after every prefix that is a root."""
         states, mask = self._encoded(batch)
         rows, places = batch.levels.valid[:, 0].nonzero(as_tuple=True)
         prefixes = batch.roots[rows, places] + 1
@@ -457,7 +449,6 @@ class SpecDrafterTrainee(Trainee):
         return F.linear(outputs, layer.weight[:size], bias).float()
 
     def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
-        """A Hugging Face folder."""
         write_lm(
             self.lm,
             parts.name,
@@ -599,7 +590,6 @@ def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -
 
 
 def _additive_mask(sees: Tensor) -> Tensor:
-    """The mask that attention adds to its scores."""
     device = sees.device.type
     low = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if low else torch.float32

@@ -61,8 +61,6 @@ __all__ = [
 
 
 class StateTrainee(Trainee):
-    """A head without attention that is being trained."""
-
     def __init__(self, net: StateNet, norm: nn.Module, loss: Loss, noise: float) -> None:
         super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
         self.net = net
@@ -70,7 +68,6 @@ class StateTrainee(Trainee):
         self._noise = noise
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """Outputs of the heads on the last hidden states."""
         hidden = dequantize(
             at_roots(batch.hidden, batch.roots), at_roots(batch.scales, batch.roots)
         )
@@ -113,7 +110,6 @@ class _NetTraining(HeadTraining):
         return settings.decided(reason, levels=self.num_heads, first_level_share=0.0)
 
     def net(self, parts: HeadParts) -> StateNet:
-        """A new head."""
         if parts.final_norm is None:
             raise CompatibilityError(
                 f"method '{self.name}' reads hidden states after the final norm, and this "
@@ -274,7 +270,6 @@ class TunedTrainee(Trainee):
         return super().probe(replace(seen, follows=logits.argmax(-1)))
 
     def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
-        """A Hugging Face folder with that of the heads in it."""
         of_lm = {name: note for name, note in notes.items() if name != "probe"}
         write_lm(self.own.lm, parts.name, folder, of_lm)
         verifier = replace(parts.verifier, name_or_path=str(folder))
@@ -302,12 +297,10 @@ class _MedusaTrainee(TunedTrainee):
 
 class _BlockwiseTrainee(TunedTrainee):
     def weights(self, num_heads: int) -> Sequence[float]:
-        """One of them is 1."""
         chosen = int(torch.randint(num_heads + 1, ()))
         return [float(number == chosen) for number in range(num_heads + 1)]
 
     def learn(self, batch: Batch, num_levels: int) -> Learnt:
-        """The drawn loss is losses[0]."""
         found = super().learn(batch, num_levels)
         losses = torch.zeros_like(found.losses)
         losses[0] = found.losses.sum()
@@ -328,7 +321,6 @@ class _TunedTraining(_NetTraining):
         return net, own, loss, self.target_learning_rate
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """The target is the folder."""
         return {"method": self.Net.METHOD, "model": str(folder / HEADS)}
 
 
@@ -363,7 +355,6 @@ class TunedBlockwiseTraining(_TunedTraining):
     inner_size: Annotated[int, Ge(1)] = 1024
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """No loss has a smaller weight."""
         reason = f"'{self.name}' learns one loss at a time: remove it."
         return super().adapted(settings).decided(reason, decay=1.0)
 

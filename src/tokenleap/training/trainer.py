@@ -208,7 +208,6 @@ class Trainer:
 
     @property
     def history(self) -> Sequence[Evaluation]:
-        """All evaluations so far."""
         return self._progress.history
 
     def _check_batches(self) -> None:
@@ -256,7 +255,6 @@ class Trainer:
 
     @property
     def _round(self) -> int:
-        """The round of the next step."""
         return self._progress.step // self._rounds.steps if self._rounds else 0
 
     def _enter_round(self) -> None:
@@ -284,7 +282,6 @@ class Trainer:
         self._check_batches()
 
     def _due_evaluation(self) -> Iterator[Evaluation]:
-        """Evaluate and save the state, if it is time."""
         progress, settings = self._progress, self._settings
         last = progress.step == self.total_steps
         is_time = progress.step > 0 and progress.step % settings.evaluate_every == 0
@@ -316,7 +313,6 @@ class Trainer:
         yield found
 
     def _step_batches(self) -> Iterator[list[Batch]]:
-        """The batches of each step that is left in this epoch."""
         for loader in (self._batches, self._sampler):
             loader.set_epoch(self._progress.epoch)
         left = self._accelerator.skip_first_batches(self._batches, self._progress.batches)
@@ -354,7 +350,6 @@ class Trainer:
         )
 
     def _learn(self, batch: Batch, num_levels: int, num_batches: int) -> Learnt:
-        """Add the gradients of one batch."""
         with self._accelerator.autocast():
             found: Learnt = self._trainee(batch, num_levels)
         weights = self._settings.decay ** torch.arange(num_levels, device=found.losses.device)
@@ -397,7 +392,6 @@ class Trainer:
         return found
 
     def _count(self) -> Acceptance:
-        """The acceptance of drafts for held-out conversations."""
         trainee = self._accelerator.unwrap_model(self._trainee)  # waits for no other process
         trainee.eval()
         counts = Acceptance(self._levels)
@@ -462,7 +456,6 @@ def schedules(
 
 
 def _rate(step: int, rising: float, fall: Callable[[int], float]) -> float:
-    """The learning rate of a step, relative to its highest value."""
     return min(1.0, (step + 1) / rising) * fall(step)
 
 
@@ -486,13 +479,10 @@ _SUFFIX = ".safetensors"
 
 
 class Averages:
-    """Keeps the weights of the last evaluations."""
-
     def __init__(self, folder: Path, number: int) -> None:
         self._folder, self._number = folder, number
 
     def _files(self) -> list[Path]:
-        """In the order of their steps."""
         return sorted(self._folder.glob(f"*{_SUFFIX}"), key=lambda path: int(path.stem))
 
     def keep(self, step: int, weights: Mapping[str, Tensor]) -> None:
@@ -508,7 +498,6 @@ class Averages:
             old.unlink()
 
     def mean(self) -> dict[str, Tensor]:
-        """The mean of what is kept, in float32."""
         files = self._files()
         total = {name: each.float() for name, each in load_file(files[0]).items()}
         for file in files[1:]:
@@ -518,7 +507,6 @@ class Averages:
 
     @torch.no_grad()
     def load_into(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite weights with the mean."""
         for name, mean in self.mean().items():
             weights[name].copy_(mean)
 
@@ -593,8 +581,6 @@ _STATE = "state.safetensors"
 
 
 class Checkpoints:
-    """Saves and loads the state of a training."""
-
     def __init__(
         self,
         accelerator: Accelerator,
@@ -608,7 +594,6 @@ class Checkpoints:
         self._optimizers, self._schedules, self._progress = optimizers, schedules, progress
 
     def load(self) -> None:
-        """Continue from the last checkpoint, if there is one."""
         if not (found := checkpoints_in(self._folder)):
             return
         place = found[-1]
@@ -646,7 +631,6 @@ class Checkpoints:
 
     @property
     def _random(self) -> str:
-        """The file of this process's random number generators."""
         return f"random-{self._accelerator.process_index}.safetensors"
 
     def _state(self) -> dict[str, Any]:
@@ -685,7 +669,6 @@ def _check_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    """The states of all random number generators that training may use."""
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     return {
         "python": random.getstate(),

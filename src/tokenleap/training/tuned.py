@@ -126,7 +126,6 @@ class Schedule:
     rotation: int | None
 
     def dropout(self, step: int, total: int) -> Tensor:
-        """[L] the probabilities p(l, t)."""
         layers = torch.arange(self.num_layers, dtype=torch.float32)
         over_layers = (layers * log(2) / max(1, self.num_layers - 1)).exp() - 1
         over_time = 2 ** (step / max(1, total - 1)) - 1 if self.grows else 1.0
@@ -147,8 +146,6 @@ class Schedule:
 
 
 class EarlyExitTrainee(TargetTrainee):
-    """A copy of the target whose layers learn to be exits."""
-
     def __init__(
         self,
         lm: PreTrainedModel,
@@ -161,13 +158,11 @@ class EarlyExitTrainee(TargetTrainee):
         self._schedule, self._exit_layer = schedule, exit_layer
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """Drafts of the first layers."""
         drafts = self._exits(batch.tokens, [self._exit_layer - 1])[0]
         for level in range(num_levels):
             yield at_level(drafts, batch, level)
 
     def learn(self, batch: Batch, num_levels: int) -> Learnt:
-        """The loss of all exits of this step."""
         weights = self._schedule.exits(*self.step)
         dropout = self._schedule.dropout(*self.step)
         wanted = [self._exit_layer - 1, *weights]
@@ -288,7 +283,6 @@ class EarlyExitTraining(TrainingMethod):
         )
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """The target is the folder."""
         chosen = {} if self.exit_layer is None else {"exit_layer": self.exit_layer}
         return {"method": self.name, **chosen}
 
@@ -367,7 +361,6 @@ def _apart(batch: Batch, num_pads: int) -> int:
 
 
 def _some(batch: Batch, first: int, apart: int) -> Batch:
-    """The same text with some of its roots."""
     levels = Levels(*(each[:, :, first::apart] for each in batch.levels))
     return batch._replace(roots=batch.roots[:, first::apart], levels=levels)
 
@@ -408,8 +401,6 @@ def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:
 
 
 class PadTrainee(TargetTrainee):
-    """A copy of the target that learns to predict after padding."""
-
     def __init__(
         self,
         lm: PreTrainedModel,
@@ -505,7 +496,6 @@ class PadTraining(_BlockTraining):
         return PadTrainee(lm, vocab_size, loss, pad, self.num_pads, self.draft_weight)
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """The target is the folder; blocks are as long as those that were learnt."""
         return {"method": self.name, "num_speculative_tokens": block_nodes(self.num_pads)}
 
 
@@ -534,13 +524,11 @@ class PassTrainee(Trainee):
         return _block_levels(self._states, self._config, batch, self._tokens(num_levels))
 
     def learn(self, batch: Batch, num_levels: int) -> Learnt:
-        """Blocks after some roots."""
         some = _some_blocks(batch, num_levels)
         _, blocks = _pass_with_blocks(self._states, self._config, some, self._tokens(num_levels))
         return self.learnt(blocks.unbind(2), some)
 
     def _tokens(self, count: int) -> Tensor:
-        """[k] ids of the first look-ahead tokens."""
         return torch.arange(self._first, self._first + count)
 
     def _states(self, tokens: Tensor, **arguments: Any) -> Tensor:
@@ -557,8 +545,6 @@ class PassTrainee(Trainee):
 
 
 class PassTraining(_BlockTraining):
-    """Look-ahead embeddings."""
-
     name: ClassVar[str] = "pass"
     summary: ClassVar[str] = "embeddings after the text, and nothing else (PaSS)"
 
@@ -581,6 +567,5 @@ class PassTraining(_BlockTraining):
         return PassTrainee(copy_of_target(parts), parts.vocab_size, LOSSES[self.loss], rows)
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """Blocks are as long as those that were learnt."""
         nodes = block_nodes(self.num_tokens)
         return {**super().serving(folder), "num_speculative_tokens": nodes}
