@@ -303,21 +303,6 @@ def test_a_drafter_that_misses_nothing(
     assert not (tmp_path / "config.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"drafters": 1}, "drafters: "),
-        ({"sample_length": 0}, "sample_length: "),
-        ({"answers": "mixed"}, "answers"),
-        ({"start": "target", "hidden_size": 64}, "hidden_size: with start 'target'"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        training_method("boost", options)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("fault", ["nothing", "another model", "one is missing"])
 def test_a_folder_without_draft_models(fault: str, tmp_path: Path) -> None:
     if fault == "another model":

@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_before(
 def test_a_target_without_a_folder(target: Target, tmp_path: Path) -> None:
     """It has no tokenizer to write, and nothing to start from but random weights."""
     parts = replace(parts_of(target), name="nonesuch")
-    training_method("distill", {}).write(made(parts, {}), parts, tmp_path / "draft", {})
+    made(parts, {}).write(parts, tmp_path / "draft", {})
     names = {each.name for each in (tmp_path / "draft").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
     with pytest.raises(ModelError, match="no model 'nonesuch'"):
@@ -289,33 +289,8 @@ def test_conversations_longer_than_its_context(
         trainee(collate([cache[0]], 1), 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start": "target", "hidden_size": 64}, "hidden_size: with start 'target'"),
-        ({"start": "some/folder", "num_layers": 1}, "num_layers: with start 'some/folder'"),
-        ({"start": ""}, "start: "),
-        ({"loss": "mse"}, "loss: "),
-        ({"num_layers": 0}, "num_layers: "),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        training_method("distill", options)
-    assert "\n" not in str(caught.value)
-
-
 def test_what_is_not_there_is_refused(parts: HeadParts) -> None:
     with pytest.raises(ConfigError, match="num_layers: the target has 2 layers, got 3"):
         made(parts, {"start": "target", "num_layers": 3})
     with pytest.raises(ModelError, match="no model 'smolm2'"):
         made(parts, {"start": "smolm2"})
-
-
-@pytest.mark.parametrize("name", ["levels", "first_level_share", "decay"])
-def test_settings_that_a_draft_model_cannot_follow(name: str) -> None:
-    method = training_method("distill", {})
-    with pytest.raises(ConfigError, match=f"{name}: a draft model learns all levels"):
-        method.adapted(TrainingSettings.model_validate({name: 1}))
-    adapted = method.adapted(TrainingSettings())
-    assert (adapted.levels, adapted.first_level_share) == (1, 0)

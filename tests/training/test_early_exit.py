@@ -11,7 +11,6 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.training.world import computed, cycles, parts_of, tiny_target
-from tokenleap import ConfigError
 from tokenleap.runtime.cpu import decoder_layers
 from tokenleap.runtime.network import Need
 from tokenleap.training.features import collate, passes
@@ -114,21 +113,3 @@ def test_drafts_of_training_are_those_of_serving(tmp_path: Path) -> None:
         expected = output.scores[(batch.roots[0] + 1 + level)[valid]]
         logits = trainee.logits(outputs[0][valid], level)
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exit_layer": 2}, "exit_layer: must be below the 2 layers"),
-        ({"rotation": 2}, "rotation: must be below the 2 layers"),
-    ],
-)
-def test_layers_that_are_not_there(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        training_method("early_exit", options).trainee(parts_of(tiny_target()))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_rotation_that_has_no_meaning() -> None:
-    with pytest.raises(ConfigError, match="rotation: the exits are 'gradual'"):
-        training_method("early_exit", {"exits": "gradual", "rotation": 2})

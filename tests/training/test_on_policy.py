@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.tiny import tiny_model
 from tests.training.world import computed, cycles, new_trainee, short_talks, tiny_target
-from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap import LLM, SamplingParams
 from tokenleap.errors import TrainingError
 from tokenleap.runtime.target import Target
 from tokenleap.training import conversations, distill
@@ -65,7 +65,7 @@ class World:
         self.saved: list[Evaluation] = []
 
     def rounds(self) -> OnPolicyRounds:
-        plan = self.method.on_policy
+        plan = self.method.plan.on_policy
         assert plan is not None
         return OnPolicyRounds(
             self.llm,
@@ -308,21 +308,3 @@ def test_a_draft_model_that_writes_nothing(
         World(llm, tmp_path / "alone", **ON_POLICY).whole()
     assert "\n" not in str(caught.value)
     World(llm, tmp_path / "mixed", **MIXED).whole()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"answers": "student"}, "answers: "),
-        ({"on_policy_share": 0.5}, "on_policy_share: has no meaning with answers 'teacher'"),
-        ({"answers": "on_policy", "on_policy_share": 0.5}, "on_policy_share: has no meaning"),
-        ({"answers": "fixed", "refresh_every": 5}, "refresh_every: has no meaning with answers"),
-        ({"answers": "mixed", "on_policy_share": 1.0}, "on_policy_share: "),
-        ({"answers": "mixed", "refresh_every": 0}, "refresh_every: "),
-        ({"answers": "on_policy", "loss": "ce"}, "loss: 'ce' learns the tokens of the text"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        training_method("distill", options)
-    assert "\n" not in str(caught.value)

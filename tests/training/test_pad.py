@@ -89,9 +89,3 @@ def test_which_token_it_is() -> None:
     assert padding_token(tokenizer, size + 3) != end
     assert padding_token(tiny_tokenizer(), VOCAB_SIZE) == VOCAB_SIZE - 1
     assert padding_token(None, 50) == 49
-
-
-def test_a_token_that_does_not_exist() -> None:
-    method = training_method("pad", {"pad_token_id": VOCAB_SIZE})
-    with pytest.raises(ConfigError, match=f"pad_token_id: must be 0 to {VOCAB_SIZE - 1}"):
-        method.trainee(parts_of(tiny_target()))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.training.test_trainer import Run
 from tests.training.world import World, computed, cycles, new_trainee, parts_of, tiny_target
-from tokenleap import ConfigError
 from tokenleap.core.tree import chain
 from tokenleap.drafters.padding import read_pass_tokens
 from tokenleap.runtime.target import Target
@@ -102,24 +101,9 @@ def test_they_learn_and_the_target_stays(tmp_path: Path) -> None:
     for name, weight in trainee._lm[0].named_parameters():
         assert torch.equal(weight, before[name]) != name.endswith("embed_tokens.rows"), name
     assert sum(x.numel() for x in run.saved[-1][1].values()) < 2 * 64 * LEVELS + 300
-    world.trainee.write(parts_of(world.target), tmp_path / "head", {})
+    trainee.write(parts_of(world.target), tmp_path / "head", {})
     guesses = served(world.target, tmp_path / "head", [7, 3, 7]).argmax(-1)
     assert guesses.tolist() == [7] * LEVELS
-
-
-def test_settings_that_it_cannot_follow_are_refused() -> None:
-    method = training_method("pass", {"num_tokens": 3})
-    for name in ("levels", "first_level_share"):
-        with pytest.raises(ConfigError, match=f"{name}: .* set num_tokens"):
-            method.adapted(TrainingSettings.model_validate({name: 1}))
-    adapted = method.adapted(TrainingSettings())
-    assert (adapted.levels, adapted.first_level_share) == (3, 0)
-    with pytest.raises(ConfigError, match="num_tokens"):
-        training_method("pass", {"num_tokens": 16})
-    for name, value in (("optimizer", "adamw"), ("learning_rate", 0.1), ("weight_decay", 0)):
-        with pytest.raises(ConfigError, match=f"{name}: .* set vector_learning_rate") as caught:
-            method.adapted(TrainingSettings.model_validate({name: value}))
-        assert "\n" not in str(caught.value)
 
 
 def test_the_copy_of_the_target_is_frozen(target: Target) -> None:

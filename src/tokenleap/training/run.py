@@ -46,7 +46,7 @@ from tokenleap.training.features import (
     compute_features,
     draft_vocabulary,
 )
-from tokenleap.training.method import DataSettings, TrainingMethod, TrainingSettings
+from tokenleap.training.method import DataSettings, Plan, TrainingMethod, TrainingSettings
 from tokenleap.training.report import (
     Estimate,
     Perplexity,
@@ -76,6 +76,27 @@ _ROWS = 32
 _SERVED_PROMPTS = 12
 
 
+@dataclass(frozen=True)
+class _Job:
+    """The parts that a training's text and drafters share."""
+
+    llm: LLM
+    method: TrainingMethod
+    data: DataSettings
+    settings: TrainingSettings
+    folder: TrainingFolder
+    reporter: Reporter
+    processes: PartialState
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        return self.method.read_layers(self.llm.engine.target.network.num_layers)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.method.plan
+
+
 class TrainingRun:
     def __init__(
         self,
@@ -88,15 +109,14 @@ class TrainingRun:
         reporter: Reporter,
     ) -> None:
         _check_kind(method, llm)
-        self._llm, self._name, self._method, self._plan = llm, name, method, method.plan
-        self._data, self._settings, self._reporter = data, method.adapted(settings), reporter
-        self._folder = TrainingFolder(folder)
-        self._layers = method.read_layers(llm.engine.target.network.num_layers)
+        self._name, self._folder = name, TrainingFolder(folder)
+        self._llm, self._method, self._data, self._reporter = llm, method, data, reporter
+        self._settings = method.adapted(settings)
         self._processes = processes(on_cpu=llm.device.type == "cpu")
+        self._job = _Job(llm, method, data, self._settings, self._folder, reporter, self._processes)
+        self._layers, self._plan = self._job.layers, self._job.plan
         self._folder.check(self._wanted())
-        self._text = TrainingText(
-            llm, method, data, self._settings.max_length, _ROWS, self._folder, reporter
-        )
+        self._text = TrainingText(self._job)
 
     @property
     def has_begun(self) -> bool:
@@ -206,7 +226,7 @@ class TrainingRun:
         held_out = self._text.conversations("held_out", self._data.held_out_tokens)
         training = self._text.conversations("train", self._data.tokens, held_out)
         for name, chosen in (("train", training), ("held_out", held_out)):
-            self._text.compute_features(name, chosen, self._layers)
+            self._text.compute_features(name, chosen)
         return training, held_out
 
     def _draft_tokens(self) -> tuple[torch.Tensor, float]:
@@ -244,16 +264,7 @@ class TrainingRun:
         return vocabulary_weights(self._llm.engine.target)
 
     def _drafters(self, draft_tokens: torch.Tensor) -> DrafterSeries:
-        return DrafterSeries(
-            self._llm,
-            self._method,
-            self._parts(draft_tokens),
-            self._settings,
-            self._folder,
-            self._reporter,
-            self._processes,
-            _ROWS,
-        )
+        return DrafterSeries(self._job, self._parts(draft_tokens))
 
     def _new_target(self) -> LLM | None:
         tuned = self._method.tunes_target
@@ -294,26 +305,15 @@ _FEW = 20
 
 
 class DrafterSeries:
-    def __init__(
-        self,
-        llm: LLM,
-        method: TrainingMethod,
-        parts: HeadParts,
-        settings: TrainingSettings,
-        folder: TrainingFolder,
-        reporter: Reporter,
-        processes: PartialState,
-        rows: int,
-    ) -> None:
-        self._llm, self._method, self._plan = llm, method, method.plan
-        self._parts, self._settings = parts, settings
-        self._folder, self._reporter, self._processes = folder, reporter, processes
-        self._rows = rows
+    def __init__(self, job: _Job, parts: HeadParts) -> None:
+        self._job, self._parts, self._plan = job, parts, job.plan
+        self._settings, self._folder, self._reporter = job.settings, job.folder, job.reporter
+        self._is_main = job.processes.is_main_process
 
     def trainee(self, number: int = 0) -> Trainee:
         """A new drafter, by its number from 0; its random weights follow from the seed."""
         torch.manual_seed(self._settings.seed + number)
-        return self._method.trainee(self._parts).to(self._llm.device)
+        return self._job.method.trainee(self._parts).to(self._job.llm.device)
 
     def train(self) -> Evaluation:
         """Train all of them; each continues where it stopped."""
@@ -344,7 +344,7 @@ class DrafterSeries:
                 f"the draft model in {folders[0]} misses nothing that another could learn: use "
                 "it alone, as a draft_model, or learn more tokens."
             )
-        if self._processes.is_main_process:
+        if self._is_main:
             write_drafters(self._folder.out, [each.name for each in folders])
 
     def _examples(self, name: str) -> TrainingSet:
@@ -360,8 +360,7 @@ class DrafterSeries:
     def _train(
         self, trainee: Trainee, training: TrainingSet, held_out: TrainingSet, folder: DrafterFolder
     ) -> Evaluation:
-        layers = self._method.read_layers(self._parts.num_layers)
-        seen = look(self._llm.engine.target, _probe_text(held_out), layers)
+        seen = look(self._job.llm.engine.target, _probe_text(held_out), self._job.layers)
 
         def save_best(best: Trainee, found: Evaluation) -> None:
             seed = self._settings.seed
@@ -381,7 +380,7 @@ class DrafterSeries:
             remark, evaluated = "", -1
             for event in trainer.run():
                 if isinstance(event, Evaluation):
-                    if self._processes.is_main_process:
+                    if self._is_main:
                         save_curves(folder.work, trainer.history)
                     averaged = event.step == evaluated
                     beginning = "mean of the last weights, " if averaged else ""
@@ -396,13 +395,13 @@ class DrafterSeries:
         if (plan := self._plan.on_policy) is None:
             return None
         return OnPolicyRounds(
-            self._llm,
+            self._job.llm,
             training,
             plan,
             self._settings,
-            self._processes.num_processes,
+            self._job.processes.num_processes,
             folder.rounds,
-            self._rows,
+            _ROWS,
             self._reporter.say,
         )
 
@@ -427,19 +426,10 @@ def _probe_text(held_out: TrainingSet) -> list[int]:
 class TrainingText:
     """The conversations of one training."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        method: TrainingMethod,
-        data: DataSettings,
-        max_length: int,
-        rows: int,
-        folder: TrainingFolder,
-        reporter: Reporter,
-    ) -> None:
-        self._llm, self._plan, self._data = llm, method.plan, data
-        self._max_length, self._rows = max_length, rows
-        self._folder, self._reporter = folder, reporter
+    def __init__(self, job: _Job) -> None:
+        self._llm, self._data, self._plan = job.llm, job.data, job.plan
+        self._folder, self._reporter = job.folder, job.reporter
+        self._layers, self._max_length = job.layers, job.settings.max_length
         self._source = self._made_source()
 
     def _made_source(self) -> Source:
@@ -452,11 +442,11 @@ class TrainingText:
         if not self._data.files:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
-            return SelfSource(self._llm, self._rows, length)
+            return SelfSource(self._llm, _ROWS, length)
         found = FileData(self._llm, self._data.files, length, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
-        return FileSource(self._llm, found, self._rows)
+        return FileSource(self._llm, found, _ROWS)
 
     def _pairs(self, given: bool) -> PairSource:
         if not (self._data.files or self._data.parallel):
@@ -471,7 +461,7 @@ class TrainingText:
             max_tokens=self._max_length,
             beam_width=self._plan.beam_width,
         )
-        return PairSource(self._llm, found, self._rows, params, given_answers=given)
+        return PairSource(self._llm, found, _ROWS, params, given_answers=given)
 
     def conversations(
         self, name: str, tokens: int, others: Sequence[Conversation] = ()
@@ -503,12 +493,10 @@ class TrainingText:
         encode = self._llm.tokenizer.encode
         return Unseen(encode(text, add_special_tokens=False) for text in texts)
 
-    def compute_features(
-        self, name: str, conversations: Sequence[Conversation], layers: Sequence[int]
-    ) -> None:
+    def compute_features(self, name: str, conversations: Sequence[Conversation]) -> None:
         """Run the target over conversations; complete features stay as they are."""
         target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
-        encoder = self._plan.reads_encoder
+        encoder, layers = self._plan.reads_encoder, self._layers
         size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)
         doing = f"Features ({size / 1e9:.2f} GB)"
         folder = self._folder.features(name)
