@@ -98,17 +98,8 @@ def parts_of(target: Target, stride: int = 1) -> HeadParts:
     weights = target.vocabulary_weights
     assert weights is not None
     draft_tokens = torch.arange(0, target.vocab_size, stride)
-    layers = target.network.num_layers
-    return HeadParts(
-        target.config,
-        "tiny",
-        *weights,
-        draft_tokens,
-        layers,
-        target.final_norm,
-        partial(_again, target),
-        target.logits_bias,
-    )
+    parts = HeadParts.of(target, "tiny", weights, draft_tokens)
+    return replace(parts, reload=partial(_again, target))
 
 
 def _again(target: Target) -> PreTrainedModel:

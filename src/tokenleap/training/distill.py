@@ -20,7 +20,6 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
@@ -83,7 +82,6 @@ __all__ = [
     "DistillTrainee",
     "DistillTraining",
     "OnPolicyRounds",
-    "Sizes",
     "checked",
     "decoder",
     "embedding",
@@ -100,6 +98,7 @@ __all__ = [
 ]
 
 SCRATCH, TARGET = "scratch", "target"
+_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
 
 
 class DistillTrainee(Trainee):
@@ -174,9 +173,8 @@ class _DraftModelTraining(TrainingMethod):
 
     @model_validator(mode="after")
     def _sizes_are_not_given(self) -> Self:
-        own = Sizes.__dataclass_fields__
-        usable = {SCRATCH: tuple(own), TARGET: ("num_layers",)}.get(self.start, ())
-        for name in own:
+        usable = {SCRATCH: _SIZES, TARGET: ("num_layers",)}.get(self.start, ())
+        for name in _SIZES:
             if getattr(self, name) is not None and name not in usable:
                 raise ValueError(
                     f"{name}: with start '{self.start}', the model that is there decides: remove "
@@ -192,11 +190,11 @@ class _DraftModelTraining(TrainingMethod):
         return DistillTrainee(self._lm(parts), parts.vocab_size, LOSSES[self.loss])
 
     def _lm(self, parts: HeadParts) -> PreTrainedModel:
-        sizes = Sizes(**{name: getattr(self, name) for name in Sizes.__dataclass_fields__})
         if self.start == SCRATCH:
-            return new_lm(parts.config.get_text_config(), sizes)
+            sizes = (getattr(self, name) for name in _SIZES)
+            return new_lm(parts.config.get_text_config(), *sizes)
         if self.start == TARGET:
-            return first_layers(parts.name, sizes)
+            return first_layers(parts.name, self.num_layers)
         return loaded(self.start, parts.vocab_size, target_tokenizer(parts.name))
 
 
@@ -279,44 +277,38 @@ _GENERATION = "generation_config.json"
 _SCRATCH = ": start from 'scratch'"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a draft model; None means that they follow from the target's."""
-
-    hidden_size: int | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    intermediate_size: int | None = None
-
-    def layers_for(self, target: PreTrainedConfig) -> int:
-        """Decoder layers; by default an eighth of the target's."""
-        return self.num_layers or max(1, target.num_hidden_layers // 8)
-
-
-def new_lm(target: PreTrainedConfig, sizes: Sizes) -> PreTrainedModel:
+def new_lm(
+    target: PreTrainedConfig,
+    hidden_size: int | None = None,
+    num_layers: int | None = None,
+    num_heads: int | None = None,
+    intermediate_size: int | None = None,
+) -> PreTrainedModel:
     """A Llama with random weights, tied embeddings, and the target's vocabulary and context.
 
-    Args:
-        sizes: by default half of the target's width, in multiples of 64, with its head size and
-            the proportion of its MLPs.
+    By default it has half of the target's width, in multiples of 64, and an eighth of its layers,
+    with its head size and the proportion of its MLPs.
     """
     width = target.hidden_size
     head_dim = getattr(target, "head_dim", None) or width // target.num_attention_heads
-    hidden_size = sizes.hidden_size or max(64, width // 128 * 64)
+    hidden_size = hidden_size or max(64, width // 128 * 64)
     proportion = (getattr(target, "intermediate_size", None) or 4 * width) / width
     config = LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=sizes.intermediate_size
-        or 64 * max(1, round(hidden_size * proportion / 64)),
-        num_hidden_layers=sizes.layers_for(target),
-        num_attention_heads=sizes.num_heads or max(1, hidden_size // head_dim),
+        intermediate_size=intermediate_size or 64 * max(1, round(hidden_size * proportion / 64)),
+        num_hidden_layers=num_layers or _layers_like(target),
+        num_attention_heads=num_heads or max(1, hidden_size // head_dim),
         head_dim=head_dim,
         **llama_fields(target),
         tie_word_embeddings=True,
         **_special_tokens(target),
     )
     return _made(LlamaForCausalLM, config)
+
+
+def _layers_like(target: PreTrainedConfig) -> int:
+    return int(max(1, target.num_hidden_layers // 8))
 
 
 def _special_tokens(config: PreTrainedConfig) -> dict[str, Any]:
@@ -329,11 +321,11 @@ def _made(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
     return lm
 
 
-def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
+def first_layers(name: str, num_layers: int | None) -> PreTrainedModel:
     whole = models.load_model(models.resolve(name), torch.float32, torch.device("cpu"))
     config = deepcopy(whole.config)
     text = config.get_text_config()
-    wanted, there = sizes.layers_for(text), text.num_hidden_layers
+    wanted, there = num_layers or _layers_like(text), text.num_hidden_layers
     if wanted > there:
         raise ConfigError(f"num_layers: the target has {there} layers, got {wanted}.")
     text.num_hidden_layers = wanted

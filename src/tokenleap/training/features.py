@@ -16,7 +16,7 @@ import os
 import random
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NotRequired
@@ -514,16 +514,9 @@ class TrainingSet(Examples):
 
     def __getitem__(self, index: int) -> Features:
         each, size = self._cache[self._numbers[index]], self._kept[index]
-        return Features(
-            each.tokens[:size],
-            self._parts(index),
-            each.hidden[:size],
-            each.scales[:size],
-            each.top_tokens[:size],
-            each.top_logprobs[:size],
-            each.source,
-            each.encoded,
-        )
+        names = ("tokens", "hidden", "scales", "top_tokens", "top_logprobs")
+        cut: dict[str, Any] = {name: getattr(each, name)[:size] for name in names}
+        return replace(each, answers=self._parts(index), **cut)
 
     def _parts(self, index: int) -> list[tuple[int, int]]:
         """[start, stop) of each part to learn of a conversation."""
@@ -609,19 +602,13 @@ def collate(conversations: Sequence[Features], num_levels: int, first: int = FIR
             the first ones that their drafts guess.
     """
     made = [_pairs(each, num_levels, first) for each in conversations]
-    hidden, scales, tokens, lengths, roots, levels, sources, source_lengths, encoded = (
-        list(each) for each in zip(*made, strict=True)
-    )
+    columns = dict(zip(Batch._fields, map(list, zip(*made, strict=True)), strict=True))
+    levels = columns.pop("levels")
+    numbers = {name: torch.cat(columns.pop(name)) for name in ("lengths", "source_lengths")}
     return Batch(
-        pad_sequence(hidden, batch_first=True),
-        pad_sequence(scales, batch_first=True),
-        pad_sequence(tokens, batch_first=True),
-        torch.cat(lengths),
-        pad_sequence(roots, batch_first=True),
-        Levels(*(_padded_roots(each) for each in zip(*levels, strict=True))),
-        pad_sequence(sources, batch_first=True),
-        torch.cat(source_lengths),
-        pad_sequence(encoded, batch_first=True),
+        levels=Levels(*(_padded_roots(each) for each in zip(*levels, strict=True))),
+        **numbers,
+        **{name: pad_sequence(each, batch_first=True) for name, each in columns.items()},
     )
 
 

@@ -243,28 +243,14 @@ class TrainingRun:
         )
         return tokens, coverage
 
-    def _parts(self, draft_tokens: torch.Tensor) -> HeadParts:
-        target = self._llm.engine.target
-        embedding, rows = self._vocabulary_weights
-        return HeadParts(
-            target.config,
-            self._name,
-            embedding,
-            rows,
-            draft_tokens,
-            target.network.num_layers,
-            target.final_norm,
-            target.reload,
-            target.logits_bias,
-        )
-
     @cached_property
     def _vocabulary_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's embedding and output rows; [V, E] each. They may have to be loaded again."""
         return vocabulary_weights(self._llm.engine.target)
 
     def _drafters(self, draft_tokens: torch.Tensor) -> DrafterSeries:
-        return DrafterSeries(self._job, self._parts(draft_tokens))
+        target, weights = self._llm.engine.target, self._vocabulary_weights
+        return DrafterSeries(self._job, HeadParts.of(target, self._name, weights, draft_tokens))
 
     def _new_target(self) -> LLM | None:
         tuned = self._method.tunes_target

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tokenleap.drafters.heads.folder import Verifier
 from tokenleap.drafters.heads.probe import Probe, Seen
 from tokenleap.models.support import context_length
+from tokenleap.runtime.target import Target
 from tokenleap.training.features import FIRST_LEARNT, Batch
 
 __all__ = [
@@ -63,6 +64,22 @@ class HeadParts:
     final_norm: nn.Module | None
     reload: Callable[[], PreTrainedModel] | None = None
     logits_bias: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, target: Target, name: str, weights: tuple[Tensor, Tensor], draft_tokens: Tensor
+    ) -> Self:
+        """Of a target with its embedding and output rows, and a draft vocabulary."""
+        return cls(
+            target.config,
+            name,
+            *weights,
+            draft_tokens,
+            target.network.num_layers,
+            target.final_norm,
+            target.reload,
+            target.logits_bias,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -158,7 +175,7 @@ class Trainee(nn.Module, ABC):
         super().__init__()
         self.max_levels = max_levels
         self.step = (0, 1)
-        self.tables: Sequence[nn.Parameter] = ()
+        self.tables: Sequence[Tensor] = ()
         self.own_rate: OwnRate | None = None
         places = torch.full((vocab_size,), -1)
         places[draft_tokens] = torch.arange(len(draft_tokens))
