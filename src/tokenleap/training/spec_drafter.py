@@ -38,7 +38,7 @@ from tokenleap.runtime.seq2seq.structure import position_table
 from tokenleap.training.distill import output_layer, write_lm
 from tokenleap.training.features import Batch
 from tokenleap.training.method import Plan, TrainingMethod, TrainingSettings
-from tokenleap.training.trainee import LOSSES, HeadParts, Learnt, Trainee
+from tokenleap.training.trainee import LOSSES, HeadParts, Learnt, Trainee, block_mask
 
 __all__ = [
     "MaskRows",
@@ -553,18 +553,12 @@ def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) 
     rows, blocks = prefixes.shape
     text = tokens[:, : int(prefixes.max())]
     size, masks = text.shape[1], blocks * count
-    columns = torch.arange(size + masks, device=tokens.device)
-    number = (columns - size).div(count, rounding_mode="floor")  # of the block; below 0 in the text
-    places = prefixes[:, :, None] + columns[:count]
-    positions = torch.cat([columns[:size].expand(rows, -1), places.flatten(1)], 1)
-    # Text sees the text up to itself, and a mask the tokens before its block.
-    last = torch.cat([columns[:size].expand(rows, -1) + 1, prefixes.repeat_interleave(count, 1)], 1)
-    in_text = (number < 0) & (columns < last[:, :, None])
-    in_block = (number >= 0) & (number == number[:, None])
+    places = prefixes[:, :, None] + torch.arange(count, device=tokens.device)
+    own = torch.arange(size, device=tokens.device)
     return MaskRows(
         torch.cat([text, text.new_full((rows, masks), mask_token_id)], 1),
-        positions,
-        (in_text | in_block)[:, None],
+        torch.cat([own.expand(rows, -1), places.flatten(1)], 1),
+        block_mask(prefixes, size, count, causal=False),
         places,
     )
 

@@ -35,6 +35,7 @@ __all__ = [
     "Trainee",
     "at_level",
     "at_roots",
+    "block_mask",
     "llama_fields",
 ]
 
@@ -90,6 +91,23 @@ class HeadParts:
         """The target, for the drafter's file."""
         architectures = tuple(self.config.architectures or ())
         return Verifier(self.name, architectures, self.num_layers)
+
+
+def block_mask(prefixes: Tensor, size: int, count: int, *, causal: bool) -> Tensor:
+    """[R, 1, W, W] who sees whom in texts of `size` columns with P blocks of `count` after them.
+
+    Text sees the text up to itself. A block sees a prefix, of length [R, P], and all of itself, or
+    with `causal` only what comes before.
+    """
+    rows, blocks = prefixes.shape
+    columns = torch.arange(size + blocks * count, device=prefixes.device)
+    number = (columns - size).div(count, rounding_mode="floor")  # of the block; below 0 in the text
+    last = torch.cat([columns[:size].expand(rows, -1) + 1, prefixes.repeat_interleave(count, 1)], 1)
+    in_text = (number < 0) & (columns < last[:, :, None])
+    in_block = (number >= 0) & (number == number[:, None])
+    if causal:
+        in_block = in_block & (columns <= columns[:, None])
+    return (in_text | in_block)[:, None]
 
 
 def llama_fields(config: Any) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from tokenleap.training.trainee import (
     Trainee,
     at_level,
     at_roots,
+    block_mask,
 )
 
 __all__ = [
@@ -346,10 +347,11 @@ def _pass_with_blocks(
     after = (batch.roots.unsqueeze(-1) + ahead).clamp(max=size - 1).flatten(1)
     pads = padding.to(own.device).repeat(blocks).expand(rows, -1)
     positions = torch.cat([own.expand(rows, -1), after], dim=1)
+    mask = block_mask(batch.roots + 1, size, len(padding), causal=True)
     found = states(
         torch.cat([batch.tokens, pads], dim=1),
         position_ids=positions,
-        attention_mask=_masks(_mask(batch.roots, size, len(padding)), positions, config),
+        attention_mask=_masks(mask, positions, config),
     )
     padded = found[:, size:]
     return found[:, :size], padded.reshape(rows, blocks, len(padding), padded.shape[-1])
@@ -385,19 +387,6 @@ def _masks(mask: Tensor, positions: Tensor, config: PreTrainedConfig) -> Tensor 
         (found,) = near.values()
         return found
     return {kind: near.get(kind, mask) for kind in (FULL, *kinds)}
-
-
-def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:
-    """Who sees whom: [B, 1, S, S] for a text of `size` tokens and the blocks after its roots."""
-    own = torch.arange(size, device=roots.device)
-    text = (own <= own.unsqueeze(-1)).expand(len(roots), -1, -1)  # [B, T + 1, T + 1]
-    to_text = (own <= roots.unsqueeze(-1)).repeat_interleave(num_pads, dim=1)
-    pads = torch.arange(to_text.shape[1], device=roots.device)
-    same = pads // num_pads == (pads // num_pads).unsqueeze(-1)
-    to_pads = (same & (pads <= pads.unsqueeze(-1))).expand(len(roots), -1, -1)
-    above = torch.cat([text, text.new_zeros(len(roots), size, len(pads))], dim=2)
-    below = torch.cat([to_text, to_pads], dim=2)
-    return torch.cat([above, below], dim=1).unsqueeze(1)
 
 
 class PadTrainee(TargetTrainee):
