@@ -82,7 +82,6 @@ class DataOptions:
     ] = None
 
     def settings(self) -> DataSettings:
-        """As `TrainingRun` takes them."""
         from tokenleap.training.method import DataSettings
 
         given = self.data or ["self"]
@@ -247,12 +246,10 @@ class ShownProgress:
         self._console.quiet = int(os.environ.get("RANK", "0")) > 0  # of `accelerate launch`
 
     def say(self, text: str) -> None:
-        """One line."""
         self._console.print(plain(text), soft_wrap=True)
 
     @contextmanager
     def stage(self, doing: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """A part of the work."""
         if not self._console.is_terminal:
             yield self._lines(doing, total)
             return

@@ -120,7 +120,6 @@ class OnlineLearner:
         self._watch(lambda: self._keep(self._recorder.observe_prefill(request, start, hidden)))
 
     def release(self, request: Request) -> None:
-        """See `Learner.release`; the text of a request that failed is not learnt."""
         self._watch(lambda: self._forget(request))
 
     def _forget(self, request: Request) -> None:
@@ -232,7 +231,6 @@ def _gradients() -> Iterator[None]:
 
 
 def _trainee(net: nn.Module, options: OnlineOptions, target: Target) -> Trainee:
-    """The network with its loss, without the noise and dropout of training from scratch."""
     loss = LOSSES[options.loss]
     trainee: Trainee
     if isinstance(net, FeatureNet):
@@ -450,7 +448,6 @@ class Recorder:
         return self._keep(request, start, len(hidden[self._layers[0]]), hidden)
 
     def observe(self, outcome: Outcome) -> Window | None:
-        """Keep what a step has committed; returns the window that is full."""
         count, hidden = len(outcome.committed), outcome.hidden if self._layers else {}
         count = min(count, 1 + len(outcome.accepted.path))
         kept = {layer: states[:count] for layer, states in hidden.items()}
@@ -546,8 +543,6 @@ class Buffer:
 
 
 class Pace:
-    """Says when a slice of learning is due."""
-
     def __init__(self, options: OnlineOptions) -> None:
         self._rate = options.share / (1 - options.share)
         self._every = options.every
