@@ -13,7 +13,7 @@ import torch
 
 from tests.cli.conftest import save_tiny
 from tests.tiny import reference_greedy, tiny_model
-from tests.training.world import computed, cycles, short_talks, tiny_target
+from tests.training.world import computed, cycles, refused, short_talks, tiny_target
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import ModelError, TrainingError
@@ -227,18 +227,6 @@ def test_the_merged_tree_needs_the_fewest_passes(trained: Trained, target: Path)
     assert merged[1] >= max(accepted for _, accepted in singles)
 
 
-def test_sampled_output_is_that_of_plain_decoding(trained: Trained, llm: LLM) -> None:
-    config = {"method": "ensemble", "drafters": str(trained.out), "controller": "fixed"}
-    params = [SamplingParams(seed=seed, max_tokens=16) for seed in range(4)]
-    prompts = [[1, 2, 3]] * 4
-    plain, drafted = (
-        llm.generate(prompts, params, speculative_config=each) for each in (None, config)
-    )
-    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-    assert len({tuple(each.token_ids) for each in drafted}) > 1
-    assert all(each.metrics.num_draft_tokens > 16 for each in drafted)
-
-
 def test_what_is_written(trained: Trained) -> None:
     names = {each.name for each in trained.out.iterdir()}
     assert names == {"config.json", "drafter-1", "drafter-2", "training"}
@@ -297,9 +285,8 @@ def test_a_drafter_that_misses_nothing(
     method = training_method("boost", {"loss": "ce"})
     data = DataSettings((prompts,), tokens=32, held_out_tokens=16)
     run = TrainingRun(llm, str(target), method, data, short, tmp_path, Told())
-    with pytest.raises(TrainingError, match=r"drafter-1 misses nothing that another") as caught:
+    with refused(TrainingError, match=r"drafter-1 misses nothing that another"):
         run.run()
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "config.json").exists()
 
 
@@ -311,13 +298,11 @@ def test_a_folder_without_draft_models(fault: str, tmp_path: Path) -> None:
         write_drafters(tmp_path, ["drafter-1", "drafter-2"])
     expected = "there is no draft model in" if fault == "one is missing" else "has no draft models"
     config = {"method": "ensemble", "drafters": str(tmp_path)}
-    with pytest.raises(ConfigError, match=f"drafters: .*{expected}") as caught:
+    with refused(ConfigError, match=f"drafters: .*{expected}"):
         LLM(tiny_model(), speculative_config=config)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_list_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="cannot be written") as caught:
+    with refused(ModelError, match="cannot be written"):
         write_drafters(tmp_path / "file", ["drafter-1"])
-    assert "\n" not in str(caught.value)

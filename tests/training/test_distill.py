@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.cli.conftest import ascii_tokenizer, save_tiny
 from tests.tiny import tiny_model
-from tests.training.world import computed, cycles, parts_of
+from tests.training.world import computed, cycles, parts_of, refused
 from tokenleap import LLM, CompatibilityError, ConfigError, ModelError, SamplingParams
 from tokenleap.models import load_model
 from tokenleap.runtime.target import Target
@@ -23,7 +23,7 @@ from tokenleap.training.distill import DistillTrainee
 from tokenleap.training.features import TrainingSet, collate
 from tokenleap.training.method import TrainingSettings, training_method
 from tokenleap.training.trainee import HeadParts
-from tokenleap.training.trainer import Step, Trainer, optimizers_of
+from tokenleap.training.trainer import Trainer, optimizers_of
 
 LEVELS = 4
 SHORT = TrainingSettings(epochs=60, batch_tokens=128, learning_rate=1e-2, mixed_precision="no")
@@ -95,23 +95,6 @@ def test_levels_are_the_logits_at_shifted_positions(
             torch.testing.assert_close(found[level][row][valid], expected[at], atol=1e-4, rtol=1e-4)
             checked += len(at)
     assert checked > 80
-
-
-@pytest.mark.parametrize(
-    "loss",  # `test_losses.py` has the values of all of them
-    ["kl", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("tv", "rkl", "jsd", "ce"))],
-)
-def test_every_loss_is_learnt(loss: str, target: Target, parts: HeadParts, tmp_path: Path) -> None:
-    """And the draft model's distribution gets nearer to the target's."""
-    method = training_method("distill", {"loss": loss})
-    data = TrainingSet(computed(target, cycles(12), (), tmp_path / "cache"), 64)
-    trainee = made(parts, {"loss": loss})
-    settings = method.adapted(SHORT)
-    trainer = Trainer(trainee, data, data, settings, tmp_path / "run", lambda *_: None)
-    losses = [event.losses for event in trainer.run() if isinstance(event, Step)]
-    assert all(len(each) == 1 for each in losses)
-    assert losses[-1][0] < losses[0][0] - 0.1 * abs(losses[0][0])
-    assert len(trainer.history[-1].mean_lengths) == 5
 
 
 @pytest.mark.parametrize("start", ["target", "other"])
@@ -230,9 +213,8 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_before(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-    with pytest.raises(ModelError, match=r"draft cannot be written: .*No space left") as caught:
+    with refused(ModelError, match=r"draft cannot be written: .*No space left"):
         made(parts, {}, seed=1).write(parts, out, {})
-    assert "\n" not in str(caught.value)
     assert {each.name: each.read_bytes() for each in out.iterdir()} == before
 
 
@@ -257,9 +239,8 @@ def test_another_vocabulary(kind: str, parts: HeadParts, tmp_path: Path) -> None
         tokenizer = ascii_tokenizer()
         tokenizer.add_tokens(["<|more|>"])
         tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(CompatibilityError, match=r"start: .* another vocabulary") as caught:
+    with refused(CompatibilityError, match=r"start: .* another vocabulary"):
         made(parts, {"start": str(tmp_path)})
-    assert "\n" not in str(caught.value)
 
 
 def test_logits_that_are_not_of_the_output_layer(parts: HeadParts, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import tiny_model
-from tests.training.world import computed, cycles, new_trainee, short_talks, tiny_target
+from tests.training.world import computed, cycles, new_trainee, refused, short_talks, tiny_target
 from tokenleap import LLM, SamplingParams
 from tokenleap.errors import TrainingError
 from tokenleap.runtime.target import Target
@@ -295,16 +295,14 @@ def test_text_that_is_gone(llm: LLM, tmp_path: Path) -> None:
         next(running)
     running.close()
     shutil.rmtree(tmp_path / "on_policy")
-    with pytest.raises(TrainingError, match=r"text.jsonl is gone: delete .*checkpoints") as caught:
+    with refused(TrainingError, match=r"text.jsonl is gone: delete .*checkpoints"):
         world.whole()
-    assert "\n" not in str(caught.value)
 
 
 def test_a_draft_model_that_writes_nothing(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversations, "FEWEST_ANSWER_TOKENS", 99)
-    with pytest.raises(TrainingError, match="writes nothing that can be learnt") as caught:
+    with refused(TrainingError, match="writes nothing that can be learnt"):
         World(llm, tmp_path / "alone", **ON_POLICY).whole()
-    assert "\n" not in str(caught.value)
     World(llm, tmp_path / "mixed", **MIXED).whole()

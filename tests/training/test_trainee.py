@@ -1,4 +1,4 @@
-"""Training and serving give the same logits, from the same features."""
+"""The trained network is the served one: the same logits, from the same features."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.drafters.heads.folders import change_tensors
 from tests.drafters.heads.test_eagle import LEVELS, drafted, levels
 from tests.drafters.heads.test_parallel import block_of, expected_block
 from tests.drafters.heads.test_state_head import grown, head_of
-from tests.heads import STATE_NETS
+from tests.heads import STATE_NETS, feature_config, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tests.training.world import (
     computed,
@@ -22,9 +23,15 @@ from tests.training.world import (
     random_features,
     tiny_target,
 )
-from tokenleap import LLM, CompatibilityError
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap import LLM, CompatibilityError, ModelError
+from tokenleap.drafters.heads.checkpoint import (
+    Description,
+    Verifier,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tokenleap.drafters.heads.eagle import load_head
+from tokenleap.drafters.heads.eagle_net import EagleNet
 from tokenleap.drafters.heads.probe import look
 from tokenleap.runtime.target import Target
 from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee, ParallelTrainee
@@ -344,3 +351,74 @@ def test_a_head_records_its_target(form: str, target: Target, tmp_path: Path) ->
     with pytest.raises(CompatibilityError, match="trained for tiny, and this is another model"):
         LLM(tiny_model(head_dim=32, seed=1), speculative_config=config)
     assert (notes["probe"]["accepted"] is None) == (form == "hydra")
+
+
+VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
+FORM: dict[str, Any] = {"aux_layers": (2, 1), "fc_norm": False, "norm_output": False}
+
+
+@pytest.fixture
+def head(tmp_path: Path, target: Target) -> tuple[Path, EagleNet]:
+    """A head of another form than the default, over every second token."""
+    assert target.reload is not None
+    net = tiny_net(tiny_config(**FORM), target.reload())
+    for weight in net.parameters():  # as in a file
+        weight.data = weight.data.bfloat16().float()
+    write_checkpoint(tmp_path, net, Description(net.config, VERIFIER, {}))
+    return tmp_path, net
+
+
+@torch.no_grad()
+def test_it_begins_with_the_head_and_a_vocabulary_of_its_own(
+    head: tuple[Path, EagleNet], target: Target
+) -> None:
+    folder, net = head
+    method = training_method("eagle", {"start": str(folder)})
+    assert method.read_layers(2) == (2, 1)
+    trainee = method.trainee(parts_of(target)).eval()  # it drafts every token
+    assert isinstance(trainee, EagleTrainee)
+    batch = collate([random_features(20, [(5, 20)], 2)], 2)
+    both = net.draft_tokens
+    for outputs in trainee.outputs(batch, 2):
+        wider, narrow = trainee.net.logits(outputs), net.logits(outputs)
+        torch.testing.assert_close(wider[..., both], narrow)
+    theirs = EagleTrainee(net, lambda logits, teacher: logits.sum(-1), 0.0).eval()
+    for ours, expected in zip(trainee.outputs(batch, 2), theirs.outputs(batch, 2), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_without_it_the_weights_are_random(target: Target) -> None:
+    torch.manual_seed(0)
+    first = training_method("eagle", {}).trainee(parts_of(target))
+    second = training_method("eagle", {}).trainee(parts_of(target))
+    assert not torch.equal(first.matrices[0], second.matrices[0])
+
+
+def test_a_model_with_a_head_in_the_package_is_known_by_its_alias() -> None:
+    method = training_method("eagle", {"start": "smollm2-135m"})
+    assert method.read_layers(30) == (2, 15, 27)
+
+
+def test_what_cannot_learn_on_is_refused(
+    head: tuple[Path, EagleNet], target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        training_method("eagle", {"start": "nowhere"}).read_layers(2)
+
+    folder, net = head
+    rows = {"lm_head.weight": net.head + 1}
+    change_tensors(folder, lambda tensors: tensors.update(rows))
+    with pytest.raises(CompatibilityError, match="output rows of its own"):
+        training_method("eagle", {"start": str(folder)}).trainee(parts_of(target))
+
+    other = tmp_path / "deeper"
+    deeper = Description(net.config, Verifier("deep", (), 7), {})
+    write_checkpoint(other, net, deeper)
+    with pytest.raises(CompatibilityError, match="7 layers"):
+        training_method("eagle", {"start": str(other)}).trainee(parts_of(target))
+
+    first = tmp_path / "first"
+    eagle1 = tiny_net(feature_config(), tiny_model())
+    write_checkpoint(first, eagle1, Description(eagle1.config, VERIFIER, {}))
+    with pytest.raises(CompatibilityError, match="EAGLE-1"):
+        training_method("eagle", {"start": str(first)}).read_layers(2)

@@ -18,7 +18,15 @@ from transformers import AutoModelForCausalLM
 from tests.heads import STATE_NETS
 from tests.tiny import tiny_model
 from tests.training.test_trainer import Run, assert_same, interrupted, weights
-from tests.training.world import World, computed, cycles, new_trainee, parts_of, tiny_target
+from tests.training.world import (
+    World,
+    computed,
+    cycles,
+    new_trainee,
+    parts_of,
+    refused,
+    tiny_target,
+)
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.drafters.heads.probe import look
 from tokenleap.drafters.heads.state import load_net, read_state_file
@@ -397,9 +405,8 @@ def sized(count: int, mixed_precision: Literal["no", "bf16"] = "no") -> Training
 @pytest.mark.parametrize("method", OPTIONS)
 def test_a_target_that_cannot_be_loaded_again(method: str) -> None:
     parts = replace(parts_of(tiny_target()), reload=None)
-    with pytest.raises(CompatibilityError, match="not a loaded model") as caught:
+    with refused(CompatibilityError, match="not a loaded model"):
         training_method(method, {}).trainee(parts)
-    assert "\n" not in str(caught.value)
 
 
 def test_methods_say_whether_they_change_the_target() -> None:

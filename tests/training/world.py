@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -132,6 +133,14 @@ def short_talks(patched: pytest.MonkeyPatch, answer: int = 24, message: int = 12
     for function in (first_opening, next_opening):
         patched.setattr(talks, function.__name__, partial(shortened, function))
     patched.setattr(talks, "_FEWEST_TEXT_TOKENS", 8)
+
+
+@contextmanager
+def refused(kind: type[Exception], match: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """An error of one line."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
 
 
 class World:
