@@ -270,7 +270,7 @@ def model_of() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
+def seq2seq() -> LLM:
     return LLM(model_of(), tokenizer=ascii_tokenizer(None))
 
 
@@ -287,9 +287,9 @@ FILES: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_kind_of_file(llm: LLM, name: str, tmp_path: Path) -> None:
+def test_every_kind_of_file(seq2seq: LLM, name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(FILES[name])
-    found = PairData(llm, DataSettings((tmp_path / name,)))
+    found = PairData(seq2seq, DataSettings((tmp_path / name,)))
     assert [pair.prompt for pair in found.pairs] == [{"prompt": text} for text in TEXTS]
     given = TARGETS if "pairs" in name else [None] * len(TEXTS)
     assert [pair.target for pair in found.pairs] == given
@@ -302,20 +302,20 @@ def parallel(folder: Path, sources: str, targets: str) -> DataSettings:
     return DataSettings(parallel=paths)
 
 
-def test_parallel_files(llm: LLM, tmp_path: Path) -> None:
+def test_parallel_files(seq2seq: LLM, tmp_path: Path) -> None:
     """An empty line of one belongs to one of the other."""
     data = parallel(tmp_path, "one\n\nthree", "1\n2\n3\n")
-    pairs = PairData(llm, data).pairs
+    pairs = PairData(seq2seq, data).pairs
     assert [(pair.prompt["prompt"], pair.target) for pair in pairs] == [
         ("one", "1"),
         ("three", "3"),
     ]
 
 
-def test_unequal_line_counts(llm: LLM, tmp_path: Path) -> None:
+def test_unequal_line_counts(seq2seq: LLM, tmp_path: Path) -> None:
     data = parallel(tmp_path, "one\ntwo\nthree\n", "1\n2\n")
     with pytest.raises(DataError, match=r"a\.txt has 3 lines and .*b\.txt 2: line N of one"):
-        PairData(llm, data)
+        PairData(seq2seq, data)
 
 
 BAD: dict[str, tuple[str, str]] = {
@@ -331,62 +331,64 @@ BAD: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files(llm: LLM, name: str, tmp_path: Path) -> None:
+def test_bad_files(seq2seq: LLM, name: str, tmp_path: Path) -> None:
     text, message = BAD[name]
     (tmp_path / name).write_text(text)
     with refused(DataError, match=message):
-        PairData(llm, DataSettings((tmp_path / name,)))
+        PairData(seq2seq, DataSettings((tmp_path / name,)))
 
 
-def test_a_file_that_does_not_exist(llm: LLM, tmp_path: Path) -> None:
+def test_a_file_that_does_not_exist(seq2seq: LLM, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        PairData(llm, DataSettings((tmp_path / "none.txt",)))
+        PairData(seq2seq, DataSettings((tmp_path / "none.txt",)))
 
 
-def test_sources_that_are_too_long_are_left_out(llm: LLM, tmp_path: Path) -> None:
+def test_sources_that_are_too_long_are_left_out(seq2seq: LLM, tmp_path: Path) -> None:
     (tmp_path / "sources.txt").write_text(f"{100 * 'a'}\nshort\n{99 * 'b'}\n")
-    found = PairData(llm, DataSettings((tmp_path / "sources.txt",)))
+    found = PairData(seq2seq, DataSettings((tmp_path / "sources.txt",)))
     assert [pair.prompt for pair in found.pairs] == [{"prompt": "short"}]
     assert found.left_out == 2
     assert "line 1: the source has 100 tokens" in found.reason
 
 
-def source_of(llm: LLM, folder: Path, name: str = "pairs.tsv", **fields: Any) -> PairSource:
+def source_of(seq2seq: LLM, folder: Path, name: str = "pairs.tsv", **fields: Any) -> PairSource:
     (folder / name).write_text(FILES[name])
-    return PairSource(llm, PairData(llm, DataSettings((folder / name,))), 1, GREEDY, **fields)
+    return PairSource(
+        seq2seq, PairData(seq2seq, DataSettings((folder / name,))), 1, GREEDY, **fields
+    )
 
 
-def test_the_target_answers(llm: LLM, tmp_path: Path) -> None:
-    source = source_of(llm, tmp_path)
+def test_the_target_answers(seq2seq: LLM, tmp_path: Path) -> None:
+    source = source_of(seq2seq, tmp_path)
     written = [each for batch in source.write(None, held_out=False) for each in batch]
     held_out = [each for batch in source.write(None, held_out=True) for each in batch]
     assert [each.seed for each in written] == [0, 1, 2, 3, 4]
     assert [each.seed for each in held_out] == [5]
     for each in (*written, *held_out):
-        (output,) = llm.generate([TEXTS[each.seed]], GREEDY)
-        assert list(each.source) == llm.encode(TEXTS[each.seed])
+        (output,) = seq2seq.generate([TEXTS[each.seed]], GREEDY)
+        assert list(each.source) == seq2seq.encode(TEXTS[each.seed])
         assert each.answers == ((1, len(each.tokens)),)
-        assert each.tokens[0] == llm.eos_token_ids[0]
+        assert each.tokens[0] == seq2seq.eos_token_ids[0]
         answer = each.tokens[1:]
         assert answer == tuple(output.token_ids[: len(answer)])  # cut where it begins to loop
     after = [each for batch in source.write(2, held_out=False) for each in batch]
     assert after == written[3:]
 
 
-def test_given_outputs(llm: LLM, tmp_path: Path) -> None:
+def test_given_outputs(seq2seq: LLM, tmp_path: Path) -> None:
     """They are learnt, and the target answers what is held out."""
-    source = source_of(llm, tmp_path, given_answers=True)
+    source = source_of(seq2seq, tmp_path, given_answers=True)
     written = [each for batch in source.write(None, held_out=False) for each in batch]
     for each in written:
-        start = llm.eos_token_ids[0]
-        assert each.tokens == (start, *llm.encode(TARGETS[each.seed]))
-        assert list(each.source) == llm.encode(TEXTS[each.seed])
+        start = seq2seq.eos_token_ids[0]
+        assert each.tokens == (start, *seq2seq.encode(TARGETS[each.seed]))
+        assert list(each.source) == seq2seq.encode(TEXTS[each.seed])
     (held_out,) = (each for batch in source.write(None, held_out=True) for each in batch)
     assert held_out == next(
-        each for batch in source_of(llm, tmp_path).write(None, held_out=True) for each in batch
+        each for batch in source_of(seq2seq, tmp_path).write(None, held_out=True) for each in batch
     )
     with pytest.raises(DataError, match="'fixed' learns the outputs in your files"):
-        source_of(llm, tmp_path, "sources.txt", given_answers=True)
+        source_of(seq2seq, tmp_path, "sources.txt", given_answers=True)
 
 
 # Conversations with a source
@@ -416,8 +418,8 @@ def test_they_differ_by_their_sources() -> None:
     assert chooser.overlapping == 1
 
 
-def test_features_are_those_of_the_source(llm: LLM, tmp_path: Path) -> None:
-    target = llm.engine.target
+def test_features_are_those_of_the_source(seq2seq: LLM, tmp_path: Path) -> None:
+    target = seq2seq.engine.target
     cache = computed(target, conversations(), (), tmp_path)
     for number, each in enumerate(conversations()):
         found = cache[number]

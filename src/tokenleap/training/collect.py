@@ -376,7 +376,8 @@ class PairData:
             self.pairs.append(Pair(len(self.pairs), prompt, target))
         if not self.pairs:
             reason = f" ({self.reason})" if self.reason else ""
-            raise DataError(f"{_names(data)}: there is nothing to learn from{reason}.")
+            names = ", ".join(map(str, data.files or data.parallel))
+            raise DataError(f"{names}: there is nothing to learn from{reason}.")
 
 
 class PairSource:
@@ -439,10 +440,6 @@ def _conversation(
     tokens = (*opening, *answer)
     answers = ((len(opening), len(tokens)),)
     return Conversation(tokens, answers, pair.number, source=tuple(source))
-
-
-def _names(data: DataSettings) -> str:
-    return ", ".join(map(str, data.files or data.parallel))
 
 
 def _pair_entries(data: DataSettings) -> Iterator[tuple[str, dict[str, Any], str | None]]:

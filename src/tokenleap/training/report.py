@@ -222,7 +222,8 @@ def measure(
         ratios.append(_decoding(default.metrics) / _decoding(plain.metrics))
         plain_metrics.append(plain.metrics)
         drafted.append(chain.metrics)
-    passed = [sum(_accepted_at(m, i) for m in drafted) for i in range(length)]
+    counts = [(*m.accepted_per_position, *[0] * length) for m in drafted]
+    passed = [sum(each[i] for each in counts) for i in range(length)]
     drafts = sum(m.num_drafts for m in drafted)
     levels = max(1, sum(m.num_draft_tokens for m in drafted) / nodes_per_token)
     plain_pass = sum(m.verify_seconds for m in plain_metrics) / max(
@@ -236,11 +237,6 @@ def measure(
         sum(m.draft_seconds for m in drafted) / levels / plain_pass,
         median(ratios),
     )
-
-
-def _accepted_at(metrics: Metrics, position: int) -> int:
-    counts = metrics.accepted_per_position
-    return counts[position] if position < len(counts) else 0
 
 
 def _decoding(metrics: Metrics) -> float:

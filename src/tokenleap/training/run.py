@@ -205,7 +205,8 @@ class TrainingRun:
         if not self._processes.is_main_process:
             return None
         self._reporter.say("Measuring the drafter in the engine that will serve it ...")
-        new = self._new_target()
+        tuned = self._method.tunes_target  # then the folder is a model in place of the target
+        new = served_alike(self._llm, self._folder.out) if tuned else None
         served = self._serve(new or self._llm, held_out)
         changed = Perplexity.of(self._llm, new, held_out) if new else None
         report = TrainingReport(
@@ -251,10 +252,6 @@ class TrainingRun:
     def _drafters(self, draft_tokens: torch.Tensor) -> DrafterSeries:
         target, weights = self._llm.engine.target, self._vocabulary_weights
         return DrafterSeries(self._job, HeadParts.of(target, self._name, weights, draft_tokens))
-
-    def _new_target(self) -> LLM | None:
-        tuned = self._method.tunes_target
-        return served_alike(self._llm, self._folder.out) if tuned else None
 
     def _serve(self, llm: LLM, held_out: Sequence[Conversation]) -> Served:
         prompted = [each for each in held_out if each.answers[0][0]] or held_out
