@@ -99,7 +99,11 @@ def _head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) ->
 
 
 class _NetTraining(HeadTraining):
-    """Heads of a `StateNet`; `num_heads` is the most tokens of a draft."""
+    """Heads of a `StateNet`.
+
+    Args:
+        num_heads: most tokens of a draft.
+    """
 
     Net: ClassVar[type[StateNet]]
 
@@ -135,7 +139,11 @@ class _NetTraining(HeadTraining):
 
 
 class _StateTraining(_NetTraining):
-    """Heads on the hidden states of a target that stays as it is."""
+    """Heads on the hidden states of a target that stays as it is.
+
+    Args:
+        noise: standard deviation of the noise on hidden states, relative to their size.
+    """
 
     for_sources: ClassVar[bool | None] = None
 
@@ -152,7 +160,11 @@ class _StateTraining(_NetTraining):
 
 
 class MedusaTraining(_StateTraining):
-    """Medusa-1 heads; `num_layers` is the number of blocks of each head."""
+    """Medusa-1 heads.
+
+    Args:
+        num_layers: blocks of each head.
+    """
 
     name: ClassVar[str] = "medusa"
     summary: ClassVar[str] = "independent heads, one for each position (Medusa-1)"
@@ -162,7 +174,11 @@ class MedusaTraining(_StateTraining):
 
 
 class HydraTraining(_StateTraining):
-    """Hydra heads; `num_layers` is the number of blocks of each head."""
+    """Hydra heads.
+
+    Args:
+        num_layers: blocks of each head.
+    """
 
     name: ClassVar[str] = "hydra"
     summary: ClassVar[str] = "heads that read the tokens drafted before (Hydra)"
@@ -172,7 +188,11 @@ class HydraTraining(_StateTraining):
 
 
 class BlockwiseTraining(_StateTraining):
-    """Blockwise heads; `inner_size` is the width of each head's hidden layer."""
+    """Blockwise heads.
+
+    Args:
+        inner_size: width of each head's hidden layer.
+    """
 
     name: ClassVar[str] = "blockwise"
     summary: ClassVar[str] = "feed-forward heads on the output layer (Stern et al.)"
@@ -182,7 +202,11 @@ class BlockwiseTraining(_StateTraining):
 
 
 class MlpSpeculatorTraining(_StateTraining):
-    """MLP speculators, as wide as the target; `tie_weights` shares the weights of all depths."""
+    """MLP speculators, as wide as the target.
+
+    Args:
+        tie_weights: whether all depths share their weights.
+    """
 
     name: ClassVar[str] = "mlp_speculator"
     summary: ClassVar[str] = "a recurrent MLP over the drafted tokens (IBM's MLP speculator)"
@@ -308,7 +332,11 @@ class _BlockwiseTrainee(TunedTrainee):
 
 
 class _TunedTraining(_NetTraining):
-    """Heads with their target; `target_learning_rate` is that of the target's copy."""
+    """Heads with their target.
+
+    Args:
+        target_learning_rate: of the copy of the target, with AdamW.
+    """
 
     tunes_target: ClassVar[bool] = True
 
@@ -328,6 +356,7 @@ class TunedMedusaTraining(_TunedTraining):
     """Medusa-2.
 
     Args:
+        num_layers: blocks of each head.
         draft_weight: weight of the heads' losses, relative to the copy's own.
         heads_first: share of the steps in which only the heads learn.
     """
@@ -346,7 +375,11 @@ class TunedMedusaTraining(_TunedTraining):
 
 
 class TunedBlockwiseTraining(_TunedTraining):
-    """Fine-tuned blockwise heads; `inner_size` is the width of each head's hidden layer."""
+    """Fine-tuned blockwise heads.
+
+    Args:
+        inner_size: width of each head's hidden layer.
+    """
 
     name: ClassVar[str] = "blockwise_tuned"
     summary: ClassVar[str] = "heads of `blockwise`, together with the target (Stern et al.)"

@@ -226,11 +226,15 @@ class EarlyExitTraining(TrainingMethod):
     Args:
         exit_layer: layers that will draft; None means half of them, as in method `early_exit`.
             Training is the same for all of them.
-        max_dropout: how often the last layer is left out; earlier ones less often.
+        max_dropout: how often the last layer is left out; earlier ones less often,
+            exponentially.
         dropout_growth: whether dropout stays as it is (`constant`) or grows with the steps, for a
             model from scratch (`exponential`).
+        exit_scale: weight of the exits, relative to the last layer.
         exits: those that a step learns: every `rotation`-th layer, another one each time
             (`rotational`), or more and more from the last one down (`gradual`).
+        rotation: of `rotational` exits; None means a quarter of the layers.
+        loss: of the drafter's distribution against the target's (docs/training.md).
     """
 
     name: ClassVar[str] = "early_exit"
@@ -443,7 +447,11 @@ def padding_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) ->
 
 
 class _BlockTraining(TrainingMethod):
-    """Drafters that draft by blocks of padding."""
+    """Drafters that draft by blocks of padding.
+
+    Args:
+        loss: of the drafter's distribution against the target's (docs/training.md).
+    """
 
     loss: LossName = "kl"
 
@@ -457,8 +465,9 @@ class PadTraining(_BlockTraining):
     """Targets that predict after padding.
 
     Args:
-        pad_token_id: the padding token; None takes the mask or padding token, or a special token
-            without another use.
+        pad_token_id: the padding token; None takes the mask or padding token unless it ends
+            texts, or else the last special token without another use.
+        num_pads: most tokens of a draft.
         draft_weight: weight of the losses after padding, relative to the copy's own.
     """
 
@@ -534,6 +543,12 @@ class PassTrainee(Trainee):
 
 
 class PassTraining(_BlockTraining):
+    """Look-ahead embeddings.
+
+    Args:
+        num_tokens: look-ahead embeddings, and most tokens of a draft.
+    """
+
     name: ClassVar[str] = "pass"
     summary: ClassVar[str] = "embeddings after the text, and nothing else (PaSS)"
 
