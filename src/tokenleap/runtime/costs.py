@@ -21,14 +21,13 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from statistics import mean
-
-import torch
+from typing import TYPE_CHECKING
 
 from tokenleap.core import clock
 from tokenleap.core.peers import ALONE, Peers
-from tokenleap.core.tree import chain
-from tokenleap.runtime.passes import INTERNAL_KEY
-from tokenleap.runtime.target import Target
+
+if TYPE_CHECKING:
+    from tokenleap.runtime.target import Target
 
 __all__ = ["CostCurve", "measure_costs"]
 
@@ -192,7 +191,6 @@ MAX_SECONDS = 2.0
 """No pass is started after this time, unless its size was not timed yet."""
 
 
-@torch.inference_mode()
 def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
     """Time passes of several sizes; the curve takes the median of each size over a few rounds.
 
@@ -200,6 +198,15 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
     second. A small model takes half a second. For a large one, sizes that do not fit into
     `MAX_SECONDS` are left out: the curve extrapolates to them and is corrected in use.
     """
+    import torch
+
+    with torch.inference_mode():
+        return _measured(target, most_rows)
+
+
+def _measured(target: Target, most_rows: int) -> CostCurve:
+    from tokenleap.runtime.passes import INTERNAL_KEY
+
     keys = [INTERNAL_KEY - row for row in range(max(ROWS))]
     others = target.num_rows
     target.add(keys[0])
@@ -226,6 +233,8 @@ def _seconds(
     target: Target, keys: Sequence[int], sizes: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
     """Median seconds by (rows, nodes), of the sizes that half of `MAX_SECONDS` could warm up."""
+    from tokenleap.core.tree import chain
+
     times: dict[tuple[int, int], list[float]] = {}
 
     def now() -> float:
