@@ -64,7 +64,7 @@ drafts are often wrong: answers begin with phrases of which there are many."""
 
 
 class Estimates:
-    """What one drafter's drafts bring and cost.
+    """Estimates of what one drafter's drafts bring and cost.
 
     Args:
         levels: number of nodes at each level of a full draft.
@@ -127,14 +127,14 @@ class Estimates:
         return None if token is None else token * reading(request) * self.costs(1, 1)
 
     def history(self, request: Request) -> History:
-        """What is known of a request."""
+        """The history of a request."""
         history = self._histories.get(request.key)
         if history is None:
             history = self._histories[request.key] = self._new(_MEMORY_OF_ONE)
         return history
 
     def chances(self, batch: Sequence[Request]) -> Chances:
-        """What drafts for these requests may bring, by their depth."""
+        """Chances of drafts for these requests, by their depth."""
         nodes = self._sizes.of_levels
         prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
         hoped = [max(rate, UNKNOWN) for rate in prior]
@@ -155,7 +155,7 @@ class Estimates:
         return bool(self.stopping) and not history.tried and self.requests_tried < _EARLY
 
     def price_of_a_token(self, plan: Plan, rows: int, per_level: float) -> float:
-        """What drafting and verifying one more token of a draft takes, in tokens of the plan."""
+        """The cost of drafting and verifying one more token, in tokens of the plan."""
         deepest, drafting = max(plan.depths), sum(depth > 0 for depth in plan.depths)
         if deepest < 2:
             return 0.0
@@ -167,7 +167,7 @@ class Estimates:
         )
 
     def rest(self, batch: Sequence[Request], steps: int) -> None:
-        """Record steps in which these requests had no drafts and nobody asked."""
+        """Record steps in which these requests had no drafts and none were asked for."""
         for request in batch:
             if history := self._histories.get(request.key):
                 history.rest(steps)
@@ -200,7 +200,7 @@ class Estimates:
         return may_draft
 
     def _levels_of(self, depths: Sequence[int], cost: float | None) -> float:
-        """What drafts so deep cost, in levels of one request."""
+        """The cost of drafts so deep, in levels of one request."""
         levels: list[float] = list(depths)
         if self._at_once:
             if depths and cost is not None:
@@ -250,7 +250,7 @@ _BY_MATCH: list[float] = [0.0, *(1 - 0.8 / length**0.7 for length in range(1, LO
 _LATER_RANKS: list[float] = [0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01]
 _BY_RANK = [rate for first in (0.4, 0.5, 0.6) for rate in (first, *_LATER_RANKS)]
 _BY_PREDICTION: list[float] = [
-    *(0.3, 0.25, 0.2, 0.15),  # guesses behind a divergence, by its age
+    *(0.3, 0.25, 0.2, 0.15),  # guesses after a divergence, by its age
     0.6,  # the first token of an edit that was seen before
     0.6,  # the first token of the text
     *(1 - 0.5 / length**0.7 for length in range(1, LONGEST_MATCH + 1)),
@@ -278,7 +278,7 @@ def by_rank(rank: int, context: int = 1) -> int:
 
 
 LONGEST_GUESS = 4
-"""Most tokens behind a divergence from a predicted text that may be guessed."""
+"""Most tokens after a divergence from a predicted text that may be guessed."""
 
 _FIRST_GUESS = LONGEST_MATCH + 1 + len(_BY_RANK)
 
@@ -287,12 +287,12 @@ EDITED = _FIRST_GUESS + LONGEST_GUESS
 
 
 def by_guess(age: int) -> int:
-    """Feature of a guess `age` tokens (from 1) behind a divergence from a predicted text."""
+    """Feature of a guess `age` tokens (from 1) after a divergence from a predicted text."""
     return _FIRST_GUESS + age - 1
 
 
 def by_prediction(length: int) -> int:
-    """Feature of a token of the predicted text, behind a match of `length` tokens.
+    """Feature of a token of the predicted text, after a match of `length` tokens.
 
     At the beginning of the text `length` is 0.
     """

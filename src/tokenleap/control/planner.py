@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Chances:
-    """What is expected of the drafts of R requests with L levels.
+    """Expectations of the drafts of R requests with L levels.
 
     Args:
         passed: [R, L] the probability that a level of a draft is accepted.
@@ -205,12 +205,12 @@ def smoothed(known: float, measured: float) -> float:
 
 
 def levels_of_one(deepest: float, drafted: float) -> float:
-    """What drafting costs, in levels of one request."""
+    """The cost of drafting, in levels of one request."""
     return _SHARED * deepest + (1 - _SHARED) * drafted
 
 
 class DeeperLevels:
-    """What each further level of a draft that is made at once costs, as a share of the first one.
+    """The cost of each further level of a draft made at once, as a share of the first one's.
 
     It is the slope of a running regression line of costs on depths.
     """
@@ -236,12 +236,12 @@ class DeeperLevels:
             self.share = min(1.0, slope / first) if first > 0 else 1.0
 
     def levels(self, depth: float) -> float:
-        """What a draft so deep costs, in first levels."""
+        """The cost of a draft so deep, in first levels."""
         return 1 + self.share * (depth - 1) if depth > 0 else 0.0
 
 
 def reading(request: Request) -> int:
-    """What the first draft of a request has to read, in tokens of its text and its source.
+    """Tokens of text and source that the first draft of a request has to read.
 
     A pass over a few tokens takes as long as one over `_SHORTEST`.
     """
@@ -250,7 +250,7 @@ def reading(request: Request) -> int:
 
 
 class DraftingCosts:
-    """What drafting costs, without the target's pass, in plain passes over one row.
+    """The cost of drafting, without the target's pass, in plain passes over one row.
 
     The unit makes costs comparable that were measured at different times: another load of the
     machine changes both in the same way, and what is not drafted is not measured.

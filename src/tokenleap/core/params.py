@@ -162,8 +162,8 @@ class SamplingParams(Config):
     include_stop_str_in_output: bool = False
     """Keep the stop string or stop token in the text."""
     structured_outputs: Structured | None = None
-    """Constrain the output: {"json": schema}, {"regex": ...}, {"choice": [...]}, ... In Python
-    also `StructuredOutputs`. Only outputs of this form are possible, and the output ends where
+    """Constrain the output: {"json": schema}, {"regex": ...}, {"choice": [...]} or others. In
+    Python also `StructuredOutputs`. Only outputs of this form are possible, and the output ends where
     the form is complete.
     """
     beam_width: Annotated[int, Ge(1), Le(64)] = 1
