@@ -23,13 +23,14 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option_of,
 )
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.files import read_json, write_whole
+from tokenleap.core.params import SamplingParams
 from tokenleap.errors import ConfigError, PromptError, RequestError, TokenleapError
 
 if TYPE_CHECKING:
-    from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM
 
 __all__ = ["EXAMPLES", "Conversation", "chat", "note"]
@@ -48,7 +49,7 @@ class ChatSampling(SamplingOptions):
 
     max_tokens: Annotated[
         int | None,
-        in_panel("Sampling", "Most tokens of an answer.", show_default="the model's, else 512"),
+        option_of(SamplingParams, "max_tokens", "Sampling", show_default="the model's, else 512"),
     ] = None
 
     OTHERWISE: ClassVar[Mapping[str, Any]] = {**SamplingOptions.OTHERWISE, "max_tokens": 512}

@@ -35,15 +35,16 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option_of,
 )
 from tokenleap.cli.prompt import STDIN, ReferenceOptions, read_prompt
 from tokenleap.cli.root import UsageError, check_writable, examples, flag, write_whole
+from tokenleap.core.params import SamplingParams
 from tokenleap.core.peers import num_processes, own_rank
 from tokenleap.engine.lines import Line, Shape, jobs_of, records, settings_of
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
-    from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM, Prompt
     from tokenleap.outputs import CompletionOutput, RequestOutput
     from tokenleap.ray.cluster import Replicas
@@ -143,21 +144,16 @@ def generate(
     sampling: SamplingOptions,
     engine: GenerateEngine,
     languages: LanguageOptions,
-    n: Annotated[int, in_panel("Sampling", "Number of answers.", "--n")] = 1,
-    beam_width: Annotated[
-        int, in_panel("Sampling", "Search for the best answer with this many beams.")
-    ] = 1,
+    n: Annotated[int, option_of(SamplingParams, "n", "Sampling", "--n")] = 1,
+    beam_width: Annotated[int, option_of(SamplingParams, "beam_width", "Sampling")] = 1,
     length_penalty: Annotated[
-        float | None,
-        in_panel("Sampling", "With --beam-width: above 0 favours long answers."),
+        float | None, option_of(SamplingParams, "length_penalty", "Sampling")
     ] = None,
     logprobs: Annotated[
-        int | None,
-        in_panel("Output", "In JSON: log-probabilities of the k most likely tokens."),
+        int | None, option_of(SamplingParams, "logprobs", "Output", before="In JSON: ")
     ] = None,
     prompt_logprobs: Annotated[
-        int | None,
-        in_panel("Output", "In JSON: the same for each token of the prompt; -1 is all tokens."),
+        int | None, option_of(SamplingParams, "prompt_logprobs", "Output", before="In JSON: ")
     ] = None,
     json_output: Annotated[
         bool,

@@ -105,11 +105,11 @@ class SamplingParams(Config):
     holds.
     """
     presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
-    """Penalty for every token in the output, subtracted from its logit."""
+    """Penalty for every token in the output. It is subtracted from the token's logit."""
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
-    """Penalty per occurrence in the output, subtracted from a token's logit."""
+    """Penalty per occurrence in the output. It is subtracted from the token's logit."""
     logit_bias: Mapping[Annotated[int, Ge(0)], Float32] | None = None
-    """Add to logits: {token id: bias, ...}."""
+    """Add to logits: {"token id": bias, ...}."""
     allowed_token_ids: TokenIds | None = None
     """Sample only these tokens."""
     seed: Annotated[int, Ge(0), Le(MAX_SEED)] | None = None
@@ -125,7 +125,7 @@ class SamplingParams(Config):
     prompt, for `prompt_logprobs` or to have it in the prefix cache.
     """
     min_tokens: Annotated[int, Ge(0)] = 0
-    """Minimum tokens to generate: before, no end-of-sequence or stop token is drawn."""
+    """Minimum tokens to generate. No end-of-sequence or stop token is drawn before."""
     stop: str | Sequence[str] | None = ()
     """Stop at this text. Stop strings may cross token borders. They are not part of the text
     unless `include_stop_str_in_output` is set.
@@ -163,8 +163,8 @@ class SamplingParams(Config):
     """Keep the stop string or stop token in the text."""
     structured_outputs: Structured | None = None
     """Constrain the output: {"json": schema}, {"regex": ...}, {"choice": [...]} or others. In
-    Python also `StructuredOutputs`. Only outputs of this form are possible, and the output ends where
-    the form is complete.
+    Python also `StructuredOutputs`. Only outputs of this form are possible, and the output ends
+    where the form is complete.
     """
     beam_width: Annotated[int, Ge(1), Le(64)] = 1
     """Search for the best answer with this many beams. With 2 or more, it takes the place of
@@ -172,7 +172,7 @@ class SamplingParams(Config):
     `CompletionOutput.beams` has all.
     """
     length_penalty: Annotated[float, Ge(-5), Le(5)] | None = None
-    """With beam_width: above 0 favours long answers. An output's score is the sum of its
+    """With a beam width: above 0 favours long answers. An output's score is the sum of its
     tokens' log-probabilities, divided by their number to this power. None takes the value of
     the model's generation config, or 1.
     """

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from pydantic import BeforeValidator, FiniteFloat, Tag
+from pydantic import BeforeValidator, Field, FiniteFloat, Tag, create_model
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import CONTROLLERS
@@ -183,18 +192,35 @@ class Details(Body):
     trace: bool = False
 
 
-class SamplingBody(Body):
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "ignore_eos", "min_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
+)
+"""Parameters that are fields of requests as they are; null is not given."""
+
+_LIMITED = ("n", "stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+"""Those that have limits of their own in a request."""
+
+
+def _asked(names: Iterable[str]) -> Any:
+    """A body with these parameters. `SamplingParams` itself checks their bounds, and names them."""
+    hints = get_type_hints(SamplingParams)
+    found: dict[str, Any] = {}
+    for name in names:
+        kind = FiniteFloat if hints[name] is float else hints[name]
+        about = SamplingParams.model_fields[name].description
+        found[name] = (kind | None, Field(None, description=about))
+    return create_model("Asked", __base__=Body, **found)
+
+
+class SamplingBody(_asked(_SAME)):  # type: ignore[misc]
     """How the next token is drawn, and what the response has besides text."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Ge(1)] | None = None
-    temperature: FiniteFloat | None = None
-    top_p: FiniteFloat | None = None
-    frequency_penalty: FiniteFloat | None = None
-    presence_penalty: FiniteFloat | None = None
-    seed: int | None = None
     stop: (
         Annotated[
             Annotated[Text, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
@@ -205,18 +231,9 @@ class SamplingBody(Body):
     logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(few)] | None = None
     user: str | None = None
     # vLLM's
-    top_k: int | None = None
-    min_p: FiniteFloat | None = None
-    repetition_penalty: FiniteFloat | None = None
-    min_tokens: int | None = None
     stop_token_ids: Annotated[TokenIds, MaxLen(1024)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     bad_words: Annotated[Items[Text], MaxLen(256)] | None = None
     allowed_token_ids: TokenIds | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: CacheSalt = None
@@ -304,7 +321,7 @@ class InputMessage(Body):
     content: Content
 
 
-class ResponseBody(Body):
+class ResponseBody(_asked(("temperature", "top_p", "seed", "top_k"))):  # type: ignore[misc]
     """The body of `/v1/responses`: text in, text out."""
 
     only: ClassVar = {
@@ -334,15 +351,11 @@ class ResponseBody(Body):
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Ge(1)] | None = None
-    temperature: FiniteFloat | None = None
-    top_p: FiniteFloat | None = None
     top_logprobs: Annotated[int, Ge(0), Le(0)] | None = None
     stream: bool | None = None
     text: JSONObject | None = None
     user: str | None = None
     # vLLM's and ours
-    seed: int | None = None
-    top_k: int | None = None
     cache_salt: CacheSalt = None
     speculative_config: JSONObject | None = None
 
@@ -371,14 +384,6 @@ class DetokenizeBody(Body):
 # From a request's fields to `SamplingParams`, and which speculation a request may ask for.
 
 
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids"),
-    *("truncate_prompt_tokens", "prompt_logprobs", "n"),
-)
-"""Fields with the same name and meaning in `SamplingParams`."""
-
 _WORDS = ("method", "acceptance", "controller", "rule")
 _OWN = frozenset({"model", "draft_tokenizer", "online", "expected"})
 """Fields of speculation that load a model, write files, or make the engine compile a form."""
@@ -405,7 +410,8 @@ def params_of(
     form: Mapping[str, Any] | None,
 ) -> SamplingParams:
     """The sampling parameters of a request. It may compile a grammar: call it off the loop."""
-    fields = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    named = (*_SAME, *_LIMITED)
+    fields = {name: getattr(body, name) for name in named if getattr(body, name) is not None}
     if (body.n or 1) > settings.max_n:
         raise invalid("n", f"n: at most {settings.max_n} on this server, got {body.n}.")
     own = "top_logprobs" if "top_logprobs" in type(body).model_fields else "logprobs"
