@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.cli.conftest import Run, error_of, save_tiny
 from tokenleap.cli.console import THEME
-from tokenleap.cli.tree import Costs, drawn, solved
+from tokenleap.cli.tune import Costs, drawn, solved
 from tokenleap.drafters.shapes import TreeFile
 from tokenleap.runtime.costs import CostCurve
 from tokenleap.tuning.sequoia import best_size, best_tree, expected_tokens

@@ -11,9 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, working
+from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, table_of, working
 from tokenleap.cli.options import ModelOptions, SpeculationOptions, find_draft, flat, resolve
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.engine.lines import shaped
@@ -191,11 +190,8 @@ def _show_setting(target: ModelOptions, llm: LLM) -> None:
 
 
 def _show_table(comparisons: list[Comparison], rounds: int) -> None:
-    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
     headings = ("tokens/s\nwithout", "\nwith", "\nratio", "passes\nwithout", "\nwith")
-    for heading in (*headings, "mean\nlength", "\nidentical"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = table_of("", *headings, "mean\nlength", "\nidentical", left=1)
     for row in comparisons:
         table.add_row(
             row.title,

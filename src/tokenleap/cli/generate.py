@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.batch import BatchOptions, LineResults, generate_lines
 from tokenleap.cli.console import (
     TokenWriter,
     as_json,
@@ -37,7 +36,14 @@ from tokenleap.cli.options import (
     open_llm,
     option_of,
 )
-from tokenleap.cli.prompt import STDIN, ReferenceOptions, read_prompt
+from tokenleap.cli.prompts import (
+    STDIN,
+    BatchOptions,
+    LineResults,
+    ReferenceOptions,
+    generate_lines,
+    read_prompt,
+)
 from tokenleap.cli.root import UsageError, check_writable, examples, flag, write_whole
 from tokenleap.core.params import SamplingParams
 from tokenleap.core.peers import num_processes, own_rank

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from tokenleap.cli.console import as_json, display, plain, safe, say
+from tokenleap.cli.console import as_json, display, plain, safe, say, table_of
 from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
 from tokenleap.errors import TokenleapError
 
@@ -156,9 +156,7 @@ def _figures(summary: TraceSummary) -> str:
 
 def _positions(summary: TraceSummary) -> Table:
     """How often the token at each position of a draft was kept."""
-    table = Table(box=None, pad_edge=False, header_style="note", padding=(0, 2, 0, 0))
-    table.add_column("position", justify="right")
-    table.add_column("kept", justify="right")
+    table = table_of("position", "kept", style="note")
     table.add_column("")
     for position, (drafted, accepted) in enumerate(summary.positions, start=1):
         bar = "\u2501" * round(_BAR_CELLS * accepted / drafted)

@@ -1,4 +1,4 @@
-"""`tokenleap train`: train a drafter for a model."""
+"""`tokenleap train`, `check` and `export`: drafters that are trained for a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import as_json, display, errors, plain
-from tokenleap.cli.options import ModelOptions, flat, in_panel, open_llm
+from tokenleap.cli.console import as_json, display, errors, plain, working
+from tokenleap.cli.options import DEFAULT_MODEL, ModelOptions, flat, in_panel, open_llm, resolve
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import nearest
 from tokenleap.training.settings import TRAINABLE, check_trainable
@@ -25,10 +25,19 @@ if TYPE_CHECKING:
     from tokenleap.training.run import TrainingRun
     from tokenleap.training.settings import DataSettings, TrainingSettings
 
-__all__ = ["EXAMPLES", "ShownProgress", "expectation", "show_report", "train"]
+__all__ = [
+    "CHECK_EXAMPLES",
+    "EXPORT_EXAMPLES",
+    "TRAIN_EXAMPLES",
+    "ShownProgress",
+    "check",
+    "expectation",
+    "export",
+    "show_report",
+    "train",
+]
 
-
-EXAMPLES = examples(
+TRAIN_EXAMPLES = examples(
     "tokenleap train eagle --model smollm2-135m --out my-head",
     "tokenleap train eagle --out my-head --data prompts.jsonl --tokens 300000",
     "tokenleap train spec_drafter --model my-bart --data pairs.tsv --out my-drafter --size 0.01",
@@ -336,3 +345,86 @@ def show_report(report: TrainingReport, usage: str, out: Path) -> None:
     note = f"Use it: {usage}"
     note += os.linesep + f"{out / 'training'} can be deleted."
     console.print(plain(note, "note"), soft_wrap=True)
+
+
+CHECK_EXAMPLES = examples(
+    "tokenleap check my-head",
+    "tokenleap check downloaded-head --model my-model --record",
+)
+
+
+@flat
+def check(
+    head: Annotated[Path, typer.Argument(help="Folder of an EAGLE head.", show_default=False)],
+    *,
+    target: ModelOptions,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record it in the head's config.json.")
+    ] = False,
+) -> None:
+    """Check whether a trained EAGLE head fits a model.
+
+    Both run over a short text. With --record the result is kept with the
+    head, which is then refused by any other model. Heads that tokenleap
+    trains have such a record.
+    """
+    if not head.is_dir():
+        raise UsageError(f"there is no folder {head}")
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.drafters.heads.export import check_folder, record_probe
+
+    llm = open_llm(target, SpeculativeConfig())
+    probe = check_folder(head, llm.engine.target, llm.tokenizer)
+    told = (
+        f"{head} predicts {probe.accepted:.0%} of the model's most probable tokens after a short "
+        "text"
+    )
+    display().print(plain(told), soft_wrap=True)
+    if record:
+        record_probe(head, probe)
+        display().print(plain(f"Recorded in {head / 'config.json'}", "note"), soft_wrap=True)
+
+
+EXPORT_EXAMPLES = examples(
+    "tokenleap export my-head --out for-vllm",
+    "tokenleap export my-head --out for-vllm --verifier HuggingFaceTB/SmolLM2-135M-Instruct",
+)
+
+
+def export(
+    head: Annotated[Path, typer.Argument(help="Folder of an EAGLE-3 head.", show_default=False)],
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The model that it was trained for.")
+    ] = DEFAULT_MODEL,
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's name for the other engine.", show_default="as given with --model"
+        ),
+    ] = None,
+) -> None:
+    """Write a trained EAGLE-3 head as vLLM and speculators load it.
+
+    Adds the embedding and the output rows of the draft vocabulary, which
+    Tokenleap takes from the model itself.
+    """
+    if not head.is_dir():
+        raise UsageError(f"there is no folder {head}")
+    folder = resolve(model)
+    with working(f"Loading {model}"):
+        import torch
+
+        from tokenleap.drafters.heads.export import export_head
+        from tokenleap.models import load_model
+        from tokenleap.runtime.target import vocabulary_weights
+
+        module = load_model(folder, torch.bfloat16, torch.device("cpu"))
+        weights = vocabulary_weights(module)
+    if weights is None:
+        raise UsageError(f"{model} has no output layer of the usual kind")
+    layers = module.config.get_text_config().num_hidden_layers
+    export_head(head, out, *weights, layers, verifier or model)
+    told = f"{out} is {head} with the model's embedding and output rows"
+    display().print(plain(told), soft_wrap=True)
