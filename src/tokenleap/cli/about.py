@@ -6,12 +6,12 @@ import inspect
 import os
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from tokenleap.cli.console import as_json, display, plain, working
+from tokenleap.cli.options import JsonOption
 from tokenleap.cli.root import examples
 
 __all__ = ["DOCTOR_EXAMPLES", "METHODS_EXAMPLES", "doctor", "methods"]
@@ -22,7 +22,7 @@ _NAME_CELLS = 12
 
 
 def methods(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """List drafters, acceptance rules and controllers."""
     with working("Starting", quiet=json_output):
@@ -136,7 +136,7 @@ class _Finding:
 
 
 def doctor(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Say what this machine has, what will run on it, and what would be faster."""
     with working("Looking", quiet=json_output):

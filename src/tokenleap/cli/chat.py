@@ -33,7 +33,7 @@ from tokenleap.errors import ConfigError, PromptError, RequestError, TokenleapEr
 if TYPE_CHECKING:
     from tokenleap.llm import LLM
 
-__all__ = ["EXAMPLES", "Conversation", "chat", "note"]
+__all__ = ["EXAMPLES", "Conversation", "chat"]
 
 
 EXAMPLES = examples(

@@ -74,12 +74,10 @@ class _Console(Console):
 
 
 def display() -> Console:
-    """A console on standard output."""
     return _Console(theme=THEME, highlight=False)
 
 
 def errors() -> Console:
-    """A console on standard error."""
     return _Console(theme=THEME, highlight=False, stderr=True)
 
 
@@ -94,7 +92,6 @@ def safe(text: str) -> str:
 
 
 def _symbol(code: int) -> str:
-    """Unicode's visible symbol of a control character."""
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,17 +56,9 @@ if TYPE_CHECKING:
     from tokenleap.outputs import CompletionOutput, RequestOutput
     from tokenleap.ray.cluster import Replicas
 
-__all__ = [
-    "EXAMPLES",
-    "Question",
-    "check_alone",
-    "check_together",
-    "generate",
-    "mute_others",
-    "print_json",
-    "show_several",
-    "stream",
-]
+__all__ = ["EXAMPLES", "check_alone", "generate"]
+
+_output = partial(in_panel, "Output")
 
 
 EXAMPLES = examples(
@@ -113,7 +106,6 @@ class GenerateEngine(CachingOptions):
     ] = None
 
     def refuse_what_is_for_several(self) -> None:
-        """Refuse options without effect on a single answer."""
         given = {
             "--max-num-seqs": self.max_num_seqs is not None,
             "--prefix-cache-memory": self.prefix_cache_memory is not None,
@@ -162,17 +154,15 @@ def generate(
         int | None, option_of(SamplingParams, "prompt_logprobs", "Output", before="In JSON: ")
     ] = None,
     json_output: Annotated[
-        bool,
-        in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
+        bool, _output("Print one JSON object; with --n, `outputs` has all answers.", "--json")
     ] = False,
     batch: BatchOptions,
     ray: RayOptions,
     trace: Annotated[
-        Path | None,
-        in_panel("Output", "Write what every step drafted, accepted and added.", metavar="FILE"),
+        Path | None, _output("Write what every step drafted, accepted and added.", metavar="FILE")
     ] = None,
     quiet: Annotated[
-        bool, in_panel("Output", "Print the text only: no spinner, no statistics.", "--quiet", "-q")
+        bool, _output("Print the text only: no spinner, no statistics.", "--quiet", "-q")
     ] = False,
 ) -> None:
     """Generate text for one prompt, or for many with --prompts-file.
@@ -242,7 +232,6 @@ def _check(
     lines: bool,
     beams: bool,
 ) -> None:
-    """Refuse wrong combinations before the model is loaded."""
     if json_output and lines:
         raise UsageError(
             "--json prints one object, and several prompts have one per line: leave out --json"
@@ -274,7 +263,6 @@ def _on_replicas(
     *,
     quiet: bool,
 ) -> None:
-    """Generate for all lines on a Ray cluster."""
     from tokenleap.ray.cluster import check_there, cluster
     from tokenleap.ray.offline import Offline
 
@@ -309,7 +297,6 @@ class Question:
 
 
 def stream(llm: LLM, question: Question, *, trace: bool, quiet: bool) -> CompletionOutput:
-    """Show the answer while it is written."""
     writer = TokenWriter()
     output = None
     with closing(writer):

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CachingOptions",
     "EngineOptions",
+    "JsonOption",
+    "JsonOutput",
     "MaxNumSeqs",
     "ModelOptions",
     "RayOptions",
@@ -54,7 +56,6 @@ __all__ = [
     "find_draft",
     "flat",
     "in_panel",
-    "llm_arguments",
     "open_llm",
     "open_tokenizer",
     "option_of",
@@ -124,7 +125,6 @@ def find_draft(config: SpeculativeConfig) -> None:
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer without the model."""
     folder = resolve(model)
     with working(f"Loading the tokenizer of {model}"):
         from tokenleap.models import load_tokenizer
@@ -168,6 +168,10 @@ def _exists(name: str) -> bool:
 def in_panel(panel: str, text: str, *names: str, **settings: Any) -> Any:
     """A Typer option in a panel of the help page."""
     return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonOutput = Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")]
 
 
 def option_of(
@@ -281,16 +285,9 @@ DEFAULT_METHOD = "ngram"
 """The default method: it needs no second model, and costs nothing where it finds no match."""
 
 
-def _model(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Model", text, *names, **settings)
-
-
-def _speculation(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Speculation", text, *names, **settings)
-
-
-def _engine(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Engine", text, *names, **settings)
+_model = partial(in_panel, "Model")
+_speculation = partial(in_panel, "Speculation")
+_engine = partial(in_panel, "Engine")
 
 
 def _quantizations() -> list[str]:
@@ -300,14 +297,12 @@ def _quantizations() -> list[str]:
 
 
 def _known_quantization(name: str) -> str:
-    """Refuse an unknown format before the model is fetched."""
     if name not in (known := _quantizations()):
         raise UsageError(f"--quantization: must be one of {', '.join(known)}, got {name}")
     return name
 
 
 def _known_runtime(name: str) -> str:
-    """Refuse an unknown runtime before the model is fetched."""
     from tokenleap.runtime.choices import RUNTIMES
 
     if name not in RUNTIMES:
@@ -397,7 +392,6 @@ class EngineOptions:
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """The options that were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -419,7 +413,6 @@ class CachingOptions(EngineOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse a size of a prefix cache that is off."""
         if self.prefix_cache_memory is not None and self.no_enable_prefix_caching:
             raise UsageError("--prefix-cache-memory: --no-enable-prefix-caching keeps nothing")
 
@@ -582,7 +575,6 @@ class SamplingOptions(_SAMPLING):  # type: ignore[misc]
         return params
 
     def _fields(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that were given."""
         given = {**asdict(self), **more}
         del given["generation_config"]
         least = 1 if more.get("prompt_logprobs") is None else 0  # nothing else would be shown
@@ -686,7 +678,6 @@ def as_given(settings: Mapping[str, Any], config: SpeculativeConfig | None) -> d
 
 
 def _given_fields(config: SpeculativeConfig) -> dict[str, Any]:
-    """The fields that the user gave."""
     own = type(config).model_fields.keys() & config.model_fields_set
     return {name: getattr(config, name) for name in own} | (config.model_extra or {})
 

@@ -17,6 +17,7 @@ from tokenleap.bench.prompts_file import read_prompts
 from tokenleap.cli.console import as_json, counting, display, plain, table_of, working
 from tokenleap.cli.demo import PROMPTS
 from tokenleap.cli.options import (
+    JsonOutput,
     ModelOptions,
     SamplingOptions,
     SpeculationOptions,
@@ -35,25 +36,10 @@ if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
     from tokenleap.core.params import SamplingParams
 
-__all__ = [
-    "EXAMPLES",
-    "DrafterOptions",
-    "Leniences",
-    "Plan",
-    "PlanRow",
-    "Trials",
-    "check_plots",
-    "measure_lenience",
-    "open_laboratory",
-    "plan",
-    "planned",
-    "read_leniences",
-    "read_texts",
-    "run_trials",
-    "show_lenience",
-    "show_plan",
-    "show_trials",
-]
+__all__ = ["EXAMPLES", "plan", "read_texts"]
+
+_theory = partial(in_panel, "Theory")
+_measure = partial(in_panel, "Measure")
 
 EXAMPLES = examples(
     "tokenleap plan --alpha 0.8 --c 0.05",
@@ -74,25 +60,17 @@ class TheoryOptions:
     """The inputs of the theory."""
 
     alpha: Annotated[
-        float | None,
-        in_panel("Theory", "Acceptance rate: mean of sum min(p, q).", min=0, max=1),
+        float | None, _theory("Acceptance rate: mean of sum min(p, q).", min=0, max=1)
     ] = None
     c: Annotated[
-        float | None, in_panel("Theory", "Time of a draft step over that of a target pass.", min=0)
+        float | None, _theory("Time of a draft step over that of a target pass.", min=0)
     ] = None
     c_hat: Annotated[
-        float | None,
-        in_panel("Theory", "The same ratio in operations.", min=0, show_default="as --c"),
+        float | None, _theory("The same ratio in operations.", min=0, show_default="as --c")
     ] = None
     max_gamma: Annotated[
         int | None,
-        in_panel(
-            "Theory",
-            "Longest draft in the table.",
-            min=0,
-            max=256,
-            show_default=str(DEFAULT_MAX_GAMMA),
-        ),
+        _theory("Longest draft in the table.", min=0, max=256, show_default=str(DEFAULT_MAX_GAMMA)),
     ] = None
 
 
@@ -101,13 +79,11 @@ class MeasureOptions:
     """Options of what to measure, and how often."""
 
     measure: Annotated[
-        bool,
-        in_panel("Measure", "Measure alpha, c and the speed-ups on a model.", "--measure"),
+        bool, _measure("Measure alpha, c and the speed-ups on a model.", "--measure")
     ] = False
     prompts: Annotated[
         Path | None,
-        in_panel(
-            "Measure",
+        _measure(
             "Text with a prompt per line, or .jsonl with a prompt per object.",
             metavar="FILE",
             show_default="three short ones",
@@ -115,20 +91,15 @@ class MeasureOptions:
     ] = None
     gammas: Annotated[
         str | None,
-        in_panel(
-            "Measure", "Draft lengths to try.", metavar="N,N,...", show_default=DEFAULT_GAMMAS
-        ),
+        _measure("Draft lengths to try.", metavar="N,N,...", show_default=DEFAULT_GAMMAS),
     ] = None
     rounds: Annotated[
-        int | None,
-        in_panel("Measure", "Runs of every length.", min=1, show_default=str(DEFAULT_ROUNDS)),
+        int | None, _measure("Runs of every length.", min=1, show_default=str(DEFAULT_ROUNDS))
     ] = None
     lenience: Annotated[
         str | None,
-        in_panel(
-            "Measure",
-            "Instead of speed: alpha of every --method under these leniences.",
-            metavar="L,L,...",
+        _measure(
+            "Instead of speed: alpha of every --method under these leniences.", metavar="L,L,..."
         ),
     ] = None
 
@@ -139,24 +110,20 @@ class DrafterOptions:
 
     method: Annotated[
         list[str] | None,
-        in_panel(
-            "Measure",
+        _measure(
             "Drafter (`tokenleap methods`), or a JSON speculative_config. Repeatable with "
             "--lenience.",
             show_default="ngram",
         ),
     ] = None
     draft_model: Annotated[
-        str | None,
-        in_panel("Measure", "Folder, id (ORG/NAME), .gguf file or alias of a draft model."),
+        str | None, _measure("Folder, id (ORG/NAME), .gguf file or alias of a draft model.")
     ] = None
     speculative_config: Annotated[
-        str | None,
-        in_panel("Measure", "All of this as a JSON object, with more fields.", metavar="JSON"),
+        str | None, _measure("All of this as a JSON object, with more fields.", metavar="JSON")
     ] = None
 
     def config(self) -> SpeculativeConfig:
-        """The configuration of the only drafter."""
         if len(self.method or ()) > 1:
             raise UsageError("--method: only --lenience measures several; give one")
         (config,) = self.configs().values()
@@ -207,7 +174,7 @@ def plan(
         Path | None,
         in_panel("Output", "Draw figures 2 to 4 as PNG into this folder.", metavar="DIR"),
     ] = None,
-    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Find the best draft length, from theory or on your own model.
 
@@ -279,7 +246,6 @@ def _lenience(
     *,
     json_output: bool,
 ) -> None:
-    """Measure alpha by lenience, and print the table or one JSON object."""
     assert trial.lenience is not None
     if not trial.measure:
         raise UsageError("--lenience: only --measure uses this")
@@ -367,7 +333,6 @@ class Plan:
 
 
 def planned(alpha: float, c: float, c_hat: float, max_gamma: int) -> Plan:
-    """Apply the formulas."""
     from tokenleap import analysis
 
     def row(gamma: int) -> PlanRow:
@@ -557,7 +522,6 @@ class Trials:
         return best.gamma if best.measured > 1 else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The trials for JSON."""
         return {
             "method": self.method,
             "acceptance": self.acceptance,
@@ -685,7 +649,6 @@ class Leniences:
     rows: dict[str, LenienceRow]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "model": self.model,
             "temperature": self.temperature,
@@ -696,7 +659,6 @@ class Leniences:
 
 
 def read_leniences(text: str) -> tuple[float, ...]:
-    """The leniences of a command line."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -742,7 +704,6 @@ def _report(show: Callable[[str, int, int], object], doing: str, total: int, don
 
 
 def show_lenience(found: Leniences) -> None:
-    """Print the table."""
     console = display()
     how = "greedy" if found.temperature == 0 else f"temperature {found.temperature:g}"
     console.print(plain(f"{found.model}, {how}"))

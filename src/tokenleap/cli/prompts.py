@@ -31,13 +31,11 @@ __all__ = [
     "BatchOptions",
     "LineResults",
     "ReferenceOptions",
-    "decoded",
     "generate_lines",
-    "read_lines",
     "read_prompt",
-    "read_prompts_file",
-    "read_stdin",
 ]
+
+_several = partial(in_panel, "Several prompts")
 
 STDIN = "-"
 
@@ -146,7 +144,6 @@ class ReferenceOptions:
 
 
 def _lists(path: Path) -> list[list[str]]:
-    """A list of texts per line of a file."""
     listed = []
     for number, line in enumerate(decoded(path.read_bytes(), str(path)).split("\n"), 1):
         try:
@@ -219,17 +216,11 @@ class BatchOptions:
     """Several prompts at once."""
 
     jsonl: Annotated[
-        bool,
-        in_panel(
-            "Several prompts",
-            "Read a prompt per line of text, write a JSON object per line.",
-            "--jsonl",
-        ),
+        bool, _several("Read a prompt per line of text, write a JSON object per line.", "--jsonl")
     ] = False
     prompts_file: Annotated[
         Path | None,
-        in_panel(
-            "Several prompts",
+        _several(
             "Read a JSON object per line, with prompt, messages or prompt_token_ids, and sampling "
             "parameters of its own.",
             metavar="FILE.jsonl",
@@ -237,24 +228,17 @@ class BatchOptions:
     ] = None
     output: Annotated[
         Path | None,
-        in_panel(
-            "Several prompts",
-            "Write the JSON lines to this file.",
-            metavar="FILE",
-            show_default="standard output",
+        _several(
+            "Write the JSON lines to this file.", metavar="FILE", show_default="standard output"
         ),
     ] = None
-    resume: Annotated[
-        bool, in_panel("Several prompts", "Continue the run that wrote --output.", "--resume")
-    ] = False
+    resume: Annotated[bool, _several("Continue the run that wrote --output.", "--resume")] = False
 
     @property
     def wanted(self) -> bool:
-        """Whether there are several prompts."""
         return self.jsonl or self.prompts_file is not None
 
     def check(self, prompt: str | None, file: Path | None) -> None:
-        """Refuse wrong combinations."""
         if self.prompts_file is not None:
             others = {"PROMPT": prompt is not None, "--file": file, "--jsonl": self.jsonl}
             for name, given in others.items():

@@ -36,8 +36,6 @@ __all__ = [
     "examples",
     "flag",
     "in_flags",
-    "instead_of_command",
-    "instead_of_option",
     "write_whole",
 ]
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -42,8 +43,7 @@ EXAMPLES = examples(
 )
 
 
-def _server(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Server", text, *names, **settings)
+_server = partial(in_panel, "Server")
 
 
 def _named(name: str, **settings: Any) -> Any:
@@ -58,8 +58,7 @@ class ServedModel(ModelOptions):
     model: Annotated[
         str,
         typer.Argument(
-            help="Hugging Face folder or id (ORG/NAME), .gguf file or alias.",
-            metavar="MODEL",
+            help="Hugging Face folder or id (ORG/NAME), .gguf file or alias.", metavar="MODEL"
         ),
     ] = DEFAULT_MODEL
 
@@ -86,8 +85,7 @@ class _Address:
     host: Annotated[str, option_of(Settings, "host", "Server")] = "127.0.0.1"
     port: Annotated[int, _server("Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000
     served_model_name: Annotated[
-        list[str] | None,
-        _named("served_model_names", metavar="NAME", show_default="MODEL"),
+        list[str] | None, _named("served_model_names", metavar="NAME", show_default="MODEL")
     ] = None
     api_key: Annotated[
         list[str] | None, _named("api_keys", metavar="KEY", envvar="TOKENLEAP_API_KEY")

@@ -30,22 +30,7 @@ from tokenleap.errors import TokenleapError
 if TYPE_CHECKING:
     from tokenleap.trace import StepTrace, Trace
 
-__all__ = [
-    "EXAMPLES",
-    "KINDS",
-    "Span",
-    "Timeline",
-    "TraceSummary",
-    "check_drawing",
-    "html",
-    "legend",
-    "picture",
-    "show_timelines",
-    "timeline_of",
-    "trace",
-    "visible",
-    "write_svg",
-]
+__all__ = ["EXAMPLES", "Span", "TraceSummary", "html", "picture", "timeline_of", "trace"]
 
 
 EXAMPLES = examples(
@@ -345,7 +330,6 @@ class TraceSummary:
         return [(self.drafted_per_position[depth], count) for depth, count in kept]
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary for JSON."""
         metrics = self.metrics
         return {
             "steps": metrics.target_passes,
@@ -476,16 +460,13 @@ class Timeline:
         return self.spans[-1].end
 
     def total(self, kind: str) -> float:
-        """Seconds of all spans of a kind."""
         return sum(span.end - span.start for span in self.spans if span.kind == kind)
 
     def count(self, kind: str) -> int:
-        """The number of spans of a kind."""
         return sum(span.kind == kind for span in self.spans)
 
 
 def timeline_of(name: str, trace: Trace) -> Timeline:
-    """The timeline of a trace."""
     spans: list[Span] = []
     now = 0.0
     for kind, seconds, levels in _parts(trace):

@@ -7,13 +7,22 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tokenleap.cli.console import as_json, display, errors, plain, working
-from tokenleap.cli.options import DEFAULT_MODEL, ModelOptions, flat, in_panel, open_llm, resolve
+from tokenleap.cli.options import (
+    DEFAULT_MODEL,
+    JsonOutput,
+    ModelOptions,
+    flat,
+    in_panel,
+    open_llm,
+    resolve,
+)
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import nearest
 from tokenleap.training.settings import TRAINABLE, check_trainable
@@ -25,17 +34,10 @@ if TYPE_CHECKING:
     from tokenleap.training.run import TrainingRun
     from tokenleap.training.settings import DataSettings, TrainingSettings
 
-__all__ = [
-    "CHECK_EXAMPLES",
-    "EXPORT_EXAMPLES",
-    "TRAIN_EXAMPLES",
-    "ShownProgress",
-    "check",
-    "expectation",
-    "export",
-    "show_report",
-    "train",
-]
+__all__ = ["CHECK_EXAMPLES", "EXPORT_EXAMPLES", "TRAIN_EXAMPLES", "check", "export", "train"]
+
+_data = partial(in_panel, "Data")
+_training = partial(in_panel, "Training")
 
 TRAIN_EXAMPLES = examples(
     "tokenleap train eagle --model smollm2-135m --out my-head",
@@ -52,8 +54,7 @@ class DataOptions:
 
     data: Annotated[
         list[str] | None,
-        in_panel(
-            "Data",
+        _data(
             "Files of prompts or conversations (JSONL), which the model answers, or of text; "
             "'self': the model writes by itself. For an encoder-decoder: sources, or pairs.",
             metavar="self|FILE",
@@ -62,8 +63,7 @@ class DataOptions:
     ] = None
     source: Annotated[
         Path | None,
-        in_panel(
-            "Data",
+        _data(
             "Sources for an encoder-decoder, one a line, with the outputs in --target.",
             metavar="FILE",
             show_default=False,
@@ -71,22 +71,15 @@ class DataOptions:
     ] = None
     target_: Annotated[
         Path | None,
-        in_panel(
-            "Data",
-            "The outputs of --source, one a line.",
-            "--target",
-            metavar="FILE",
-            show_default=False,
+        _data(
+            "The outputs of --source, one a line.", "--target", metavar="FILE", show_default=False
         ),
     ] = None
-    tokens: Annotated[int, in_panel("Data", "Tokens of answers to learn.", min=1)] = 1_000_000
-    held_out_tokens: Annotated[
-        int, in_panel("Data", "Tokens of answers for evaluation.", min=1)
-    ] = 40_000
+    tokens: Annotated[int, _data("Tokens of answers to learn.", min=1)] = 1_000_000
+    held_out_tokens: Annotated[int, _data("Tokens of answers for evaluation.", min=1)] = 40_000
     unseen: Annotated[
         list[Path] | None,
-        in_panel(
-            "Data",
+        _data(
             "Prompts that training must not see, such as a benchmark's (JSONL or text).",
             metavar="FILE",
             show_default=False,
@@ -94,7 +87,6 @@ class DataOptions:
     ] = None
 
     def settings(self) -> DataSettings:
-        """As `TrainingRun` takes them."""
         from tokenleap.training.settings import DataSettings
 
         given = self.data or ["self"]
@@ -131,8 +123,7 @@ def train(
     target: ModelOptions,
     set_: Annotated[
         list[str] | None,
-        in_panel(
-            "Training",
+        _training(
             "An option of the method or of the training, such as epochs=2 (docs/training.md).",
             "--set",
             metavar="NAME=VALUE",
@@ -141,21 +132,16 @@ def train(
     ] = None,
     size: Annotated[
         float | None,
-        in_panel(
-            "Training",
+        _training(
             "Of spec_drafter: scales its steps, and below 0.25 its widths; as --set size=S.",
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
         bool,
-        in_panel(
-            "Training",
-            "Only say how many hours and how much disk and memory it takes.",
-            "--dry-run",
-        ),
+        _training("Only say how many hours and how much disk and memory it takes.", "--dry-run"),
     ] = False,
-    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Train a drafter for a model, on what the model itself writes.
 
@@ -281,12 +267,10 @@ class ShownProgress:
         self._console.quiet = int(os.environ.get("RANK", "0")) > 0  # of `accelerate launch`
 
     def say(self, text: str) -> None:
-        """One line."""
         self._console.print(plain(text), soft_wrap=True)
 
     @contextmanager
     def stage(self, doing: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """A part of the work."""
         if not self._console.is_terminal:
             yield self._lines(doing, total)
             return

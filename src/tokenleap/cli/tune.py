@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from rich.tree import Tree
 
 from tokenleap.cli.console import as_json, display, errors, plain, say, table_of, working
 from tokenleap.cli.options import (
+    JsonOutput,
     ModelOptions,
     SamplingOptions,
     SpeculationOptions,
@@ -41,21 +43,10 @@ if TYPE_CHECKING:
     from tokenleap.tuning.sequoia import Acceptance, BestTree
     from tokenleap.tuning.tune_layers import Deadline, LayerLaboratory, LayerSearch, Trial
 
-__all__ = [
-    "LARGEST",
-    "LAYERS_EXAMPLES",
-    "TREE_EXAMPLES",
-    "Costs",
-    "Found",
-    "Rival",
-    "drawn",
-    "measured",
-    "show_found",
-    "show_tuning",
-    "solved",
-    "tree",
-    "tune_layers",
-]
+__all__ = ["LAYERS_EXAMPLES", "TREE_EXAMPLES", "Costs", "drawn", "solved", "tree", "tune_layers"]
+
+_tree = partial(in_panel, "Tree")
+_search = partial(in_panel, "Search")
 
 TREE_EXAMPLES = examples(
     "tokenleap tree prompts.txt --draft-model ./small --output tree.json",
@@ -75,26 +66,17 @@ class ShapeOptions:
 
     nodes: Annotated[
         int | None,
-        in_panel(
-            "Tree", "Drafted nodes.", min=1, max=MAX_NODES, show_default="best by measured cost"
-        ),
+        _tree("Drafted nodes.", min=1, max=MAX_NODES, show_default="best by measured cost"),
     ] = None
     depth: Annotated[
-        int, in_panel("Tree", "Maximum levels; each takes a draft pass.", min=1, max=MAX_DEPTH)
+        int, _tree("Maximum levels; each takes a draft pass.", min=1, max=MAX_DEPTH)
     ] = DEFAULT_DEPTH
     ranks: Annotated[
         int | None,
-        in_panel(
-            "Tree",
-            "Maximum children of a node.",
-            min=1,
-            max=MAX_RANKS,
-            show_default=str(DEFAULT_RANKS),
-        ),
+        _tree("Maximum children of a node.", min=1, max=MAX_RANKS, show_default=str(DEFAULT_RANKS)),
     ] = None
     acceptance_vector: Annotated[
-        str | None,
-        in_panel("Tree", "Acceptance by rank, instead of measuring it.", metavar="A,A,..."),
+        str | None, _tree("Acceptance by rank, instead of measuring it.", metavar="A,A,...")
     ] = None
 
     def vector(self) -> tuple[float, ...] | None:
@@ -155,10 +137,9 @@ def tree(
     target: ModelOptions,
     sampling: SamplingOptions,
     output: Annotated[
-        Path | None,
-        in_panel("Output", "Save the tree to this file.", metavar="FILE.json"),
+        Path | None, in_panel("Output", "Save the tree to this file.", metavar="FILE.json")
     ] = None,
-    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Find the best tree to draft, for your model and prompts.
 
@@ -341,7 +322,6 @@ class Costs:
     level: float
 
     def seconds(self, nodes: int, levels: int) -> float:
-        """Seconds of drafting and verifying a tree."""
         return levels * self.level + self.curve(1 + nodes)
 
 
@@ -355,12 +335,10 @@ class Rival:
     expected_tokens: float
 
     def as_dict(self, costs: Costs | None) -> dict[str, Any]:
-        """The shape for JSON."""
         rate = None if costs is None else self.tokens_per_second(costs)
         return {**vars(self), "tokens_per_second": rate}
 
     def tokens_per_second(self, costs: Costs) -> float:
-        """Expected tokens per second, from measured costs."""
         return self.expected_tokens / costs.seconds(self.nodes, self.levels)
 
 
@@ -399,7 +377,6 @@ class Found:
         ]
 
     def file(self) -> TreeFile:
-        """The content of the file that `--output` names."""
         tree = self.tree
         return TreeFile(tree.paths, self.acceptance, tree.expected_tokens, self.method, self.model)
 
@@ -453,7 +430,6 @@ def measured(
     costs: bool,
     quiet: bool,
 ) -> tuple[Acceptance, Costs | None]:
-    """Measure the acceptance of every rank, and the costs if wanted."""
     from tokenleap.tuning.sequoia import measure_acceptance, pass_costs
 
     prompts = [llm.encode(shaped(llm, text)) for text in texts]
@@ -481,15 +457,11 @@ CALIBRATED = 0.15
 class SearchOptions:
     """How much to measure, and for how long."""
 
-    max_tokens: Annotated[int, in_panel("Search", "Tokens per prompt.", min=2)] = 64
-    trials: Annotated[
-        int, in_panel("Search", "Maximum timed runs, each on all prompts.", min=1)
-    ] = 30
-    seconds: Annotated[
-        float, in_panel("Search", "Time limit after the model is loaded.", min=1)
-    ] = 600
+    max_tokens: Annotated[int, _search("Tokens per prompt.", min=2)] = 64
+    trials: Annotated[int, _search("Maximum timed runs, each on all prompts.", min=1)] = 30
+    seconds: Annotated[float, _search("Time limit after the model is loaded.", min=1)] = 600
     temperature: Annotated[
-        float, in_panel("Search", "0 is greedy; 1 is the model's own distribution.", min=0)
+        float, _search("0 is greedy; 1 is the model's own distribution.", min=0)
     ] = 0
 
     def params(self) -> SamplingParams:
@@ -515,7 +487,7 @@ def tune_layers(
     ],
     search: SearchOptions,
     target: ModelOptions,
-    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Find the sublayers to skip with --method layer_skip.
 
@@ -609,7 +581,6 @@ def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions
 
 
 def _trials(found: LayerSearch) -> list[dict[str, Any]]:
-    """All trials for JSON."""
     from tokenleap.tuning.tune_layers import layers_of
 
     return [{**layers_of(trial.estimate.skip), **trial.as_dict()} for trial in found.trials]

@@ -33,18 +33,7 @@ from tokenleap.serve.rendering import answer_of
 from tokenleap.serve.running import ServerState, state_of
 from tokenleap.serve.settings import Settings
 
-__all__ = [
-    "FILES",
-    "Authentication",
-    "Faults",
-    "Origins",
-    "RequestLog",
-    "create_app",
-    "endpoints",
-    "guarded",
-    "page_router",
-    "router",
-]
+__all__ = ["FILES", "Faults", "Origins", "create_app", "endpoints", "guarded"]
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
@@ -210,7 +199,6 @@ class Faults:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         begun = False
 
         async def send_on(message: Message) -> None:
@@ -242,7 +230,6 @@ class Authentication:
         self._callers = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         caller = None if scope["type"] == "lifespan" else self._caller(scope)
         if caller is not None:
             scope.setdefault("state", {})["caller"] = caller
@@ -276,7 +263,6 @@ class RequestLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -329,7 +315,6 @@ class Origins:
         self._local = host is not None and _is_loopback(host) and "*" not in self._allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         refused = None if scope["type"] == "lifespan" else self._refused(Headers(scope=scope))
         if refused is None:
             await self._app(scope, receive, send)

@@ -48,11 +48,9 @@ __all__ = [
     "CallFinder",
     "chat_ids",
     "forced_form",
-    "forced_name",
     "refuse_special_tokens",
     "router",
     "text_ids",
-    "tools_of",
 ]
 
 
@@ -79,7 +77,6 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def _check(body: ChatBody) -> None:
-    """Refuse combinations that would ignore a field."""
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens mean the same: send one.")
     if body.top_logprobs is not None and not body.logprobs:
@@ -186,7 +183,6 @@ class _Answer:
     # In pieces
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The chunks of the response."""
         body = self._body
         head = {**self._head, "object": "chat.completion.chunk"}
         writers = [self._writer() for _ in range(body.n or 1)]
@@ -295,7 +291,6 @@ def text_ids(
     add_special_tokens: bool,
     limit: TextLimit,
 ) -> list[int]:
-    """Token ids of a text."""
     tokenizer = needed(tokenizer)
     limit.check(prompt)
     if not add_special_tokens:
@@ -441,7 +436,6 @@ class Call:
 
 
 def tools_of(body: ChatBody) -> list[Tool]:
-    """The tools that the model is shown."""
     tools, choice = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):

@@ -80,7 +80,6 @@ def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:
 
 
 def _check(body: CompletionBody) -> None:
-    """Refuse combinations that would ignore a field."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", "best_of: it must be n here: choose among the outputs yourself.")
     refuse_stream_options(body)
@@ -157,7 +156,6 @@ class _Answer:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The chunks of the response."""
         async for index, chunk in self._run.chunks():
             place = index * (self._body.n or 1) + chunk.index
             begins = place not in self._lengths
@@ -333,7 +331,6 @@ class _ResponseAnswer:
         }
 
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response when it has ended."""
         return self._ended(results[0].outputs[0])
 
     def _ended(self, output: CompletionOutput) -> dict[str, Any]:
@@ -374,7 +371,6 @@ class _ResponseAnswer:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The events of the response."""
         numbers = count()
 
         def made(kind: str, **fields: Any) -> bytes:

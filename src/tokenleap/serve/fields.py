@@ -42,13 +42,11 @@ from tokenleap.serve.settings import Settings
 __all__ = [
     "ChatBody",
     "CompletionBody",
-    "Content",
     "Details",
     "DetokenizeBody",
     "Function",
     "Message",
     "NamedTool",
-    "Prediction",
     "ResponseBody",
     "SamplingBody",
     "TokenizeBody",
@@ -160,7 +158,6 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """The text in one piece."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -254,7 +251,6 @@ class SamplingBody(_asked(_SAME)):  # type: ignore[misc]
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the response has the trace of all steps."""
         return self.tokenleap is not None and self.tokenleap.trace
 
 
@@ -506,7 +502,6 @@ def _refused(message: str) -> APIError:
 
 
 def _check_nesting(given: Any, level: int = 0) -> int:
-    """The number of drafters in a value."""
     if level > 2 * MAX_NESTED + 1:  # each level of drafters is an object, mostly in a list
         raise _refused(f"at most {MAX_NESTED} levels of drafters on this server.")
     if isinstance(given, Mapping):

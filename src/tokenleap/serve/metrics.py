@@ -168,7 +168,6 @@ class ServerMetrics:
             self._saved.inc(plain - step.draft_seconds - step.verify_seconds)
 
     def chunk(self, seconds: float, *, first: bool) -> None:
-        """Measure new tokens of an output."""
         (self._first if first else self._between).observe(seconds)
 
     def finished(self, output: Request, seconds: float) -> None:
@@ -197,7 +196,6 @@ class ServerMetrics:
             self._per_token.observe(decoding / (generated - 1))
 
     def refused(self) -> None:
-        """Count a request that found no room."""
         self._refused.inc()
 
     # Reading them

@@ -25,11 +25,9 @@ from tokenleap.serve.running import GONE, Pieces, Run, ServerState, while_connec
 
 __all__ = [
     "DONE",
-    "Answer",
     "EventStream",
     "all_outputs",
     "answer_of",
-    "as_json",
     "chat_logprobs",
     "chunk_usage",
     "completion_logprobs",
@@ -51,7 +49,6 @@ _LEAST = -9999.0
 
 
 def new_id(kind: str) -> str:
-    """An id such as "cmpl-..."."""
     return f"{kind}{uuid.uuid4().hex}"
 
 
@@ -189,7 +186,6 @@ def details_of(
 
 
 def all_outputs(results: Sequence[RequestOutput]) -> list[CompletionOutput]:
-    """The outputs of all prompts, in order."""
     return [output for result in results for output in result.outputs]
 
 
@@ -211,7 +207,6 @@ class Answer(Protocol):
 async def responded(
     request: Request, state: ServerState, run: Run, answer: Answer, *, stream: bool | None
 ) -> Response:
-    """The response to a request."""
     if stream:
         return EventStream(run, answer.events(), state.settings.write_timeout)
     try:
@@ -234,7 +229,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def as_json(value: Any) -> bytes:
-    """JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
         errors="replace"
     )
@@ -251,7 +245,6 @@ def event(value: Mapping[str, Any]) -> bytes:
 
 
 def answer_of(error: APIError) -> Response:
-    """An error as a response."""
     content = as_json(error.as_dict())  # may quote text that has no encoding
     return Response(content, error.status, error.headers, "application/json")
 
@@ -272,8 +265,6 @@ class EventStream(StreamingResponse):
         self._write_timeout = write_timeout
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Send the response."""
-
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(self._write_timeout):
                 await send(message)

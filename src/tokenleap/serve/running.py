@@ -124,7 +124,6 @@ class Run:
                 task.cancel()
 
     async def results(self) -> list[RequestOutput]:
-        """All outputs, when they have ended."""
         async for _ in self.chunks():
             pass
         return [request.result() for request in self.requests]
@@ -187,7 +186,6 @@ class Run:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     def _watch(self, index: int, chunk: StreamChunk) -> None:
@@ -292,9 +290,7 @@ class OpenRun(Protocol):
         """Whether the engine has ended all of them."""
         ...
 
-    def leave(self) -> None:
-        """Count them off."""
-        ...
+    def leave(self) -> None: ...
 
     def stop(self) -> None:
         """End all of them where they are; the client gets what there is."""
@@ -321,7 +317,6 @@ class ServerState:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine runs."""
         return self.llm.worker.alive
 
     @property
@@ -344,7 +339,6 @@ class ServerState:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The texts of single tokens."""
         return Pieces(self.llm.llm.tokenizer)
 
     def check_model(self, name: str | None) -> None:
@@ -368,7 +362,6 @@ class ServerState:
         return getattr(request.state, "caller", None), address
 
     def check_open(self) -> None:
-        """Refuse a request when the engine is closed."""
         if not self.alive:
             raise shut_down()
 
@@ -407,7 +400,6 @@ class ServerState:
         run.stop()
 
     def leave(self, sequences: int) -> None:
-        """Count outputs off."""
         self.open_sequences -= sequences
 
 
@@ -438,7 +430,6 @@ class Pieces:
         self.of = piece
 
     def all_of(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each of these tokens."""
         return [self.of(token) for token in tokens]
 
 
