@@ -528,7 +528,7 @@ def _speculative_config(fields: dict[str, Any]) -> SpeculativeConfig:
 # Options of sampling that several commands share: `SamplingParams` as flags (see `flat`).
 
 
-_SAMPLING = options_of(
+_SAMPLING: Any = options_of(
     SamplingParams,
     SAMPLING,
     "Sampling",

@@ -96,10 +96,11 @@ class _Address:
     ] = "8MiB"
 
 
+_LIMITS: Any = options_of(Settings, (*_COUNTED, "share_drafts"), "Server", _Address, defaults=True)
+
+
 @dataclass(frozen=True)
-class ServerOptions(  # type: ignore[misc]
-    options_of(Settings, (*_COUNTED, "share_drafts"), "Server", _Address, defaults=True)
-):
+class ServerOptions(_LIMITS):  # type: ignore[misc]
     """The address, names, keys and limits."""
 
     no_traces: Annotated[

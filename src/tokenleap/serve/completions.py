@@ -295,7 +295,7 @@ class _ResponseAnswer(Answer):
     def __init__(self, body: ResponseBody, run: Run, state: ServerState) -> None:
         super().__init__(body, run, state)
         self._item = new_id("msg_")
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": run.named("resp_"),
             "object": "response",
             "created_at": int(time.time()),
