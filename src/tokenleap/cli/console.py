@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from tokenleap.outputs import COLOURS
+from tokenleap.core.shown import COLOURS
 from tokenleap.runtime.choices import TORCH_RUNTIMES
 
 if TYPE_CHECKING:

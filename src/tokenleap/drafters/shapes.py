@@ -19,11 +19,11 @@ from tokenleap.core.files import read_json
 from tokenleap.core.params import GREEDY_BELOW
 from tokenleap.drafters.base import DrafterOptions
 from tokenleap.errors import TokenleapError
+from tokenleap.runtime.growth_plan import GrowthPlan
 
 if TYPE_CHECKING:
     from tokenleap.control import Budget
     from tokenleap.core.distribution import Distribution
-    from tokenleap.runtime.network import GrowthPlan
 
 __all__ = [
     "MAX_DEPTH",
@@ -121,7 +121,7 @@ class Chain(Shape):
         return 1
 
     def plan(self, depth: int) -> GrowthPlan:
-        return _plan((1,) * depth)
+        return GrowthPlan((1,) * depth)
 
     def positions(self, budget: Budget) -> int:
         return budget.chain
@@ -146,7 +146,7 @@ class Widths(Shape):
         return self._widths[len(ranks)] if len(ranks) < len(self._widths) else 0
 
     def plan(self, depth: int) -> GrowthPlan:
-        return _plan(self._widths[:depth])
+        return GrowthPlan(self._widths[:depth])
 
     @property
     def num_nodes(self) -> int:
@@ -211,7 +211,7 @@ class Dynamic(Shape):
         return self._top_k if len(ranks) < self._depth else 0
 
     def plan(self, depth: int) -> GrowthPlan:
-        return _plan((self._top_k,) * min(depth, self._depth), beam=self._top_k)
+        return GrowthPlan((self._top_k,) * min(depth, self._depth), beam=self._top_k)
 
     def positions(self, budget: Budget) -> int:
         """See `Shape.positions`: `top_k` nodes of every level except the last."""
@@ -497,10 +497,3 @@ def closed(paths: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
         for depth, last in enumerate(path)
         for rank in range(last + 1)
     }
-
-
-def _plan(widths: tuple[int, ...], beam: int | None = None) -> GrowthPlan:
-    """The plan; networks load PyTorch, which a configuration must not."""
-    from tokenleap.runtime.network import GrowthPlan
-
-    return GrowthPlan(widths, beam)

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.llama import JointInput, Rotary
 from tokenleap.runtime.native.pack import CLinear, Format, PackedWeights
 from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, PackedLayer
-from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, Need
+from tokenleap.runtime.network import GrownTree, GrowthLimit, Need
 
 __all__ = [
     "AngleTables",
