@@ -124,11 +124,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class _Finding:
-    """One thing about the machine.
-
-    Args:
-        advice: what would make it better; empty if it is good.
-    """
+    """A fact about the machine, and advice if it could be better."""
 
     name: str
     value: str

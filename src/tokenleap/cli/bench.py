@@ -338,10 +338,7 @@ def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
 
 
 def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> None:
-    """Write the table and the report to the folder; print the results.
-
-    On a terminal they are tables of its width, on a pipe Markdown, or one JSON object.
-    """
+    """Write the table and the report; print tables, Markdown on a pipe, or one JSON object."""
     from tokenleap.bench.report import html, markdown, settings_that_ran
 
     header = plan.header()

@@ -150,11 +150,7 @@ _LEAST_ROOM = 4
 
 
 class Conversation:
-    """The messages of a chat and the commands that act on them.
-
-    Args:
-        system: the system message, or None for the chat template's default.
-    """
+    """The messages of a chat and the commands that act on them."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool = False
@@ -243,11 +239,7 @@ class Conversation:
     # Answers
 
     def answer(self, line: str) -> None:
-        """Stream the answer to this line, and add both to the conversation.
-
-        If the context is full, the oldest turns are dropped. A line that has no room even alone is
-        reported and dropped.
-        """
+        """Stream an answer; if the context is full, the oldest turns are dropped."""
         question = {"role": "user", "content": line}
         try:
             kept, params = self._with_room(question)
@@ -275,10 +267,7 @@ class Conversation:
             show_summary(output, writer)
 
     def _with_room(self, question: dict[str, str]) -> tuple[list[dict[str, str]], SamplingParams]:
-        """The messages without the oldest turns, so that the context has room for an answer.
-
-        The parameters are those of an answer that fits.
-        """
+        """The messages without the oldest turns, and parameters of an answer that fits."""
         most, begin, kept = self._llm.max_model_len, len(self._start), list(self.messages)
         wanted = self._params.max_tokens or most
         room = min(wanted, most // _LEAST_ROOM)
@@ -325,10 +314,7 @@ def _are_messages(value: Any) -> bool:
 
 @contextmanager
 def _first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Count the first Ctrl-C instead of raising it, so that the step ends normally.
-
-    The second one raises KeyboardInterrupt.
-    """
+    """Count the first Ctrl-C, so that the step ends normally; the second one raises."""
     interrupts = 0
 
     def count(_signal: int, _frame: FrameType | None) -> None:

@@ -175,10 +175,7 @@ def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
 
 
 def _show(row: dict[str, Any]) -> None:
-    """A model's name, and below it what it is and where it came from.
-
-    Names and paths are long, so a table of them does not fit a terminal.
-    """
+    """A model in lines: names and paths are too long for a table."""
     from tokenleap.models.store import bytes_text
 
     size = bytes_text(row["size_bytes"] if row["cached"] else row["download_bytes"])

@@ -87,10 +87,7 @@ def open_llm(
 def llm_arguments(
     options: ModelOptions, config: SpeculativeConfig | None, **engine: Any
 ) -> dict[str, Any]:
-    """Arguments of `LLM`, for models that are there.
-
-    Models that have to be fetched or converted are, with a progress bar.
-    """
+    """Arguments of `LLM`, for models that are there, or are fetched or converted now."""
     from tokenleap.models.resolver import gguf_file
 
     if gguf_file(options.model) is None:  # `LLM` converts those in its own way
@@ -639,10 +636,7 @@ class RayOptions:
 def arguments_for_replicas(
     options: ModelOptions, config: SpeculativeConfig | None, **engine: Any
 ) -> dict[str, Any]:
-    """Arguments of `LLM` in another process; see `llm_arguments`.
-
-    Paths of what exists are absolute: that process may be in another folder.
-    """
+    """`llm_arguments` for a process that may be in another folder: paths are absolute."""
     found = llm_arguments(options, config, **engine)
     if config is not None:
         found["speculative_config"] = type(config)(**_changed(_given_fields(config), _absolute))
@@ -652,10 +646,7 @@ def arguments_for_replicas(
 
 
 def as_given(settings: Mapping[str, Any], config: SpeculativeConfig | None) -> dict[str, Any]:
-    """Settings of another process (`settings_of`) with paths as the user wrote them.
-
-    So results are those of one process, which another run can go on with.
-    """
+    """Settings of another process with paths as the user wrote them, so that runs can resume."""
     if config is None:
         return dict(settings)
     given: dict[str, str] = {}

@@ -130,10 +130,7 @@ class DrafterOptions:
         return config
 
     def configs(self) -> dict[str, SpeculativeConfig]:
-        """The configurations by label.
-
-        Their rule is the theory's, rejection, unless the JSON names another.
-        """
+        """The configurations by label; the rule is rejection, the theory's, unless JSON has one."""
         found = {}
         texts: list[str | None] = list(self.method) if self.method else [None]
         for text in texts:

@@ -301,11 +301,7 @@ class _Picture:
 
 
 class TraceSummary:
-    """Counts and times over all steps of a trace.
-
-    Attributes:
-        metrics: the counts and times as in the output's own metrics.
-    """
+    """Counts and times over all steps of a trace."""
 
     def __init__(self, trace: Trace) -> None:
         from tokenleap.outputs import Metrics
@@ -433,12 +429,7 @@ _LINES = 20
 
 @dataclass(frozen=True)
 class Span:
-    """One block of a timeline.
-
-    Args:
-        levels: of a draft, the depth of its tree: the passes of a drafter that drafts token by
-            token.
-    """
+    """One block of a timeline; `levels` is the depth of a draft's tree."""
 
     kind: str
     start: float

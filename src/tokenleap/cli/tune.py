@@ -344,12 +344,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Found:
-    """The best tree and the measurements it was computed from.
-
-    Args:
-        measured: the counts behind the vector; None if it was given.
-        costs: measured costs; None if the number of nodes was given.
-    """
+    """The best tree, and the measurements of it; what was given was not measured."""
 
     acceptance: tuple[float, ...]
     measured: Acceptance | None

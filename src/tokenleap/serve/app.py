@@ -260,10 +260,7 @@ class Authentication:
 
 
 class RequestLog:
-    """Gives each request an id, and logs it as one line of JSON when it has ended.
-
-    The id is the header `X-Request-Id` of the request if it has a valid one, and of the response.
-    """
+    """Gives each request an id, or keeps that of `X-Request-Id`, and logs its end as JSON."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -72,11 +72,7 @@ _TAG = re.compile("<[a-z]+>")
 
 
 class APIError(Exception):
-    """A request that is answered with an error object.
-
-    Args:
-        message: what is wrong and what to do, in one line.
-    """
+    """A request that is answered with an error object."""
 
     def __init__(
         self,

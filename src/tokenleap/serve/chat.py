@@ -211,11 +211,7 @@ class _Answer(Choices):
 
 
 class _Writer:
-    """One output's text, as text and calls.
-
-    Args:
-        forced: the function whose arguments the whole text is; None if it is text or calls.
-    """
+    """One output's text, as text and calls; or as the arguments of the function `forced`."""
 
     def __init__(self, tools: Sequence[Tool], forced: str | None, most: int | None) -> None:
         self._most = most
@@ -225,10 +221,7 @@ class _Writer:
         self.num_calls = 0
 
     def add(self, text: str, *, ends: bool) -> tuple[str, list[Call]]:
-        """New text and calls.
-
-        A forced call is complete at the end of a whole output; in pieces, see `forced_delta`.
-        """
+        """New text and calls; a forced call is complete at the end only (see `forced_delta`)."""
         if self._call is not None:
             calls = [Call(self._call.name, text, self._call.id)] if ends else []
             return text, calls

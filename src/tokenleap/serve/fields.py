@@ -532,10 +532,7 @@ def _check_fields(given: Any, path: str) -> None:
 
 
 def _memory_limits(own: SpeculativeConfig) -> dict[str, int]:
-    """Most that a request may set of each option of `_MEMORY`.
-
-    It is the default, or what the server's own configuration has, if that is more.
-    """
+    """Most that a request may set of `_MEMORY`: the default, or what the server has if more."""
     limits = dict(_memory_defaults())
     for name, value in _options_in(own.options.model_dump()):
         if name in limits:

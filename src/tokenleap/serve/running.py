@@ -720,13 +720,7 @@ def answer_of(error: APIError) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Sends events while the client listens, and closes the run in the end.
-
-    A failure becomes a last event with OpenAI's error object.
-
-    Args:
-        events: the events; they are not begun if the client has gone already.
-    """
+    """Sends events while the client listens, and closes the run; a failure is the last one."""
 
     def __init__(self, run: Run, events: AsyncIterator[bytes], write_timeout: float) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
