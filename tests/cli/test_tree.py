@@ -94,14 +94,6 @@ def test_a_vector_of_zeros_has_no_tree(run: Run, tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    result = run("tree", "--help")
-    assert result.exit_code == 0
-    assert "$ tokenleap tree" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
-
-
 # The drawing
 
 
