@@ -1,7 +1,6 @@
-"""Options of the model, the engine and speculation that several commands share.
+"""Options that several commands share, in dataclasses that commands take as parameters (`flat`).
 
-They are dataclasses, which commands take as parameters (see `flat`). Those of sampling are in
-`sampling_options`.
+Those of sampling and of a server's limits are made of fields of `SamplingParams` and `Settings`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from tokenleap.errors import TokenleapError
 from tokenleap.serve import chat, completions
 from tokenleap.serve.body import APIError, describe, fails, invalid, of_engine, read, refuse, takes
 from tokenleap.serve.chat import chat_ids, refuse_special_tokens, text_ids
-from tokenleap.serve.fields import DetokenizeBody, TokenizeBody
+from tokenleap.serve.fields import DetokenizeBody, Templated, TokenizeBody
 from tokenleap.serve.running import MAX_CONTEXTS, ServerState, answer_of, state_of
 from tokenleap.serve.settings import Settings
 
@@ -359,12 +359,6 @@ def _is_loopback(name: str) -> bool:
         return False
 
 
-_FOR_MESSAGES = (
-    *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-)
-"""Fields of `/tokenize` that a prompt has no use for."""
-
-
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Readiness: 200 while the server takes requests, else 503."""
@@ -431,7 +425,9 @@ async def tokenize(request: Request) -> Response:
         raise invalid("prompt", "send either prompt or messages.")
     if body.messages is not None:
         refuse_special_tokens(given=body.add_special_tokens)
-    elif name := next((name for name in _FOR_MESSAGES if getattr(body, name) is not None), None):
+    elif name := next(
+        (name for name in Templated.model_fields if getattr(body, name) is not None), None
+    ):
         raise invalid(name, f"{name} is for messages.")
     return JSONResponse(await _off_loop(request, body, partial(_tokenized, body, state)))
 
@@ -448,9 +444,7 @@ def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
             llm.tokenizer,
             limit=limit,
             tools=body.tools or (),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            chat_template_kwargs=body.chat_template_kwargs,
+            asked=body,
         )
     names = None
     if body.return_token_strs:

@@ -23,6 +23,7 @@ from tokenleap.serve.fields import (
     ChatBody,
     Message,
     NamedTool,
+    Templated,
     Tool,
     form_field,
     form_of,
@@ -104,9 +105,7 @@ def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list
         body.messages,
         tokenizer,
         tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        asked=body,
         limit=state.limit_of(body),
     )
     if body.prediction is not None:
@@ -278,9 +277,7 @@ def chat_ids(
     *,
     limit: TextLimit,
     tools: Sequence[Tool] = (),
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
+    asked: Templated | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
 
@@ -289,7 +286,7 @@ def chat_ids(
     """
     tokenizer = needed(tokenizer)
     listed = [_message(message) for message in messages]
-    template: dict[str, Any] = dict(chat_template_kwargs or {})
+    template: dict[str, Any] = dict(asked.chat_template_kwargs or {}) if asked else {}
     _check_template_arguments(template, tokenizer)
     if any(_uses_tools(message) for message in messages) or tools:
         if _knows_tools(tokenizer):
@@ -297,8 +294,9 @@ def chat_ids(
                 template["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         else:
             listed = _without_tools(listed, tools)
-    goes_on = bool(continue_final_message)
-    generates = not goes_on if add_generation_prompt is None else add_generation_prompt
+    goes_on = asked is not None and bool(asked.continue_final_message)
+    wanted = None if asked is None else asked.add_generation_prompt
+    generates = not goes_on if wanted is None else wanted
     if goes_on:
         if generates:
             raise invalid(

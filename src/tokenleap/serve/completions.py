@@ -19,6 +19,7 @@ from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, Stre
 from tokenleap.serve.body import APIError, invalid, read, takes
 from tokenleap.serve.chat import chat_ids, text_ids
 from tokenleap.serve.fields import (
+    OF_RESPONSES,
     CompletionBody,
     Message,
     ResponseBody,
@@ -277,8 +278,7 @@ def _prepared_response(body: ResponseBody, state: ServerState) -> list[JobSpec]:
         raise invalid("text", "text: only 'format' is supported.")
     if response_format is not None and not isinstance(response_format, dict):
         raise invalid("text", "text: format must be an object.")
-    same = ("model", "temperature", "top_p", "seed", "top_k")
-    fields = SamplingBody(**{name: getattr(body, name) for name in same})
+    fields = SamplingBody(**{name: getattr(body, name) for name in ("model", *OF_RESPONSES)})
     params: SamplingParams = params_of(
         fields,
         state.settings,

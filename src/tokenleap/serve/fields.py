@@ -40,6 +40,7 @@ from tokenleap.serve.body import (
 from tokenleap.serve.settings import Settings
 
 __all__ = [
+    "OF_RESPONSES",
     "ChatBody",
     "CompletionBody",
     "Details",
@@ -49,6 +50,7 @@ __all__ = [
     "NamedTool",
     "ResponseBody",
     "SamplingBody",
+    "Templated",
     "TokenizeBody",
     "Tool",
     "check_speculation",
@@ -267,7 +269,16 @@ class CompletionBody(SamplingBody):
     response_format: JSONObject | None = None
 
 
-class ChatBody(SamplingBody):
+class Templated(Body):
+    """What a chat template gets besides the messages."""
+
+    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: JSONObject | None = None
+
+
+class ChatBody(Templated, SamplingBody):
     """The body of `/v1/chat/completions`."""
 
     only: ClassVar = {
@@ -291,7 +302,6 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0)] | None = None
     response_format: JSONObject | None = None
-    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("<text>")]
@@ -302,9 +312,6 @@ class ChatBody(SamplingBody):
     ) = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: JSONObject | None = None
 
 
 class InputMessage(Body):
@@ -317,7 +324,11 @@ class InputMessage(Body):
     content: Content
 
 
-class ResponseBody(_asked(("temperature", "top_p", "seed", "top_k"))):  # type: ignore[misc]
+OF_RESPONSES = ("temperature", "top_p", "seed", "top_k")
+"""Parameters that are fields of `/v1/responses`."""
+
+
+class ResponseBody(_asked(OF_RESPONSES)):  # type: ignore[misc]
     """The body of `/v1/responses`: text in, text out."""
 
     only: ClassVar = {
@@ -356,7 +367,7 @@ class ResponseBody(_asked(("temperature", "top_p", "seed", "top_k"))):  # type: 
     speculative_config: JSONObject | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Templated):
     """The body of `/tokenize`: a prompt, or the messages of a conversation."""
 
     model: str | None = None
@@ -364,10 +375,6 @@ class TokenizeBody(Body):
     messages: Annotated[Items[Message], MinLen(1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
-    chat_template_kwargs: JSONObject | None = None
 
 
 class DetokenizeBody(Body):
