@@ -41,6 +41,7 @@ from tokenleap.serve.settings import Settings
 
 __all__ = [
     "OF_RESPONSES",
+    "SAMPLED",
     "ChatBody",
     "CompletionBody",
     "Details",
@@ -191,7 +192,7 @@ class Details(Body):
     trace: bool = False
 
 
-_SAME = (
+SAMPLED = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "ignore_eos", "min_tokens", "include_stop_str_in_output"),
     *("skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
@@ -213,7 +214,7 @@ def _asked(names: Iterable[str]) -> Any:
     return create_model("Asked", __base__=Body, **found)
 
 
-class SamplingBody(_asked(_SAME)):  # type: ignore[misc]
+class SamplingBody(_asked(SAMPLED)):  # type: ignore[misc]
     """How the next token is drawn, and what the response has besides text."""
 
     model: str
@@ -413,7 +414,7 @@ def params_of(
     form: Mapping[str, Any] | None,
 ) -> SamplingParams:
     """The sampling parameters of a request. It may compile a grammar: call it off the loop."""
-    named = (*_SAME, *_LIMITED)
+    named = (*SAMPLED, *_LIMITED)
     fields = {name: getattr(body, name) for name in named if getattr(body, name) is not None}
     if (body.n or 1) > settings.max_n:
         raise invalid("n", f"n: at most {settings.max_n} on this server, got {body.n}.")
