@@ -230,11 +230,15 @@ def _form(model: type[Config], name: str) -> str | None:
     return None if not items else IDS if items[0] is int else TEXTS
 
 
-@cache
 def _kinds(model: type[Config], name: str) -> tuple[Any, ...]:
     """The types of a field, without bounds."""
-    hint = get_type_hints(model)[name]
+    hint = _hints(model)[name]
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+@cache
+def _hints(model: type[Config]) -> dict[str, Any]:
+    return get_type_hints(model)
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:

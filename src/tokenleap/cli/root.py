@@ -270,25 +270,10 @@ SAMPLING = (
 _FIELDS = (
     *SAMPLING,
     *("n", "logprobs", "prompt_logprobs", "beam_width", "length_penalty"),
-    *(
-        "num_speculative_tokens",
-        "acceptance",
-        "controller",
-        "dtype",
-        "device",
-        "max_model_len",
-        "quantization",
-        "runtime",
-        "kv_cache_memory",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_prefix_caching",
-        "prefix_cache_memory",
-        "tensor_parallel_size",
-        "max_body_size",
-        "replicas",
-        "ray_address",
-    ),
+    *("num_speculative_tokens", "acceptance", "controller", "replicas", "ray_address"),
+    *("dtype", "device", "max_model_len", "quantization", "runtime", "tensor_parallel_size"),
+    *("kv_cache_memory", "prefix_cache_memory", "enable_prefix_caching", "max_body_size"),
+    *("max_num_seqs", "max_num_batched_tokens"),
 )
 
 _PHRASES = {

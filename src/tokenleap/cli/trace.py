@@ -18,8 +18,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from jinja2 import Environment
-from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
@@ -164,6 +162,9 @@ _EXPORT = re.compile(r"^export (?=function|class|const)", re.MULTILINE)
 
 def html(trace: Trace, title: str) -> str:
     """The page."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
     style, script = _read("page.css"), "".join(_modules(_ENTRY, set()))
     policy = "; ".join(
         [
