@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from tokenleap import ConfigError, SamplingParams
+from tokenleap.cli.options import SamplingOptions
+from tokenleap.cli.root import SAMPLING
 from tokenleap.core.structured import StructuredOutputs
+from tokenleap.serve.fields import SAMPLED, SamplingBody
 
 PAGE = (Path(__file__).parents[1] / "docs/api.md").read_text(encoding="utf-8")
 ROWS = re.findall(
@@ -63,3 +67,21 @@ def test_vllms_defaults_are_accepted() -> None:
         ]
     )
     assert SamplingParams(**none) == SamplingParams()
+
+
+def test_the_server_and_the_shell_have_what_the_fields_say() -> None:
+    """Types and descriptions; `SamplingParams` itself checks the bounds."""
+    for name in SAMPLED:
+        assert SamplingBody.model_fields[name].description == described(name)
+    shown = {item.name: item for item in dataclasses.fields(SamplingOptions)}
+    hints = get_type_hints(SamplingOptions, include_extras=True)
+    for name in SAMPLING:
+        (option,) = hints[name].__metadata__
+        assert described(name).replace("\n", " ").startswith(option.help.partition(". May")[0][:-1])
+        assert shown[name].default in (None, False)
+
+
+def described(name: str) -> str:
+    text = SamplingParams.model_fields[name].description
+    assert text
+    return text

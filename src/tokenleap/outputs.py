@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
 from pydantic import FiniteFloat
-from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.acceptance.base import Origin
 from tokenleap.core.config import Config
-from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 from tokenleap.core.params import GREEDY_BELOW, SamplingParams
 from tokenleap.core.shown import colours_as_html, colours_as_text, shortened
 from tokenleap.trace import StepTrace, Trace
 
 if TYPE_CHECKING:
     from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+    from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 
 __all__ = [
     "BeamOutput",

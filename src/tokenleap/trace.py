@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict
 
 from tokenleap.core import clock
 from tokenleap.core.acceptance.base import Accepted, Origin
 from tokenleap.core.files import read_json, validated
-from tokenleap.core.sampler import TreeDistributions
-from tokenleap.core.tree import Draft
 from tokenleap.errors import TokenleapError, in_one_line
+
+if TYPE_CHECKING:
+    from tokenleap.core.sampler import TreeDistributions
+    from tokenleap.core.tree import Draft
 
 __all__ = ["WITHHELD", "Candidate", "Source", "StepTrace", "Trace", "record"]
 

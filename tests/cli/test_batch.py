@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Run, error_of
 from tokenleap import LLM, SamplingParams, decode
-from tokenleap.cli.batch import LineResults
+from tokenleap.cli.prompts import LineResults
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SHORT = ("--max-tokens", 12, "--method", "none")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.conftest import Run, error_of
 from tokenleap import analysis
-from tokenleap.cli import plan_trials
+from tokenleap.cli.plan import read_texts
 
 MEASURE = ["plan", "--measure", "--max-tokens", "16", "--rounds", "2"]
 
@@ -129,9 +129,9 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     text.write_text("one\n\n two \n")
     rows: list[Any] = ["a", {"prompt": "b"}, {"turns": ["c", "d"]}, {"id": 1, "question": "e"}]
     lines.write_text("\n".join(json.dumps(row) for row in rows))
-    assert plan_trials.read_texts(text) == ["one", "two"]
-    assert plan_trials.read_texts(lines) == ["a", "b", "c", "e"]
-    assert len(plan_trials.read_texts(None)) == 3
+    assert read_texts(text) == ["one", "two"]
+    assert read_texts(lines) == ["a", "b", "c", "e"]
+    assert len(read_texts(None)) == 3
 
 
 @pytest.mark.parametrize(

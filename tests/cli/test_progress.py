@@ -30,7 +30,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     def counting(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], object]]:
         yield lambda *call: calls.append(call)
 
-    for name in ("plan_trials", "batch", "bench"):
+    for name in ("plan", "prompts", "bench"):
         monkeypatch.setattr(f"tokenleap.cli.{name}.counting", counting)
     return calls
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.cli.conftest import Run, error_of, save_tiny
 from tokenleap.cli.console import THEME
-from tokenleap.cli.tree import Costs, drawn, solved
+from tokenleap.cli.tune import Costs, drawn, solved
 from tokenleap.drafters.shapes import TreeFile
 from tokenleap.runtime.costs import CostCurve
 from tokenleap.tuning.sequoia import best_size, best_tree, expected_tokens
@@ -92,14 +92,6 @@ def test_a_vector_of_zeros_has_no_tree(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "there is no tree to save" in error_of(result)
     assert not file.exists()
-
-
-def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    result = run("tree", "--help")
-    assert result.exit_code == 0
-    assert "$ tokenleap tree" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 # The drawing

@@ -185,13 +185,6 @@ def test_progress_at_a_terminal(tiny: Path, prompts: Path, output: Path) -> None
     assert "Saved: --method layer_skip" in terminal.shown
 
 
-def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = run("tune-layers", "--help").stdout
-    assert "$ tokenleap tune-layers" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-
-
 def unusable(run: Run, tiny: Path, file: Path, **more: Any) -> str:
     """The message of `generate` about such a file."""
     config = json.dumps({"method": "layer_skip", "layers": str(file), **more})

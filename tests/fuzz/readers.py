@@ -30,7 +30,7 @@ from tests.tiny_seq2seq import tiny_seq2seq
 from tests.traces import PIECES, step
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.run import Journal
-from tokenleap.cli.batch import LineResults
+from tokenleap.cli.prompts import LineResults
 from tokenleap.cli.trace import trace as show_trace
 from tokenleap.drafters.heads.folder import Verifier
 from tokenleap.drafters.heads.layouts import write_head

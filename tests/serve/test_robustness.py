@@ -29,9 +29,8 @@ from tokenleap import LLM, AsyncLLM, Metrics, SamplingParams, TokenleapError
 from tokenleap.core.sequence import SHARED
 from tokenleap.serve.app import FILES, create_app
 from tokenleap.serve.body import APIError
-from tokenleap.serve.rendering import DONE, EventStream
 from tokenleap.serve.run import PARTS, TokenleapServer, serve
-from tokenleap.serve.running import Run, ServerState
+from tokenleap.serve.running import DONE, EventStream, Run, ServerState
 from tokenleap.serve.settings import Settings, bound_socket
 
 ENDLESS = {"model": MODEL, "prompt": "hello", "max_tokens": 900, "ignore_eos": True}
@@ -768,5 +767,5 @@ def test_a_request_that_the_end_overtakes(path: str, monkeypatch: pytest.MonkeyP
             raise TokenleapError("the engine was closed.")
 
         monkeypatch.setattr("tokenleap.serve.completions.text_ids", closes)
-        monkeypatch.setattr("tokenleap.serve.info.text_ids", closes)
+        monkeypatch.setattr("tokenleap.serve.app.text_ids", closes)
         server.refused(path, 503, prompt="hello")

@@ -13,15 +13,17 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tokenleap.analysis import domain
-from tokenleap.core.distribution import Distribution
-from tokenleap.core.noise import Noise, StepNoise
 from tokenleap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenleap.core.distribution import Distribution
+    from tokenleap.core.noise import Noise, StepNoise
 
 __all__ = [
     "MAX_GAMMA",

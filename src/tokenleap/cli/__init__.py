@@ -16,23 +16,18 @@ import typer
 
 from tokenleap import __version__
 from tokenleap.cli import (
+    about,
     bench,
     chat,
-    check,
-    datastore,
     demo,
-    doctor,
-    export,
     generate,
-    methods,
     models,
-    ngrams,
     plan,
     serve,
+    text_files,
     trace,
     train,
-    tree,
-    tune_layers,
+    tune,
 )
 from tokenleap.cli.generate import check_alone
 from tokenleap.cli.root import RootGroup, examples
@@ -69,16 +64,16 @@ app.command(epilog=demo.EXAMPLES)(demo.demo)
 app.command(epilog=trace.EXAMPLES)(trace.trace)
 app.command(epilog=plan.EXAMPLES)(plan.plan)
 app.command(epilog=bench.EXAMPLES)(bench.bench)
-app.command(epilog=tree.EXAMPLES)(tree.tree)
-app.command("tune-layers", epilog=tune_layers.EXAMPLES)(tune_layers.tune_layers)
-app.command(epilog=train.EXAMPLES)(train.train)
-app.command(epilog=export.EXAMPLES)(export.export)
-app.command(epilog=check.EXAMPLES)(check.check)
+app.command(epilog=tune.TREE_EXAMPLES)(tune.tree)
+app.command("tune-layers", epilog=tune.LAYERS_EXAMPLES)(tune.tune_layers)
+app.command(epilog=train.TRAIN_EXAMPLES)(train.train)
+app.command(epilog=train.EXPORT_EXAMPLES)(train.export)
+app.command(epilog=train.CHECK_EXAMPLES)(train.check)
 app.add_typer(models.app, name="models")
-app.add_typer(ngrams.app, name="ngrams")
-app.add_typer(datastore.app, name="datastore")
-app.command(epilog=methods.EXAMPLES)(methods.methods)
-app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.add_typer(text_files.ngrams_app, name="ngrams")
+app.add_typer(text_files.datastore_app, name="datastore")
+app.command(epilog=about.METHODS_EXAMPLES)(about.methods)
+app.command(epilog=about.DOCTOR_EXAMPLES)(about.doctor)
 
 
 def _show_version(wanted: bool) -> None:

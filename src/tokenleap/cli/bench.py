@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from tokenleap.cli.console import as_json, counting, display, errors, plain
 from tokenleap.cli.options import (
     DEFAULT_METHOD,
     EngineOptions,
+    JsonOutput,
     MaxNumSeqs,
     ModelOptions,
     find_draft,
@@ -34,16 +36,11 @@ if TYPE_CHECKING:
     from tokenleap.bench.run import Journal, Plan
     from tokenleap.bench.summary import Results
 
-__all__ = [
-    "EXAMPLES",
-    "Amount",
-    "BenchEngine",
-    "Contenders",
-    "Emissions",
-    "bench",
-    "fitted",
-    "show_results",
-]
+__all__ = ["EXAMPLES", "bench", "fitted", "show_results"]
+
+_amount = partial(in_panel, "Amount")
+_contestant = partial(in_panel, "Contestants")
+_output = partial(in_panel, "Output")
 
 
 # What `tokenleap bench` compares, and how much it measures: its options in groups.
@@ -59,16 +56,14 @@ class Contenders:
 
     method: Annotated[
         list[str] | None,
-        in_panel(
-            "Contestants",
+        _contestant(
             "A method, or a JSON speculative_config (quantization allowed). Repeatable.",
             show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
         ),
     ] = None
     peers: Annotated[
         str,
-        in_panel(
-            "Contestants",
+        _contestant(
             "transformers, llama.cpp, openvino, or none. For one mode, add -plain, -lookup or "
             "-assistant.",
             metavar="PEER,...",
@@ -76,8 +71,7 @@ class Contenders:
     ] = _DEFAULT_PEERS
     gguf: Annotated[
         Path | None,
-        in_panel(
-            "Contestants",
+        _contestant(
             "GGUF file of the model, for llama.cpp and openvino.",
             metavar="FILE",
             show_default="--model, if it is one",
@@ -85,9 +79,7 @@ class Contenders:
     ] = None
     draft_model: Annotated[
         str | None,
-        in_panel(
-            "Contestants", "Draft model, for methods that take one and transformers-assistant."
-        ),
+        _contestant("Draft model, for methods that take one and transformers-assistant."),
     ] = None
 
 
@@ -106,10 +98,9 @@ class Emissions:
     """How measured energy is turned into emissions; see `bench.rows.Footprint`."""
 
     pue: Annotated[
-        float,
-        in_panel("Output", "Power usage effectiveness, where energy can be measured.", min=1),
+        float, _output("Power usage effectiveness, where energy can be measured.", min=1)
     ] = 1.1
-    co2: Annotated[float, in_panel("Output", "Grams of CO2 per Wh.", min=0)] = 0.385
+    co2: Annotated[float, _output("Grams of CO2 per Wh.", min=0)] = 0.385
 
 
 @dataclass(frozen=True)
@@ -117,37 +108,28 @@ class Amount:
     """How much to measure."""
 
     per_kind: Annotated[
-        int | None,
-        in_panel("Amount", "Prompts of each kind.", min=1, show_default=str(_DEFAULT_PER_KIND)),
+        int | None, _amount("Prompts of each kind.", min=1, show_default=str(_DEFAULT_PER_KIND))
     ] = None
-    everything: Annotated[bool, in_panel("Amount", "Use all prompts of the file.", "--all")] = False
-    rounds: Annotated[int, in_panel("Amount", "Runs of every prompt.", min=1)] = 3
-    max_tokens: Annotated[int, in_panel("Amount", "Tokens to generate per prompt.", min=2)] = 128
+    everything: Annotated[bool, _amount("Use all prompts of the file.", "--all")] = False
+    rounds: Annotated[int, _amount("Runs of every prompt.", min=1)] = 3
+    max_tokens: Annotated[int, _amount("Tokens to generate per prompt.", min=2)] = 128
     temperature: Annotated[
         float,
-        in_panel(
-            "Amount",
-            "Sampling; a prompt has the same seed for all contestants. 0 is greedy.",
-            min=0,
-        ),
+        _amount("Sampling; a prompt has the same seed for all contestants. 0 is greedy.", min=0),
     ] = 0.0
     max_prompt_tokens: Annotated[
-        int, in_panel("Amount", "Limit of prompt tokens; longer prompts lose their middle.", min=2)
+        int, _amount("Limit of prompt tokens; longer prompts lose their middle.", min=2)
     ] = 2048
     batch_sizes: Annotated[
         str | None,
-        in_panel(
-            "Amount",
-            "Also run batches of these sizes, where supported.",
-            metavar="N,N,...",
-            show_default="1",
+        _amount(
+            "Also run batches of these sizes, where supported.", metavar="N,N,...", show_default="1"
         ),
     ] = None
     control: Annotated[
-        int,
-        in_panel("Amount", "Also run prompts of random tokens, which drafts cannot copy.", min=0),
+        int, _amount("Also run prompts of random tokens, which drafts cannot copy.", min=0)
     ] = 0
-    seed: Annotated[int, in_panel("Amount", "Seed of the sample of prompts.", min=0)] = 0
+    seed: Annotated[int, _amount("Seed of the sample of prompts.", min=0)] = 0
 
     def sample(self, file: Path) -> tuple[Prompt, ...]:
         """The prompts to run: a sample of each kind, or all of them."""
@@ -194,12 +176,12 @@ def bench(
     amount: Amount,
     emissions: Emissions,
     output: Annotated[
-        Path, in_panel("Output", "Folder for the records, the table and the report.", metavar="DIR")
+        Path, _output("Folder for the records, the table and the report.", metavar="DIR")
     ] = Path("tokenleap-bench"),
     resume: Annotated[
-        bool, in_panel("Output", "Continue the run that is recorded in --output.", "--resume")
+        bool, _output("Continue the run that is recorded in --output.", "--resume")
     ] = False,
-    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Compare methods and peers on your prompts.
 
@@ -323,7 +305,6 @@ def _methods(
 def _refuse_unused(
     contenders: Contenders, kinds: list[str], configs: list[dict[str, object]]
 ) -> None:
-    """Refuse options that would have no effect."""
     if contenders.gguf is not None and all(kind.startswith("transformers") for kind in kinds):
         raise UsageError("--gguf is for the peers llama.cpp and openvino: add --peers")
     used = any(config.get("model") == contenders.draft_model for config in configs)
@@ -335,7 +316,6 @@ def _refuse_unused(
 
 
 def _threads() -> int:
-    """OMP_NUM_THREADS if it is set, or all cores."""
     import os
 
     from tokenleap.runtime.cores import available_cores
@@ -358,10 +338,7 @@ def _journal(plan: Plan, folder: Path, *, resume: bool) -> Journal:
 
 
 def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> None:
-    """Write the table and the report to the folder; print the results.
-
-    On a terminal they are tables of its width, on a pipe Markdown, or one JSON object.
-    """
+    """Write the table and the report; print tables, Markdown on a pipe, or one JSON object."""
     from tokenleap.bench.report import html, markdown, settings_that_ran
 
     header = plan.header()
@@ -391,7 +368,6 @@ _GAP = 2
 
 
 def show_results(results: Results, settings: Mapping[str, Any]) -> None:
-    """Print what ran, all tables and all remarks."""
     from tokenleap.bench.report import facts_line, notes, tables
 
     console = display()

@@ -23,16 +23,17 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option_of,
 )
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.files import read_json, write_whole
+from tokenleap.core.params import SamplingParams
 from tokenleap.errors import ConfigError, PromptError, RequestError, TokenleapError
 
 if TYPE_CHECKING:
-    from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM
 
-__all__ = ["EXAMPLES", "Conversation", "chat", "note"]
+__all__ = ["EXAMPLES", "Conversation", "chat"]
 
 
 EXAMPLES = examples(
@@ -48,7 +49,7 @@ class ChatSampling(SamplingOptions):
 
     max_tokens: Annotated[
         int | None,
-        in_panel("Sampling", "Most tokens of an answer.", show_default="the model's, else 512"),
+        option_of(SamplingParams, "max_tokens", "Sampling", show_default="the model's, else 512"),
     ] = None
 
     OTHERWISE: ClassVar[Mapping[str, Any]] = {**SamplingOptions.OTHERWISE, "max_tokens": 512}
@@ -149,11 +150,7 @@ _LEAST_ROOM = 4
 
 
 class Conversation:
-    """The messages of a chat and the commands that act on them.
-
-    Args:
-        system: the system message, or None for the chat template's default.
-    """
+    """The messages of a chat and the commands that act on them."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool = False
@@ -242,11 +239,7 @@ class Conversation:
     # Answers
 
     def answer(self, line: str) -> None:
-        """Stream the answer to this line, and add both to the conversation.
-
-        If the context is full, the oldest turns are dropped. A line that has no room even alone is
-        reported and dropped.
-        """
+        """Stream an answer; if the context is full, the oldest turns are dropped."""
         question = {"role": "user", "content": line}
         try:
             kept, params = self._with_room(question)
@@ -274,10 +267,7 @@ class Conversation:
             show_summary(output, writer)
 
     def _with_room(self, question: dict[str, str]) -> tuple[list[dict[str, str]], SamplingParams]:
-        """The messages without the oldest turns, so that the context has room for an answer.
-
-        The parameters are those of an answer that fits.
-        """
+        """The messages without the oldest turns, and parameters of an answer that fits."""
         most, begin, kept = self._llm.max_model_len, len(self._start), list(self.messages)
         wanted = self._params.max_tokens or most
         room = min(wanted, most // _LEAST_ROOM)
@@ -324,10 +314,7 @@ def _are_messages(value: Any) -> bool:
 
 @contextmanager
 def _first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Count the first Ctrl-C instead of raising it, so that the step ends normally.
-
-    The second one raises KeyboardInterrupt.
-    """
+    """Count the first Ctrl-C, so that the step ends normally; the second one raises."""
     interrupts = 0
 
     def count(_signal: int, _frame: FrameType | None) -> None:

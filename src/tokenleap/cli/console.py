@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
@@ -40,6 +41,7 @@ __all__ = [
     "show_summary",
     "show_what_ran",
     "summary",
+    "table_of",
     "what_ran",
     "working",
 ]
@@ -72,12 +74,10 @@ class _Console(Console):
 
 
 def display() -> Console:
-    """A console on standard output."""
     return _Console(theme=THEME, highlight=False)
 
 
 def errors() -> Console:
-    """A console on standard error."""
     return _Console(theme=THEME, highlight=False, stderr=True)
 
 
@@ -92,8 +92,18 @@ def safe(text: str) -> str:
 
 
 def _symbol(code: int) -> str:
-    """Unicode's visible symbol of a control character."""
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+def table_of(*headings: str, left: int = 0, style: str = "head", gap: int = 2) -> Table:
+    """A table without lines. Its first columns are on the left, and all others hold numbers."""
+    made = Table(box=None, pad_edge=False, header_style=style, padding=(0, gap, 0, 0))
+    for index, heading in enumerate(headings):
+        number = index >= left
+        made.add_column(
+            heading, justify="right" if number else "left", no_wrap=number, overflow="fold"
+        )
+    return made
 
 
 @contextmanager

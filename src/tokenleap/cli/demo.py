@@ -11,9 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, working
+from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, table_of, working
 from tokenleap.cli.options import ModelOptions, SpeculationOptions, find_draft, flat, resolve
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.engine.lines import shaped
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from tokenleap.llm import LLM
     from tokenleap.outputs import CompletionOutput
 
-__all__ = ["EXAMPLES", "PROMPTS", "SENTENCES", "Comparison", "DemoPrompt", "Runs", "demo"]
+__all__ = ["EXAMPLES", "PROMPTS", "demo"]
 
 
 EXAMPLES = examples(
@@ -115,7 +114,6 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
 
 
 def _loaded(target: ModelOptions, folder: Path) -> dict[str, Any]:
-    """A model's module and tokenizer, as arguments of `LLM`."""
     from tokenleap.models import load_model, load_tokenizer
     from tokenleap.models.support import default_device, default_dtype
 
@@ -191,11 +189,8 @@ def _show_setting(target: ModelOptions, llm: LLM) -> None:
 
 
 def _show_table(comparisons: list[Comparison], rounds: int) -> None:
-    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
     headings = ("tokens/s\nwithout", "\nwith", "\nratio", "passes\nwithout", "\nwith")
-    for heading in (*headings, "mean\nlength", "\nidentical"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = table_of("", *headings, "mean\nlength", "\nidentical", left=1)
     for row in comparisons:
         table.add_row(
             row.title,
@@ -294,7 +289,6 @@ class Runs:
 
     @property
     def measured(self) -> Sequence[CompletionOutput]:
-        """The runs whose time counts."""
         return self.outputs[1:]
 
     @property
@@ -310,12 +304,10 @@ class Runs:
 
     @property
     def target_passes(self) -> int:
-        """Target passes of the first run."""
         return self.outputs[0].metrics.target_passes
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean acceptance length of the first run."""
         return self.outputs[0].metrics.mean_acceptance_length
 
 
@@ -329,11 +321,9 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The speed-up of speculation."""
         return self.speculative.tokens_per_second / self.without.tokens_per_second
 
     @property
     def identical(self) -> bool:
-        """Whether all runs gave the same token ids."""
         outputs = [*self.without.outputs, *self.speculative.outputs]
         return all(output.token_ids == outputs[0].token_ids for output in outputs)

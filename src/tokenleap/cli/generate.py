@@ -7,12 +7,12 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.batch import BatchOptions, LineResults, generate_lines
 from tokenleap.cli.console import (
     TokenWriter,
     as_json,
@@ -35,30 +35,30 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option_of,
 )
-from tokenleap.cli.prompt import STDIN, ReferenceOptions, read_prompt
+from tokenleap.cli.prompts import (
+    STDIN,
+    BatchOptions,
+    LineResults,
+    ReferenceOptions,
+    generate_lines,
+    read_prompt,
+)
 from tokenleap.cli.root import UsageError, check_writable, examples, flag, write_whole
+from tokenleap.core.params import SamplingParams
 from tokenleap.core.peers import num_processes, own_rank
 from tokenleap.engine.lines import Line, Shape, jobs_of, records, settings_of
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
-    from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM, Prompt
     from tokenleap.outputs import CompletionOutput, RequestOutput
     from tokenleap.ray.cluster import Replicas
 
-__all__ = [
-    "EXAMPLES",
-    "Question",
-    "check_alone",
-    "check_together",
-    "generate",
-    "mute_others",
-    "print_json",
-    "show_several",
-    "stream",
-]
+__all__ = ["EXAMPLES", "check_alone", "generate"]
+
+_output = partial(in_panel, "Output")
 
 
 EXAMPLES = examples(
@@ -106,7 +106,6 @@ class GenerateEngine(CachingOptions):
     ] = None
 
     def refuse_what_is_for_several(self) -> None:
-        """Refuse options without effect on a single answer."""
         given = {
             "--max-num-seqs": self.max_num_seqs is not None,
             "--prefix-cache-memory": self.prefix_cache_memory is not None,
@@ -143,34 +142,27 @@ def generate(
     sampling: SamplingOptions,
     engine: GenerateEngine,
     languages: LanguageOptions,
-    n: Annotated[int, in_panel("Sampling", "Number of answers.", "--n")] = 1,
-    beam_width: Annotated[
-        int, in_panel("Sampling", "Search for the best answer with this many beams.")
-    ] = 1,
+    n: Annotated[int, option_of(SamplingParams, "n", "Sampling", "--n")] = 1,
+    beam_width: Annotated[int, option_of(SamplingParams, "beam_width", "Sampling")] = 1,
     length_penalty: Annotated[
-        float | None,
-        in_panel("Sampling", "With --beam-width: above 0 favours long answers."),
+        float | None, option_of(SamplingParams, "length_penalty", "Sampling")
     ] = None,
     logprobs: Annotated[
-        int | None,
-        in_panel("Output", "In JSON: log-probabilities of the k most likely tokens."),
+        int | None, option_of(SamplingParams, "logprobs", "Output", before="In JSON: ")
     ] = None,
     prompt_logprobs: Annotated[
-        int | None,
-        in_panel("Output", "In JSON: the same for each token of the prompt; -1 is all tokens."),
+        int | None, option_of(SamplingParams, "prompt_logprobs", "Output", before="In JSON: ")
     ] = None,
     json_output: Annotated[
-        bool,
-        in_panel("Output", "Print one JSON object; with --n, `outputs` has all answers.", "--json"),
+        bool, _output("Print one JSON object; with --n, `outputs` has all answers.", "--json")
     ] = False,
     batch: BatchOptions,
     ray: RayOptions,
     trace: Annotated[
-        Path | None,
-        in_panel("Output", "Write what every step drafted, accepted and added.", metavar="FILE"),
+        Path | None, _output("Write what every step drafted, accepted and added.", metavar="FILE")
     ] = None,
     quiet: Annotated[
-        bool, in_panel("Output", "Print the text only: no spinner, no statistics.", "--quiet", "-q")
+        bool, _output("Print the text only: no spinner, no statistics.", "--quiet", "-q")
     ] = False,
 ) -> None:
     """Generate text for one prompt, or for many with --prompts-file.
@@ -240,7 +232,6 @@ def _check(
     lines: bool,
     beams: bool,
 ) -> None:
-    """Refuse wrong combinations before the model is loaded."""
     if json_output and lines:
         raise UsageError(
             "--json prints one object, and several prompts have one per line: leave out --json"
@@ -272,7 +263,6 @@ def _on_replicas(
     *,
     quiet: bool,
 ) -> None:
-    """Generate for all lines on a Ray cluster."""
     from tokenleap.ray.cluster import check_there, cluster
     from tokenleap.ray.offline import Offline
 
@@ -307,7 +297,6 @@ class Question:
 
 
 def stream(llm: LLM, question: Question, *, trace: bool, quiet: bool) -> CompletionOutput:
-    """Show the answer while it is written."""
     writer = TokenWriter()
     output = None
     with closing(writer):

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenleap.cli.console import as_json, display, errors, plain
-from tokenleap.cli.options import resolve
+from tokenleap.cli.options import JsonOption, resolve
 from tokenleap.cli.root import DefaultGroup, UsageError, examples
 
 if TYPE_CHECKING:
     from tokenleap.models import Alias, CachedModel
 
-__all__ = ["EXAMPLES", "app"]
+__all__ = ["app"]
 
 EXAMPLES = examples(
     "tokenleap models",
@@ -26,8 +26,6 @@ EXAMPLES = examples(
 )
 
 app = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich", epilog=EXAMPLES)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.callback()
@@ -177,10 +175,7 @@ def _row(alias: Alias | None, model: CachedModel | None) -> dict[str, Any]:
 
 
 def _show(row: dict[str, Any]) -> None:
-    """A model's name, and below it what it is and where it came from.
-
-    Names and paths are long, so a table of them does not fit a terminal.
-    """
+    """A model in lines: names and paths are too long for a table."""
     from tokenleap.models.store import bytes_text
 
     size = bytes_text(row["size_bytes"] if row["cached"] else row["download_bytes"])
@@ -192,7 +187,6 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _confirmed(question: str) -> bool:
-    """The answer to a question."""
     if not sys.stdin.isatty():
         raise UsageError("this cannot be confirmed without a terminal: add --yes")
     errors().print(plain(f"{question} [y/N] "), end="")

@@ -1,36 +1,49 @@
-"""Options of the model, the engine and speculation that several commands share.
+"""Options that several commands share, in dataclasses that commands take as parameters (`flat`).
 
-They are dataclasses, which commands take as parameters (see `flat`). Those of sampling are in
-`sampling_options`.
+Those of sampling and of a server's limits are made of fields of `SamplingParams` and `Settings`.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import wraps
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
+from functools import cache, partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
+from annotated_types import Ge
 
 from tokenleap.cli.console import errors, plain, working
-from tokenleap.cli.root import UsageError, flag
-from tokenleap.core.config import num_bytes
+from tokenleap.cli.root import SAMPLING, UsageError, flag
+from tokenleap.core.config import Config, num_bytes
+from tokenleap.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tokenleap.config import SpeculativeConfig
-    from tokenleap.core.params import SamplingParams
     from tokenleap.llm import LLM
     from tokenleap.ray.cluster import Replicas
 
 __all__ = [
     "CachingOptions",
     "EngineOptions",
+    "JsonOption",
+    "JsonOutput",
     "MaxNumSeqs",
     "ModelOptions",
     "RayOptions",
@@ -42,9 +55,10 @@ __all__ = [
     "find_draft",
     "flat",
     "in_panel",
-    "llm_arguments",
     "open_llm",
     "open_tokenizer",
+    "option_of",
+    "options_of",
     "refuse_given",
     "resolve",
 ]
@@ -72,10 +86,7 @@ def open_llm(
 def llm_arguments(
     options: ModelOptions, config: SpeculativeConfig | None, **engine: Any
 ) -> dict[str, Any]:
-    """Arguments of `LLM`, for models that are there.
-
-    Models that have to be fetched or converted are, with a progress bar.
-    """
+    """Arguments of `LLM`, for models that are there, or are fetched or converted now."""
     from tokenleap.models.resolver import gguf_file
 
     if gguf_file(options.model) is None:  # `LLM` converts those in its own way
@@ -110,7 +121,6 @@ def find_draft(config: SpeculativeConfig) -> None:
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer without the model."""
     folder = resolve(model)
     with working(f"Loading the tokenizer of {model}"):
         from tokenleap.models import load_tokenizer
@@ -154,6 +164,81 @@ def _exists(name: str) -> bool:
 def in_panel(panel: str, text: str, *names: str, **settings: Any) -> Any:
     """A Typer option in a panel of the help page."""
     return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonOutput = Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")]
+
+
+def option_of(
+    model: type[Config], name: str, panel: str, *names: str, before: str = "", **settings: Any
+) -> Any:
+    """A Typer option for a field; the first sentence of its docstring is the help.
+
+    Args:
+        before: what the help begins with.
+    """
+    described = str(model.model_fields[name].description).replace("\n", " ")
+    text = re.split(r"\.(?= |$)", described)[0] + "."
+    if before:
+        text = f"{before}{text[0].lower()}{text[1:]}"
+    if (form := _form(model, name)) == TEXTS:
+        text += " May be repeated."
+    return in_panel(panel, text, *names, **{"metavar": form, **settings})
+
+
+def options_of(
+    model: type[Config],
+    names: Iterable[str],
+    panel: str,
+    *bases: type,
+    defaults: bool = False,
+    **settings: Mapping[str, Any],
+) -> Any:
+    """A dataclass with an option for each of these fields.
+
+    Args:
+        defaults: whether options have the fields' defaults and bounds. If not, an option that is
+            not given is None, and the model says what is wrong.
+        settings: further arguments of `option_of`, by the field's name.
+    """
+    found: list[tuple[str, Any, Any]] = []
+    for name in names:
+        kind, field = _kinds(model, name)[0], model.model_fields[name]
+        more = dict(settings.get(name, {}))
+        if defaults:
+            more["min"] = next((each.ge for each in field.metadata if isinstance(each, Ge)), None)
+        option = option_of(model, name, panel, *([flag(name)] if kind is bool else []), **more)
+        if defaults or kind is bool:
+            found.append((name, Annotated[kind, option], field.default))
+        else:
+            kind = _WRITTEN.get(_form(model, name), kind)
+            found.append((name, Annotated[kind | None, option], None))
+    return make_dataclass(model.__name__, found, bases=bases, frozen=True)
+
+
+JSON, IDS, TEXTS = "JSON", "ID,ID,...", "TEXT"
+_WRITTEN: dict[str | None, Any] = {JSON: str, IDS: str, TEXTS: list[str]}
+
+
+def _form(model: type[Config], name: str) -> str | None:
+    """How a field is written in a shell; None for a number or a switch."""
+    kinds = _kinds(model, name)
+    if any(get_origin(kind) is Mapping for kind in kinds):
+        return JSON
+    items = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (Sequence, tuple)]
+    return None if not items else IDS if items[0] is int else TEXTS
+
+
+def _kinds(model: type[Config], name: str) -> tuple[Any, ...]:
+    """The types of a field, without bounds."""
+    hint = _hints(model)[name]
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+@cache
+def _hints(model: type[Config]) -> dict[str, Any]:
+    return get_type_hints(model)
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
@@ -200,16 +285,9 @@ DEFAULT_METHOD = "ngram"
 """The default method: it needs no second model, and costs nothing where it finds no match."""
 
 
-def _model(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Model", text, *names, **settings)
-
-
-def _speculation(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Speculation", text, *names, **settings)
-
-
-def _engine(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Engine", text, *names, **settings)
+_model = partial(in_panel, "Model")
+_speculation = partial(in_panel, "Speculation")
+_engine = partial(in_panel, "Engine")
 
 
 def _quantizations() -> list[str]:
@@ -219,14 +297,12 @@ def _quantizations() -> list[str]:
 
 
 def _known_quantization(name: str) -> str:
-    """Refuse an unknown format before the model is fetched."""
     if name not in (known := _quantizations()):
         raise UsageError(f"--quantization: must be one of {', '.join(known)}, got {name}")
     return name
 
 
 def _known_runtime(name: str) -> str:
-    """Refuse an unknown runtime before the model is fetched."""
     from tokenleap.runtime.choices import RUNTIMES
 
     if name not in RUNTIMES:
@@ -316,7 +392,6 @@ class EngineOptions:
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """The options that were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -338,7 +413,6 @@ class CachingOptions(EngineOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse a size of a prefix cache that is off."""
         if self.prefix_cache_memory is not None and self.no_enable_prefix_caching:
             raise UsageError("--prefix-cache-memory: --no-enable-prefix-caching keeps nothing")
 
@@ -454,75 +528,25 @@ def _speculative_config(fields: dict[str, Any]) -> SpeculativeConfig:
 # Options of sampling that several commands share: `SamplingParams` as flags (see `flat`).
 
 
-def _sampling(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Sampling", text, *names, **settings)
+_SAMPLING: Any = options_of(
+    SamplingParams,
+    SAMPLING,
+    "Sampling",
+    temperature={"show_default": "the model's, else 0"},
+    max_tokens={"show_default": "the model's, else 128"},
+)
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
+class SamplingOptions(_SAMPLING):  # type: ignore[misc]
     """How the next token is sampled: `SamplingParams`, and what the model says of them."""
 
-    temperature: Annotated[
-        float | None,
-        _sampling(
-            "0 is greedy; 1 is the model's own distribution.", show_default="the model's, else 0"
-        ),
-    ] = None
-    top_k: Annotated[int | None, _sampling("Keep the k most probable tokens.")] = None
-    top_p: Annotated[float | None, _sampling("Keep the most probable tokens with this mass.")] = (
-        None
-    )
-    min_p: Annotated[float | None, _sampling("Drop tokens below this fraction of the top one.")] = (
-        None
-    )
-    repetition_penalty: Annotated[
-        float | None, _sampling("Penalty factor for tokens in prompt or output.")
-    ] = None
-    presence_penalty: Annotated[
-        float | None, _sampling("Penalty for every token in the output.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, _sampling("Penalty per occurrence in the output.")
-    ] = None
-    logit_bias: Annotated[
-        str | None, _sampling('Add to logits: {"token id": bias, ...}.', metavar="JSON")
-    ] = None
-    allowed_token_ids: Annotated[
-        str | None, _sampling("Sample only these tokens.", metavar="ID,ID,...")
-    ] = None
-    min_tokens: Annotated[int | None, _sampling("Minimum tokens to generate.")] = None
-    max_tokens: Annotated[
-        int | None,
-        _sampling("Maximum tokens to generate.", show_default="the model's, else 128"),
-    ] = None
-    seed: Annotated[int | None, _sampling("Makes sampling reproducible, whatever the drafter.")] = (
-        None
-    )
-    stop: Annotated[
-        list[str] | None, _sampling("Stop at this text. May be repeated.", metavar="TEXT")
-    ] = None
-    stop_token_ids: Annotated[
-        str | None, _sampling("Stop after these tokens.", metavar="ID,ID,...")
-    ] = None
-    bad_words: Annotated[
-        list[str] | None,
-        _sampling("Keep this text out of the output. May be repeated.", metavar="TEXT"),
-    ] = None
-    structured_outputs: Annotated[
-        str | None,
-        _sampling(
-            'Constrain the output: {"json": schema}, {"regex": ...}, {"choice": [...]}, ...',
-            metavar="JSON",
-        ),
-    ] = None
-    ignore_eos: Annotated[
-        bool, _sampling("Continue past the end-of-sequence token.", "--ignore-eos")
-    ] = False
     generation_config: Annotated[
         str,
-        _sampling(
+        in_panel(
+            "Sampling",
             "auto (the model's defaults and rules), none, or a folder with another "
-            "generation_config.json."
+            "generation_config.json.",
         ),
     ] = "auto"
 
@@ -531,7 +555,6 @@ class SamplingOptions:
 
     def params_for(self, model: str, **more: Any) -> SamplingParams:
         """The sampling parameters for a model, which is fetched or converted if needed."""
-        from tokenleap.core.params import SamplingParams
         from tokenleap.models.generation import defaults_of
         from tokenleap.models.resolver import gguf_file
 
@@ -552,23 +575,20 @@ class SamplingOptions:
         return params
 
     def _fields(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that were given."""
         given = {**asdict(self), **more}
         del given["generation_config"]
-        fields = {name: value for name, value in given.items() if value is not None}
         least = 1 if more.get("prompt_logprobs") is None else 0  # nothing else would be shown
         if self.max_tokens is not None and self.max_tokens < least:
             raise UsageError(f"--max-tokens: must be at least {least}, got {self.max_tokens}")
-        if self.logit_bias is not None:
-            fields["logit_bias"] = parse_object("--logit-bias", self.logit_bias)
-        if self.structured_outputs is not None:
-            fields["structured_outputs"] = parse_object(
-                "--structured-outputs", self.structured_outputs
-            )
-        for name in ("allowed_token_ids", "stop_token_ids"):
-            if name in fields:
-                fields[name] = _parse_ids(flag(name), fields[name])
-        return fields
+        return {name: _read(name, value) for name, value in given.items() if value is not None}
+
+
+def _read(name: str, value: Any) -> Any:
+    """A parameter from its form in a shell."""
+    form = _form(SamplingParams, name)
+    if form == JSON:
+        return parse_object(flag(name), value)
+    return _parse_ids(flag(name), value) if form == IDS else value
 
 
 def _parse_ids(flag_name: str, text: str) -> list[int]:
@@ -619,10 +639,7 @@ class RayOptions:
 def arguments_for_replicas(
     options: ModelOptions, config: SpeculativeConfig | None, **engine: Any
 ) -> dict[str, Any]:
-    """Arguments of `LLM` in another process; see `llm_arguments`.
-
-    Paths of what exists are absolute: that process may be in another folder.
-    """
+    """`llm_arguments` for a process that may be in another folder: paths are absolute."""
     found = llm_arguments(options, config, **engine)
     if config is not None:
         found["speculative_config"] = type(config)(**_changed(_given_fields(config), _absolute))
@@ -632,10 +649,7 @@ def arguments_for_replicas(
 
 
 def as_given(settings: Mapping[str, Any], config: SpeculativeConfig | None) -> dict[str, Any]:
-    """Settings of another process (`settings_of`) with paths as the user wrote them.
-
-    So results are those of one process, which another run can go on with.
-    """
+    """Settings of another process with paths as the user wrote them, so that runs can resume."""
     if config is None:
         return dict(settings)
     given: dict[str, str] = {}
@@ -658,7 +672,6 @@ def as_given(settings: Mapping[str, Any], config: SpeculativeConfig | None) -> d
 
 
 def _given_fields(config: SpeculativeConfig) -> dict[str, Any]:
-    """The fields that the user gave."""
     own = type(config).model_fields.keys() & config.model_fields_set
     return {name: getattr(config, name) for name in own} | (config.model_extra or {})
 

@@ -28,6 +28,7 @@ from tokenleap.core.peers import own_rank
 from tokenleap.errors import ModelError, TokenleapError
 
 __all__ = [
+    "SAMPLING",
     "DefaultGroup",
     "RootGroup",
     "UsageError",
@@ -35,8 +36,6 @@ __all__ = [
     "examples",
     "flag",
     "in_flags",
-    "instead_of_command",
-    "instead_of_option",
     "write_whole",
 ]
 
@@ -261,31 +260,20 @@ def instead_of_command(name: str, known: Sequence[str]) -> str:
 # `root` translates every error of the library with `in_flags` before it prints it.
 
 
+SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "allowed_token_ids", "min_tokens", "max_tokens", "seed"),
+    *("stop", "stop_token_ids", "bad_words", "structured_outputs", "ignore_eos"),
+)
+"""Fields of `SamplingParams` that are options of several commands."""
+
 _FIELDS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
-    *("min_tokens", "max_tokens", "stop", "stop_token_ids", "structured_outputs"),
-    *("bad_words", "prompt_logprobs"),
-    *("beam_width", "length_penalty"),
-    *(
-        "num_speculative_tokens",
-        "acceptance",
-        "controller",
-        "dtype",
-        "device",
-        "max_model_len",
-        "quantization",
-        "runtime",
-        "kv_cache_memory",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_prefix_caching",
-        "prefix_cache_memory",
-        "tensor_parallel_size",
-        "max_body_size",
-        "replicas",
-        "ray_address",
-    ),
+    *SAMPLING,
+    *("n", "logprobs", "prompt_logprobs", "beam_width", "length_penalty"),
+    *("num_speculative_tokens", "acceptance", "controller", "replicas", "ray_address"),
+    *("dtype", "device", "max_model_len", "quantization", "runtime", "tensor_parallel_size"),
+    *("kv_cache_memory", "prefix_cache_memory", "enable_prefix_caching", "max_body_size"),
+    *("max_num_seqs", "max_num_batched_tokens"),
 )
 
 _PHRASES = {

@@ -6,7 +6,8 @@ import logging
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
@@ -23,12 +24,12 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option_of,
+    options_of,
 )
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import num_bytes
-
-if TYPE_CHECKING:
-    from tokenleap.serve.settings import Settings
+from tokenleap.serve.settings import Settings, bound_socket
 
 __all__ = ["EXAMPLES", "serve"]
 
@@ -42,8 +43,12 @@ EXAMPLES = examples(
 )
 
 
-def _server(text: str, *names: str, **settings: Any) -> Any:
-    return in_panel("Server", text, *names, **settings)
+_server = partial(in_panel, "Server")
+
+
+def _named(name: str, **settings: Any) -> Any:
+    """An option that may be repeated, for a field with several names."""
+    return option_of(Settings, name, "Server", **{"show_default": "none", **settings})
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,7 @@ class ServedModel(ModelOptions):
     model: Annotated[
         str,
         typer.Argument(
-            help="Hugging Face folder or id (ORG/NAME), .gguf file or alias.",
-            metavar="MODEL",
+            help="Hugging Face folder or id (ORG/NAME), .gguf file or alias.", metavar="MODEL"
         ),
     ] = DEFAULT_MODEL
 
@@ -73,53 +77,32 @@ class ServingEngine(CachingOptions):
     ] = "auto"
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """The address, names, keys and limits."""
+_COUNTED = ("max_waiting", "max_n", "max_prompts", "max_logprobs", "shutdown_timeout")
 
-    host: Annotated[str, _server("Address to listen at; 0.0.0.0 is all.")] = "127.0.0.1"
+
+@dataclass(frozen=True)
+class _Address:
+    host: Annotated[str, option_of(Settings, "host", "Server")] = "127.0.0.1"
     port: Annotated[int, _server("Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000
     served_model_name: Annotated[
-        list[str] | None,
-        _server("Name in requests. May be repeated.", show_default="MODEL", metavar="NAME"),
+        list[str] | None, _named("served_model_names", metavar="NAME", show_default="MODEL")
     ] = None
     api_key: Annotated[
-        list[str] | None,
-        _server(
-            "Key that requests need. May be repeated.",
-            envvar="TOKENLEAP_API_KEY",
-            metavar="KEY",
-            show_default="none",
-        ),
+        list[str] | None, _named("api_keys", metavar="KEY", envvar="TOKENLEAP_API_KEY")
     ] = None
-    allowed_origins: Annotated[
-        list[str] | None,
-        _server(
-            "Origin of web pages that may use the server (CORS). May be repeated.",
-            metavar="ORIGIN",
-            show_default="none",
-        ),
-    ] = None
-    max_waiting: Annotated[
-        int, _server("Outputs that may wait for their turn; more get 429.", min=0)
-    ] = 256
+    allowed_origins: Annotated[list[str] | None, _named("allowed_origins", metavar="ORIGIN")] = None
     max_body_size: Annotated[
-        str,
-        _server("Limit of a request's body, such as 8MiB.", metavar="AMOUNT", callback=amount),
+        str, option_of(Settings, "max_body_bytes", "Server", metavar="AMOUNT", callback=amount)
     ] = "8MiB"
-    max_n: Annotated[int, _server("Maximum outputs of a prompt.", min=1)] = 16
-    max_prompts: Annotated[int, _server("Maximum prompts of one completion.", min=1)] = 128
-    max_logprobs: Annotated[int, _server("Maximum log-probabilities of a token.", min=0)] = 20
-    shutdown_timeout: Annotated[
-        float, _server("Seconds that requests have left after SIGTERM.", min=0)
-    ] = 30.0
-    share_drafts: Annotated[
-        bool,
-        _server(
-            "Draft from the outputs of all earlier requests with the same API key.",
-            "--share-drafts",
-        ),
-    ] = False
+
+
+_LIMITS: Any = options_of(Settings, (*_COUNTED, "share_drafts"), "Server", _Address, defaults=True)
+
+
+@dataclass(frozen=True)
+class ServerOptions(_LIMITS):  # type: ignore[misc]
+    """The address, names, keys and limits."""
+
     no_traces: Annotated[
         bool, _server("Refuse requests that ask for the trace of their steps.", "--no-traces")
     ] = False
@@ -129,8 +112,6 @@ class ServerOptions:
 
     def settings(self, model: str) -> Settings:
         """The server's settings."""
-        from tokenleap.serve.settings import Settings
-
         keys, names = self.api_key or [], self.served_model_name or [model]
         if not all(keys):
             raise UsageError("--api-key: a key cannot be empty")
@@ -141,14 +122,9 @@ class ServerOptions:
             api_keys=tuple(keys),
             host=self.host,
             allowed_origins=tuple(self.allowed_origins or ()),
-            max_waiting=self.max_waiting,
             max_body_bytes=num_bytes("max_body_size", self.max_body_size),
-            max_n=self.max_n,
-            max_prompts=self.max_prompts,
-            max_logprobs=self.max_logprobs,
-            shutdown_timeout=self.shutdown_timeout,
+            **{name: getattr(self, name) for name in (*_COUNTED, "share_drafts")},
             log_requests=not self.no_log_requests,
-            share_drafts=self.share_drafts,
             traces=not self.no_traces,
         )
 
@@ -169,8 +145,6 @@ def serve(
     It listens at this machine only, unless --host says otherwise. Ctrl-C or
     SIGTERM lets the running requests end first.
     """
-    from tokenleap.serve.settings import bound_socket
-
     replicas = ray.wanted()
     settings, config = options.settings(target.model), speculation.config_for(target.model)
     settings.check_learning(config)

@@ -18,34 +18,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from jinja2 import Environment
-from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
-from tokenleap.cli.console import as_json, display, plain, safe, say
+from tokenleap.cli.console import as_json, display, plain, safe, say, table_of
 from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
 from tokenleap.errors import TokenleapError
 
 if TYPE_CHECKING:
     from tokenleap.trace import StepTrace, Trace
 
-__all__ = [
-    "EXAMPLES",
-    "KINDS",
-    "Span",
-    "Timeline",
-    "TraceSummary",
-    "check_drawing",
-    "html",
-    "legend",
-    "picture",
-    "show_timelines",
-    "timeline_of",
-    "trace",
-    "visible",
-    "write_svg",
-]
+__all__ = ["EXAMPLES", "Span", "TraceSummary", "html", "picture", "timeline_of", "trace"]
 
 
 EXAMPLES = examples(
@@ -156,9 +139,7 @@ def _figures(summary: TraceSummary) -> str:
 
 def _positions(summary: TraceSummary) -> Table:
     """How often the token at each position of a draft was kept."""
-    table = Table(box=None, pad_edge=False, header_style="note", padding=(0, 2, 0, 0))
-    table.add_column("position", justify="right")
-    table.add_column("kept", justify="right")
+    table = table_of("position", "kept", style="note")
     table.add_column("")
     for position, (drafted, accepted) in enumerate(summary.positions, start=1):
         bar = "\u2501" * round(_BAR_CELLS * accepted / drafted)
@@ -181,6 +162,9 @@ _EXPORT = re.compile(r"^export (?=function|class|const)", re.MULTILINE)
 
 def html(trace: Trace, title: str) -> str:
     """The page."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
     style, script = _read("page.css"), "".join(_modules(_ENTRY, set()))
     policy = "; ".join(
         [
@@ -318,11 +302,7 @@ class _Picture:
 
 
 class TraceSummary:
-    """Counts and times over all steps of a trace.
-
-    Attributes:
-        metrics: the counts and times as in the output's own metrics.
-    """
+    """Counts and times over all steps of a trace."""
 
     def __init__(self, trace: Trace) -> None:
         from tokenleap.outputs import Metrics
@@ -347,7 +327,6 @@ class TraceSummary:
         return [(self.drafted_per_position[depth], count) for depth, count in kept]
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary for JSON."""
         metrics = self.metrics
         return {
             "steps": metrics.target_passes,
@@ -451,12 +430,7 @@ _LINES = 20
 
 @dataclass(frozen=True)
 class Span:
-    """One block of a timeline.
-
-    Args:
-        levels: of a draft, the depth of its tree: the passes of a drafter that drafts token by
-            token.
-    """
+    """One block of a timeline; `levels` is the depth of a draft's tree."""
 
     kind: str
     start: float
@@ -478,16 +452,13 @@ class Timeline:
         return self.spans[-1].end
 
     def total(self, kind: str) -> float:
-        """Seconds of all spans of a kind."""
         return sum(span.end - span.start for span in self.spans if span.kind == kind)
 
     def count(self, kind: str) -> int:
-        """The number of spans of a kind."""
         return sum(span.kind == kind for span in self.spans)
 
 
 def timeline_of(name: str, trace: Trace) -> Timeline:
-    """The timeline of a trace."""
     spans: list[Span] = []
     now = 0.0
     for kind, seconds, levels in _parts(trace):

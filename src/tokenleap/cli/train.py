@@ -1,4 +1,4 @@
-"""`tokenleap train`: train a drafter for a model."""
+"""`tokenleap train`, `check` and `export`: drafters that are trained for a model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import as_json, display, errors, plain
-from tokenleap.cli.options import ModelOptions, flat, in_panel, open_llm
+from tokenleap.cli.console import as_json, display, errors, plain, working
+from tokenleap.cli.options import (
+    DEFAULT_MODEL,
+    JsonOutput,
+    ModelOptions,
+    flat,
+    in_panel,
+    open_llm,
+    resolve,
+)
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import nearest
 from tokenleap.training.method import TRAINABLE, check_trainable
@@ -22,10 +31,20 @@ if TYPE_CHECKING:
     from tokenleap.training.method import DataSettings, TrainingMethod, TrainingSettings
     from tokenleap.training.run import TrainingRun
 
-__all__ = ["EXAMPLES", "ShownProgress", "train"]
+__all__ = [
+    "CHECK_EXAMPLES",
+    "EXPORT_EXAMPLES",
+    "TRAIN_EXAMPLES",
+    "ShownProgress",
+    "check",
+    "export",
+    "train",
+]
 
+_data = partial(in_panel, "Data")
+_training = partial(in_panel, "Training")
 
-EXAMPLES = examples(
+TRAIN_EXAMPLES = examples(
     "tokenleap train eagle --model smollm2-135m --out my-head",
     "tokenleap train eagle --out my-head --data prompts.jsonl --tokens 300000",
     "tokenleap train spec_drafter --model my-bart --data pairs.tsv --out my-drafter --size 0.01",
@@ -40,8 +59,7 @@ class DataOptions:
 
     data: Annotated[
         list[str] | None,
-        in_panel(
-            "Data",
+        _data(
             "Files of prompts or conversations (JSONL), which the model answers, or of text; "
             "'self': the model writes by itself. For an encoder-decoder: sources, or pairs.",
             metavar="self|FILE",
@@ -50,8 +68,7 @@ class DataOptions:
     ] = None
     source: Annotated[
         Path | None,
-        in_panel(
-            "Data",
+        _data(
             "Sources for an encoder-decoder, one a line, with the outputs in --target.",
             metavar="FILE",
             show_default=False,
@@ -59,22 +76,15 @@ class DataOptions:
     ] = None
     target_: Annotated[
         Path | None,
-        in_panel(
-            "Data",
-            "The outputs of --source, one a line.",
-            "--target",
-            metavar="FILE",
-            show_default=False,
+        _data(
+            "The outputs of --source, one a line.", "--target", metavar="FILE", show_default=False
         ),
     ] = None
-    tokens: Annotated[int, in_panel("Data", "Tokens of answers to learn.", min=1)] = 1_000_000
-    held_out_tokens: Annotated[
-        int, in_panel("Data", "Tokens of answers for evaluation.", min=1)
-    ] = 40_000
+    tokens: Annotated[int, _data("Tokens of answers to learn.", min=1)] = 1_000_000
+    held_out_tokens: Annotated[int, _data("Tokens of answers for evaluation.", min=1)] = 40_000
     unseen: Annotated[
         list[Path] | None,
-        in_panel(
-            "Data",
+        _data(
             "Prompts that training must not see, such as a benchmark's (JSONL or text).",
             metavar="FILE",
             show_default=False,
@@ -118,8 +128,7 @@ def train(
     target: ModelOptions,
     set_: Annotated[
         list[str] | None,
-        in_panel(
-            "Training",
+        _training(
             "An option of the method or of the training, such as epochs=2 (docs/training.md).",
             "--set",
             metavar="NAME=VALUE",
@@ -128,21 +137,16 @@ def train(
     ] = None,
     size: Annotated[
         float | None,
-        in_panel(
-            "Training",
+        _training(
             "Of spec_drafter: scales its steps, and below 0.25 its widths; as --set size=S.",
             show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
         bool,
-        in_panel(
-            "Training",
-            "Only say how many hours and how much disk and memory it takes.",
-            "--dry-run",
-        ),
+        _training("Only say how many hours and how much disk and memory it takes.", "--dry-run"),
     ] = False,
-    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Train a drafter for a model, on what the model itself writes.
 
@@ -281,3 +285,86 @@ class ShownProgress:
                 self.say(f"{doing}: {count / max(1, total):.0%}, {remark}")
 
         return done
+
+
+CHECK_EXAMPLES = examples(
+    "tokenleap check my-head",
+    "tokenleap check downloaded-head --model my-model --record",
+)
+
+
+@flat
+def check(
+    head: Annotated[Path, typer.Argument(help="Folder of an EAGLE head.", show_default=False)],
+    *,
+    target: ModelOptions,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record it in the head's config.json.")
+    ] = False,
+) -> None:
+    """Check whether a trained EAGLE head fits a model.
+
+    Both run over a short text. With --record the result is kept with the
+    head, which is then refused by any other model. Heads that tokenleap
+    trains have such a record.
+    """
+    if not head.is_dir():
+        raise UsageError(f"there is no folder {head}")
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.drafters.heads.eagle import check_folder, record_probe
+
+    llm = open_llm(target, SpeculativeConfig())
+    probe = check_folder(head, llm.engine.target, llm.tokenizer)
+    told = (
+        f"{head} predicts {probe.accepted:.0%} of the model's most probable tokens after a short "
+        "text"
+    )
+    display().print(plain(told), soft_wrap=True)
+    if record:
+        record_probe(head, probe)
+        display().print(plain(f"Recorded in {head / 'config.json'}", "note"), soft_wrap=True)
+
+
+EXPORT_EXAMPLES = examples(
+    "tokenleap export my-head --out for-vllm",
+    "tokenleap export my-head --out for-vllm --verifier HuggingFaceTB/SmolLM2-135M-Instruct",
+)
+
+
+def export(
+    head: Annotated[Path, typer.Argument(help="Folder of an EAGLE-3 head.", show_default=False)],
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The model that it was trained for.")
+    ] = DEFAULT_MODEL,
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's name for the other engine.", show_default="as given with --model"
+        ),
+    ] = None,
+) -> None:
+    """Write a trained EAGLE-3 head as vLLM and speculators load it.
+
+    Adds the embedding and the output rows of the draft vocabulary, which
+    Tokenleap takes from the model itself.
+    """
+    if not head.is_dir():
+        raise UsageError(f"there is no folder {head}")
+    folder = resolve(model)
+    with working(f"Loading {model}"):
+        import torch
+
+        from tokenleap.drafters.heads.eagle import export_head
+        from tokenleap.models import load_model
+        from tokenleap.runtime.target import vocabulary_weights
+
+        module = load_model(folder, torch.bfloat16, torch.device("cpu"))
+        weights = vocabulary_weights(module)
+    if weights is None:
+        raise UsageError(f"{model} has no output layer of the usual kind")
+    layers = module.config.get_text_config().num_hidden_layers
+    export_head(head, out, *weights, layers, verifier or model)
+    told = f"{out} is {head} with the model's embedding and output rows"
+    display().print(plain(told), soft_wrap=True)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le
-from pydantic import FiniteFloat, field_validator, model_validator
+from pydantic import ConfigDict, FiniteFloat, field_validator, model_validator
 
 from tokenleap.core.config import Config
 from tokenleap.core.structured import Structured, StructuredOutputs
@@ -48,58 +48,14 @@ Float32 = Annotated[FiniteFloat, Ge(-_LARGEST), Le(_LARGEST)]
 class SamplingParams(Config):
     """How the next token is drawn; names and meanings are vLLM's.
 
-    Args:
-        temperature: divides the logits; 0 is greedy decoding (a one-hot distribution).
-        top_k: keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most probable tokens whose mass reaches top_p.
-        min_p: drop tokens less probable than min_p times the most probable one.
-        repetition_penalty: divides the positive logits of tokens in the prompt or the output, and
-            multiplies the negative ones. If it is not given, that of the model's generation config
-            holds.
-        presence_penalty: subtracted from the logit of every token already in the output.
-        frequency_penalty: subtracted once for each occurrence in the output.
-        logit_bias: token id -> value added to its logit.
-        allowed_token_ids: only these tokens may be drawn.
-        seed: makes sampling reproducible. Under the rule `coupled` (the default) the tokens are the
-            same for any drafter, draft length and batch (invariant 7).
-        bad_words: words that the output never contains. Each is split into tokens with and without
-            a space before it. Of a multi-token word, only the last is banned, after the others.
-        max_tokens: most tokens to generate; None generates up to the end of the context. 0 only
-            reads the prompt, for `prompt_logprobs` or to have it in the prefix cache.
-        min_tokens: end-of-sequence and stop tokens are forbidden before this many tokens.
-        stop: stop strings; they may cross token borders. They are not part of the text unless
-            `include_stop_str_in_output` is set.
-        stop_token_ids: additional tokens that end the output. They stay in `token_ids`, and in the
-            text only if `include_stop_str_in_output` is set.
-        ignore_eos: continue past the end-of-sequence token.
-        n: number of outputs for the prompt; output i uses seed + i.
-        logprobs: report the log-probability of each token, and of this many most probable tokens,
-            under the model itself (before temperature, penalties and masks, as in vLLM). -1 is the
-            whole vocabulary.
-        prompt_logprobs: the same for each token of the prompt but the first
-            (`RequestOutput.prompt_logprobs`). Such a prompt is computed in full.
-        skip_reading_prefix_cache: compute the whole prompt, even if the prefix cache has its
-            beginning. None does so for `prompt_logprobs` alone.
-        truncate_prompt_tokens: keep only so many of the prompt's last tokens. -1 keeps as many as
-            leave room for `max_tokens`.
-        detokenize: make text; without it, the text is empty.
-        skip_special_tokens: leave special tokens out of the text.
-        include_stop_str_in_output: keep the stop string or stop token in the text.
-        structured_outputs: `StructuredOutputs` or a dict of its fields. Only outputs of this form
-            are possible, and the output ends where the form is complete.
-        beam_width: with 2 or more, beam search with so many beams, in place of sampling. The output
-            is the best one found, and `CompletionOutput.beams` has all. It needs temperature 0.
-        length_penalty: for beam search. An output's score is the sum of its tokens'
-            log-probabilities, divided by their number to this power. None takes the value of the
-            model's generation config, or 1.
-        early_stopping: for beam search: when it ends (see `core.beams.BeamSettings`). None takes
-            the value of the model's generation config, or False.
-        renormalize_logits: for beam search: whether log-probabilities are normalised after masks
-            and penalties. None takes the value of the model's generation config, or False.
+    The server's fields and the shell's options are made of these: a field's first sentence is an
+    option's help.
 
     Raises:
         ConfigError: a field is unknown, out of range, or contradicts another one.
     """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     foreign_names: ClassVar[Mapping[str, str]] = {
         "max_new_tokens": "use 'max_tokens', which does not count the prompt either.",
@@ -136,34 +92,98 @@ class SamplingParams(Config):
     }
 
     temperature: Annotated[FiniteFloat, Ge(0), Le(_LARGEST)] = 1.0
+    """0 is greedy; 1 is the model's own distribution. It divides the logits."""
     top_k: Annotated[int, Ge(-1)] = 0
+    """Keep the k most probable tokens; 0 or -1 keeps all."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Keep the smallest set of most probable tokens with this mass."""
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Drop tokens less probable than this fraction of the most probable one."""
     repetition_penalty: Annotated[FiniteFloat, Ge(_SMALLEST), Le(_LARGEST)] = 1.0
+    """Penalty factor for tokens in prompt or output. It divides their positive logits and
+    multiplies the negative ones. If it is not given, that of the model's generation config
+    holds.
+    """
     presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    """Penalty for every token in the output. It is subtracted from the token's logit."""
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    """Penalty per occurrence in the output. It is subtracted from the token's logit."""
     logit_bias: Mapping[Annotated[int, Ge(0)], Float32] | None = None
+    """Add to logits: {"token id": bias, ...}."""
     allowed_token_ids: TokenIds | None = None
+    """Sample only these tokens."""
     seed: Annotated[int, Ge(0), Le(MAX_SEED)] | None = None
+    """Makes sampling reproducible, whatever the drafter. Under the rule `coupled` (the default)
+    the tokens are the same for any drafter, draft length and batch (invariant 7).
+    """
     bad_words: Sequence[str] | None = ()
+    """Keep this text out of the output. Each word is split into tokens with and without a space
+    before it. For a multi-token word, only its last token is banned, right after the others.
+    """
     max_tokens: Annotated[int, Ge(0)] | None = 16
+    """Maximum tokens to generate. None generates up to the end of the context. 0 only reads the
+    prompt, for `prompt_logprobs` or to have it in the prefix cache.
+    """
     min_tokens: Annotated[int, Ge(0)] = 0
+    """Minimum tokens to generate. No end-of-sequence or stop token is drawn before."""
     stop: str | Sequence[str] | None = ()
+    """Stop at this text. Stop strings may cross token borders. They are not part of the text
+    unless `include_stop_str_in_output` is set.
+    """
     stop_token_ids: TokenIds = ()
+    """Stop after these tokens. They stay in `token_ids`, and in the text only if
+    `include_stop_str_in_output` is set.
+    """
     ignore_eos: bool = False
+    """Continue past the end-of-sequence token."""
     n: Annotated[int, Ge(1)] = 1
+    """Number of answers. Output i uses seed + i."""
     logprobs: Annotated[int, Ge(-1)] | None = None
+    """Log-probabilities of the k most likely tokens, and of each token itself. They are those
+    of the model (before temperature, penalties and masks, as in vLLM). -1 is the whole
+    vocabulary.
+    """
     prompt_logprobs: Annotated[int, Ge(-1)] | None = None
+    """The same for each token of the prompt but the first; -1 is all tokens. See
+    `RequestOutput.prompt_logprobs`. Such a prompt is computed in full.
+    """
     skip_reading_prefix_cache: bool | None = None
+    """Compute the whole prompt, even if the prefix cache has its beginning. None does so for
+    `prompt_logprobs` alone.
+    """
     truncate_prompt_tokens: Annotated[int, Ge(-1)] | None = None
+    """Keep only so many of the prompt's last tokens. -1 keeps as many as leave room for
+    `max_tokens`.
+    """
     detokenize: bool = True
+    """Make text; without it, the text is empty."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string or stop token in the text."""
     structured_outputs: Structured | None = None
+    """Constrain the output: {"json": schema}, {"regex": ...}, {"choice": [...]} or others. In
+    Python also `StructuredOutputs`. Only outputs of this form are possible, and the output ends
+    where the form is complete.
+    """
     beam_width: Annotated[int, Ge(1), Le(64)] = 1
+    """Search for the best answer with this many beams. With 2 or more, it takes the place of
+    sampling and needs temperature 0. The output is the best one found, and
+    `CompletionOutput.beams` has all.
+    """
     length_penalty: Annotated[float, Ge(-5), Le(5)] | None = None
+    """With a beam width: above 0 favours long answers. An output's score is the sum of its
+    tokens' log-probabilities, divided by their number to this power. None takes the value of
+    the model's generation config, or 1.
+    """
     early_stopping: bool | Literal["never"] | None = None
+    """When a beam search ends (see `core.beams.BeamSettings`). None takes the value of the
+    model's generation config, or False.
+    """
     renormalize_logits: bool | None = None
+    """Whether beam search normalises log-probabilities after masks and penalties. None takes
+    the value of the model's generation config, or False.
+    """
 
     @classmethod
     def parse(

@@ -42,9 +42,8 @@ from tokenleap.ray.cluster import (
 from tokenleap.runtime.native.network import set_num_threads
 from tokenleap.serve.app import Faults, endpoints, guarded
 from tokenleap.serve.body import AT_ONCE, APIError, content_of, unknown_response
-from tokenleap.serve.rendering import answer_of, data
 from tokenleap.serve.run import LAST_STEP, TokenleapServer, until_signalled
-from tokenleap.serve.running import shut_down, while_connected
+from tokenleap.serve.running import answer_of, data, shut_down, while_connected
 from tokenleap.serve.settings import Settings
 
 __all__ = ["NO_ANSWER", "Front", "PrefixRouter", "Replica", "deployed", "serve_replicas"]

@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from importlib import resources
@@ -18,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -27,24 +29,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenleap import __version__
 from tokenleap.async_llm import AsyncLLM
-from tokenleap.serve import chat, completions, info
-from tokenleap.serve.body import APIError, describe, fails, refuse
-from tokenleap.serve.rendering import answer_of
-from tokenleap.serve.running import ServerState, state_of
+from tokenleap.core.sampler import check_token_ids
+from tokenleap.engine.prompts import needed
+from tokenleap.errors import TokenleapError
+from tokenleap.serve import chat, completions
+from tokenleap.serve.body import APIError, describe, fails, invalid, of_engine, read, refuse, takes
+from tokenleap.serve.chat import chat_ids, refuse_special_tokens, text_ids
+from tokenleap.serve.fields import DetokenizeBody, Templated, TokenizeBody
+from tokenleap.serve.running import MAX_CONTEXTS, ServerState, answer_of, state_of
 from tokenleap.serve.settings import Settings
 
-__all__ = [
-    "FILES",
-    "Authentication",
-    "Faults",
-    "Origins",
-    "RequestLog",
-    "create_app",
-    "endpoints",
-    "guarded",
-    "page_router",
-    "router",
-]
+__all__ = ["FILES", "Faults", "Origins", "create_app", "endpoints", "guarded"]
 
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
@@ -67,7 +62,7 @@ def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
         redoc_url=None,
     )
     app.state.server = ServerState(llm, settings, engine)
-    for each in (chat.router, completions.router, router, info.router, page_router):
+    for each in (chat.router, completions.router, router, page_router):
         app.include_router(each)
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)
@@ -210,7 +205,6 @@ class Faults:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         begun = False
 
         async def send_on(message: Message) -> None:
@@ -242,7 +236,6 @@ class Authentication:
         self._callers = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         caller = None if scope["type"] == "lifespan" else self._caller(scope)
         if caller is not None:
             scope.setdefault("state", {})["caller"] = caller
@@ -267,16 +260,12 @@ class Authentication:
 
 
 class RequestLog:
-    """Gives each request an id, and logs it as one line of JSON when it has ended.
-
-    The id is the header `X-Request-Id` of the request if it has a valid one, and of the response.
-    """
+    """Gives each request an id, or keeps that of `X-Request-Id`, and logs its end as JSON."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -329,7 +318,6 @@ class Origins:
         self._local = host is not None and _is_loopback(host) and "*" not in self._allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         refused = None if scope["type"] == "lifespan" else self._refused(Headers(scope=scope))
         if refused is None:
             await self._app(scope, receive, send)
@@ -369,3 +357,132 @@ def _is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Readiness: 200 while the server takes requests, else 503."""
+    state = state_of(request)
+    return Response(status_code=200 if state.alive and not state.stopping else 503)
+
+
+@router.get("/live")
+async def live(request: Request) -> Response:
+    """Liveness: 200 while the engine runs, also while the last requests end, else 503."""
+    return Response(status_code=200 if state_of(request).alive else 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of Tokenleap."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus, in its text format."""
+    content, media_type = state_of(request).metrics.exposition()
+    return Response(content, media_type=media_type)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The names of the one model that is served."""
+    state = state_of(request)
+    listed = [_model(state, name) for name in state.settings.served_model_names]
+    return {"object": "list", "data": listed}
+
+
+@router.get("/v1/models/{name:path}", responses={404: {"description": "no such model"}})
+async def model(request: Request, name: str) -> dict[str, Any]:
+    """The model, by one of its names."""
+    state = state_of(request)
+    state.check_model(name)
+    return _model(state, name)
+
+
+def _model(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "tokenleap",
+        "root": state.settings.model,
+        "parent": None,
+        "max_model_len": state.llm.llm.max_model_len,
+        "traces": state.settings.traces,
+        "shares_drafts": state.settings.share_drafts,
+    }
+
+
+@router.post("/tokenize", **takes(TokenizeBody))
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or a conversation."""
+    state = state_of(request)
+    body = await read(request, TokenizeBody, state.settings)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "send either prompt or messages.")
+    if body.messages is not None:
+        refuse_special_tokens(given=body.add_special_tokens)
+    elif name := next(
+        (name for name in Templated.model_fields if getattr(body, name) is not None), None
+    ):
+        raise invalid(name, f"{name} is for messages.")
+    return JSONResponse(await _off_loop(request, body, partial(_tokenized, body, state)))
+
+
+def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
+    llm, limit = state.llm.llm, replace(state.text_limit, times=MAX_CONTEXTS)
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        ids = text_ids(body.prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
+    else:
+        assert body.messages is not None
+        ids = chat_ids(
+            body.messages,
+            llm.tokenizer,
+            limit=limit,
+            tools=body.tools or (),
+            asked=body,
+        )
+    names = None
+    if body.return_token_strs:
+        names = needed(llm.tokenizer).convert_ids_to_tokens(ids)
+    return {
+        "count": len(ids),
+        "max_model_len": llm.max_model_len,
+        "tokens": ids,
+        "token_strs": names,
+    }
+
+
+@router.post("/detokenize", **takes(DetokenizeBody))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    body = await read(request, DetokenizeBody, state.settings)
+    state.check_model(body.model)
+
+    def decoded() -> dict[str, str]:
+        llm = state.llm.llm
+        if len(body.tokens) > (most := MAX_CONTEXTS * llm.max_model_len):
+            raise invalid("tokens", f"tokens: at most {most} here, got {len(body.tokens)}.")
+        check_token_ids("tokens", body.tokens, llm.engine.target.vocab_size)
+        return {"prompt": str(needed(llm.tokenizer).decode(body.tokens))}
+
+    return JSONResponse(await _off_loop(request, body, decoded))
+
+
+async def _off_loop(request: Request, body: Any, act: Any) -> Any:
+    state = state_of(request)
+    state.enter(1)  # it waits for the same threads as an output
+    try:
+        return await state.llm.prepare(act, client=state.client_of(request))
+    except APIError:
+        raise
+    except TokenleapError as error:
+        state.check_open()
+        raise of_engine(error, type(body).model_fields, "prompt") from error
+    finally:
+        state.leave(1)

@@ -42,7 +42,6 @@ __all__ = [
     "Text",
     "Texts",
     "TokenIds",
-    "by_kind",
     "by_type",
     "content_of",
     "describe",
@@ -51,7 +50,6 @@ __all__ = [
     "invalid",
     "of_engine",
     "of_output",
-    "of_validation",
     "parsed",
     "read",
     "refuse",
@@ -74,11 +72,7 @@ _TAG = re.compile("<[a-z]+>")
 
 
 class APIError(Exception):
-    """A request that is answered with an error object.
-
-    Args:
-        message: what is wrong and what to do, in one line.
-    """
+    """A request that is answered with an error object."""
 
     def __init__(
         self,
@@ -94,7 +88,6 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     def as_dict(self) -> dict[str, Any]:
-        """OpenAI's error object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {
             "error": {
@@ -153,7 +146,6 @@ def of_output(failure: Exception | None, error: str) -> APIError:
 
 
 def of_engine(error: TokenleapError, known: Collection[str], prompt: str) -> APIError:
-    """An error of the library about a request."""
     message = told(error)
     if isinstance(error, RequestError):
         return APIError(500, message)
@@ -209,7 +201,6 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parsed(kind: type[AnyBody], value: Any) -> AnyBody:
-    """A body of this kind."""
     if not isinstance(value, dict):
         raise invalid(None, f"the body must be a JSON object, not {type(value).__name__}.")
     try:
@@ -250,7 +241,6 @@ async def read(request: Request, kind: type[AnyBody], settings: Settings) -> Any
 
 
 async def content_of(request: Request, settings: Settings) -> bytes:
-    """The body of a request as it came."""
     try:
         async with asyncio.timeout(settings.body_timeout):
             return await _read(request, settings.max_body_bytes)

@@ -6,7 +6,7 @@ import inspect
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,36 +23,34 @@ from tokenleap.serve.fields import (
     ChatBody,
     Message,
     NamedTool,
+    Templated,
     Tool,
     form_field,
     form_of,
     params_of,
 )
-from tokenleap.serve.rendering import (
+from tokenleap.serve.running import (
+    Choices,
+    Run,
+    ServerState,
     all_outputs,
+    answered,
     chat_logprobs,
-    chunk_usage,
     data,
-    details_of,
-    last_events,
     prompt_logprobs,
     refuse_stream_options,
-    responded,
-    stop_fields,
+    state_of,
     usage_of,
 )
-from tokenleap.serve.running import Run, ServerState, started, state_of
 
 __all__ = [
     "Call",
     "CallFinder",
     "chat_ids",
     "forced_form",
-    "forced_name",
     "refuse_special_tokens",
     "router",
     "text_ids",
-    "tools_of",
 ]
 
 
@@ -66,20 +64,17 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read(request, ChatBody, state.settings)
     tools = tools_of(body)
     _check(body)
-    run = await started(
+    return await answered(
         request,
-        state,
         body,
-        body.n or 1,
         partial(_prepared, body, tools, state),
-        "messages",
+        lambda run: _Answer(body, run, state, tools),
+        prompt_field="messages",
+        sequences=body.n or 1,
     )
-    answer = _Answer(body, tools, run, state)
-    return await responded(request, state, run, answer, stream=body.stream)
 
 
 def _check(body: ChatBody) -> None:
-    """Refuse combinations that would ignore a field."""
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens mean the same: send one.")
     if body.top_logprobs is not None and not body.logprobs:
@@ -110,9 +105,7 @@ def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list
         body.messages,
         tokenizer,
         tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        asked=body,
         limit=state.limit_of(body),
     )
     if body.prediction is not None:
@@ -127,22 +120,19 @@ def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list
     return [spec]
 
 
-class _Answer:
-    """The response to a request, whole or in pieces."""
-
-    def __init__(self, body: ChatBody, tools: Sequence[Tool], run: Run, state: ServerState) -> None:
-        self._body, self._tools, self._run, self._state = body, tools, run, state
-        self._forced = forced_name(body)
+class _Answer(Choices):
+    def __init__(self, body: ChatBody, run: Run, state: ServerState, tools: Sequence[Tool]) -> None:
+        super().__init__(body, run, state)
+        self._tools, self._forced = tools, forced_name(body)
+        self._writers = [self._writer() for _ in range(body.n or 1)]
         self._head = {
             "id": run.named("chatcmpl-"),
             "created": int(time.time()),
             "model": state.settings.model,
+            "object": "chat.completion.chunk",
         }
 
-    # Whole
-
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response, to be made off the loop."""
         outputs = all_outputs(results)
         response = {
             **self._head,
@@ -155,7 +145,6 @@ class _Answer:
         return response | self._prompt_tokens(results[0].prompt_token_ids)
 
     def _prompt_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
-        """The prompt's tokens, if the request wants them."""
         return {"prompt_token_ids": list(ids)} if self._body.return_token_ids else {}
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
@@ -165,14 +154,14 @@ class _Answer:
         if calls:  # the text of a forced call is its arguments
             message["content"] = None if self._forced else text.strip() or None
             message["tool_calls"] = [call.as_dict() for call in calls]
-        choice = {
+        return {
             "index": output.index,
             "message": message,
             "logprobs": self._logprobs(output.logprobs),
-            **stop_fields(output, "tool_calls" if calls and self._forced is None else None),
-            **details_of(self._body.tokenleap, output.tokens, output, self._run.scope),
+            **self._end(
+                output.tokens, output, "tool_calls" if calls and self._forced is None else None
+            ),
         }
-        return choice | ({"token_ids": output.token_ids} if self._body.return_token_ids else {})
 
     def _writer(self) -> _Writer:
         one = self._body.parallel_tool_calls is False
@@ -185,33 +174,24 @@ class _Answer:
 
     # In pieces
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The chunks of the response."""
-        body = self._body
-        head = {**self._head, "object": "chat.completion.chunk"}
-        writers = [self._writer() for _ in range(body.n or 1)]
+    def _begun(self) -> Iterator[bytes]:
         prompt = self._prompt_tokens(self._run.requests[0].job.requests[0].prompt_ids)
-        for index in range(len(writers)):
+        for index in range(len(self._writers)):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield data({**head, "choices": [choice], **({} if index else prompt)})
-        async for _, chunk in self._run.chunks():
-            more = chunk_usage(body, self._run)
-            make = partial(self._chunk_data, head, writers[chunk.index], chunk, more)
-            traced = chunk.finished and body.tokenleap is not None
-            large = traced or chunk.prompt_logprobs is not None
-            yield await self._state.llm.off_loop(make) if large else make()
-        for each in last_events(body, self._run, head):
-            yield each
+            yield data({**self._head, "choices": [choice], **({} if index else prompt)})
 
-    def _chunk_data(
-        self, head: dict[str, Any], writer: _Writer, chunk: StreamChunk, more: dict[str, Any]
-    ) -> bytes:
+    def _is_large(self, index: int, chunk: StreamChunk) -> bool:
+        return super()._is_large(index, chunk) or chunk.prompt_logprobs is not None
+
+    def _chunk_data(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+        found: dict[str, Any] = {"choices": [self._chunk_choice(chunk)]}
         if chunk.prompt_logprobs is not None:
-            more = {**more, "prompt_logprobs": prompt_logprobs(chunk.prompt_logprobs)}
-        return data({**head, "choices": [self._chunk_choice(writer, chunk)], **more})
+            found["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs)
+        return found
 
-    def _chunk_choice(self, writer: _Writer, chunk: StreamChunk) -> dict[str, Any]:
+    def _chunk_choice(self, chunk: StreamChunk) -> dict[str, Any]:
+        writer = self._writers[chunk.index]
         text, calls = writer.add(chunk.text, ends=chunk.finished)
         delta: dict[str, Any] = {"content": text} if text or not calls else {}
         if self._forced is not None:
@@ -221,24 +201,16 @@ class _Answer:
             numbered = enumerate(calls, first)
             delta["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in numbered]
         made = writer.num_calls and self._forced is None
-        choice = {
+        return {
             "index": chunk.index,
             "delta": delta,
             "logprobs": self._logprobs(chunk.logprobs),
-            **stop_fields(chunk.output, "tool_calls" if made else None),
-            **details_of(self._body.tokenleap, chunk.tokens, chunk.output, self._run.scope),
+            **self._end(chunk.tokens, chunk.output, "tool_calls" if made else None),
         }
-        if self._body.return_token_ids:
-            choice["token_ids"] = [token.token_id for token in chunk.tokens]
-        return choice
 
 
 class _Writer:
-    """One output's text, as text and calls.
-
-    Args:
-        forced: the function whose arguments the whole text is; None if it is text or calls.
-    """
+    """One output's text, as text and calls; or as the arguments of the function `forced`."""
 
     def __init__(self, tools: Sequence[Tool], forced: str | None, most: int | None) -> None:
         self._most = most
@@ -248,10 +220,7 @@ class _Writer:
         self.num_calls = 0
 
     def add(self, text: str, *, ends: bool) -> tuple[str, list[Call]]:
-        """New text and calls.
-
-        A forced call is complete at the end of a whole output; in pieces, see `forced_delta`.
-        """
+        """New text and calls; a forced call is complete at the end only (see `forced_delta`)."""
         if self._call is not None:
             calls = [Call(self._call.name, text, self._call.id)] if ends else []
             return text, calls
@@ -295,7 +264,6 @@ def text_ids(
     add_special_tokens: bool,
     limit: TextLimit,
 ) -> list[int]:
-    """Token ids of a text."""
     tokenizer = needed(tokenizer)
     limit.check(prompt)
     if not add_special_tokens:
@@ -309,9 +277,7 @@ def chat_ids(
     *,
     limit: TextLimit,
     tools: Sequence[Tool] = (),
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
+    asked: Templated | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
 
@@ -320,7 +286,7 @@ def chat_ids(
     """
     tokenizer = needed(tokenizer)
     listed = [_message(message) for message in messages]
-    template: dict[str, Any] = dict(chat_template_kwargs or {})
+    template: dict[str, Any] = dict(asked.chat_template_kwargs or {}) if asked else {}
     _check_template_arguments(template, tokenizer)
     if any(_uses_tools(message) for message in messages) or tools:
         if _knows_tools(tokenizer):
@@ -328,8 +294,9 @@ def chat_ids(
                 template["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         else:
             listed = _without_tools(listed, tools)
-    goes_on = bool(continue_final_message)
-    generates = not goes_on if add_generation_prompt is None else add_generation_prompt
+    goes_on = asked is not None and bool(asked.continue_final_message)
+    wanted = None if asked is None else asked.add_generation_prompt
+    generates = not goes_on if wanted is None else wanted
     if goes_on:
         if generates:
             raise invalid(
@@ -441,7 +408,6 @@ class Call:
 
 
 def tools_of(body: ChatBody) -> list[Tool]:
-    """The tools that the model is shown."""
     tools, choice = body.tools or [], body.tool_choice
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):

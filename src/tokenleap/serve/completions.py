@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,6 +19,7 @@ from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, Stre
 from tokenleap.serve.body import APIError, invalid, read, takes
 from tokenleap.serve.chat import chat_ids, text_ids
 from tokenleap.serve.fields import (
+    OF_RESPONSES,
     CompletionBody,
     Message,
     ResponseBody,
@@ -26,22 +27,21 @@ from tokenleap.serve.fields import (
     form_of,
     params_of,
 )
-from tokenleap.serve.rendering import (
+from tokenleap.serve.running import (
+    Answer,
+    Choices,
+    Run,
+    ServerState,
     all_outputs,
-    chunk_usage,
+    answered,
     completion_logprobs,
-    data,
-    details_of,
     event,
-    last_events,
     new_id,
     prompt_logprobs,
     refuse_stream_options,
-    responded,
-    stop_fields,
+    state_of,
     usage_of,
 )
-from tokenleap.serve.running import Run, ServerState, started, state_of
 
 __all__ = ["router"]
 
@@ -58,16 +58,14 @@ async def create_completion(request: Request) -> Response:
     body = await read(request, CompletionBody, state.settings)
     prompts = _prompts(body, state)
     _check(body)
-    run = await started(
+    return await answered(
         request,
-        state,
         body,
-        len(prompts) * (body.n or 1),
         partial(_prepared, body, prompts, state),
-        "prompt",
+        lambda run: _Answer(body, run, state, prompts),
+        prompt_field="prompt",
+        sequences=len(prompts) * (body.n or 1),
     )
-    answer = _Answer(body, prompts, run, state)
-    return await responded(request, state, run, answer, stream=body.stream)
 
 
 def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:
@@ -80,7 +78,6 @@ def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:
 
 
 def _check(body: CompletionBody) -> None:
-    """Refuse combinations that would ignore a field."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", "best_of: it must be n here: choose among the outputs yourself.")
     refuse_stream_options(body)
@@ -123,17 +120,16 @@ def _prepared(
     return [JobSpec(ids(prompt), params, config, trace=trace) for prompt in prompts]
 
 
-class _Answer:
-    """The response to a request, whole or in pieces."""
-
+class _Answer(Choices):
     def __init__(
         self,
         body: CompletionBody,
-        prompts: Sequence[str | list[int]],
         run: Run,
         state: ServerState,
+        prompts: Sequence[str | list[int]],
     ) -> None:
-        self._body, self._prompts, self._run, self._state = body, prompts, run, state
+        super().__init__(body, run, state)
+        self._prompts = prompts
         self._head = {
             "id": run.named("cmpl-"),
             "object": "text_completion",
@@ -144,9 +140,8 @@ class _Answer:
         self._echoes: dict[int, tuple[list[int], list[str]]] = {}  # of each prompt
 
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response, to be made off the loop."""
         choices = [
-            self._choice(index, output.index, output.tokens, output, begins=True)
+            self._choice(index, output.index, output.tokens, output)
             for index, result in enumerate(results)
             for output in result.outputs
         ]
@@ -156,28 +151,17 @@ class _Answer:
             "usage": usage_of(self._run, all_outputs(results)),
         }
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The chunks of the response."""
-        async for index, chunk in self._run.chunks():
-            place = index * (self._body.n or 1) + chunk.index
-            begins = place not in self._lengths
-            usage = chunk_usage(self._body, self._run)
-            make = partial(self._chunk_data, index, chunk, begins=begins, usage=usage)
-            yield await self._made(make, chunk, begins=begins)
-        for each in last_events(self._body, self._run, self._head):
-            yield each
+    def _chunk_data(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+        return {"choices": [self._choice(index, chunk.index, chunk.tokens, chunk.output)]}
 
-    def _chunk_data(
-        self, prompt_index: int, chunk: StreamChunk, *, begins: bool, usage: dict[str, Any]
-    ) -> bytes:
-        choice = self._choice(prompt_index, chunk.index, chunk.tokens, chunk.output, begins=begins)
-        return data({**self._head, "choices": [choice], **usage})
+    def _is_large(self, index: int, chunk: StreamChunk) -> bool:
+        of_prompt = self._body.echo or self._body.prompt_logprobs is not None
+        begins = self._place(index, chunk.index) not in self._lengths
+        return super()._is_large(index, chunk) or (of_prompt and begins)
 
-    async def _made(self, make: Callable[[], bytes], chunk: StreamChunk, *, begins: bool) -> bytes:
-        """An event, made off the loop if it has a whole prompt or a trace."""
-        large = begins and (self._body.echo or self._body.prompt_logprobs is not None)
-        traced = chunk.finished and self._body.tokenleap is not None
-        return await self._state.llm.off_loop(make) if large or traced else make()
+    def _place(self, prompt_index: int, index: int) -> int:
+        """The number of a choice among those of all prompts."""
+        return prompt_index * (self._body.n or 1) + index
 
     def _choice(
         self,
@@ -185,12 +169,11 @@ class _Answer:
         index: int,
         tokens: Sequence[StreamedToken],
         output: CompletionOutput | None,
-        *,
-        begins: bool,
     ) -> dict[str, Any]:
-        """A choice with these tokens; if it begins with them, with what belongs to the prompt."""
+        """A choice with these tokens; the first piece has what belongs to the prompt."""
         body, request = self._body, self._run.requests[prompt_index].job.requests[0]
-        place = prompt_index * (body.n or 1) + index
+        place = self._place(prompt_index, index)
+        begins = place not in self._lengths
         text, logprobs = "".join(token.text for token in tokens), None
         offset = self._lengths.get(place, 0)
         echoed = self._echoed(prompt_index) if body.echo and begins else ([], [])
@@ -208,13 +191,10 @@ class _Answer:
             "index": place,
             "text": text,
             "logprobs": logprobs,
-            **stop_fields(output),
-            **details_of(body.tokenleap, tokens, output, self._run.scope),
+            **self._end(tokens, output),
         }
-        if body.return_token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
-            if begins:
-                choice["prompt_token_ids"] = list(request.prompt_ids)
+        if body.return_token_ids and begins:
+            choice["prompt_token_ids"] = list(request.prompt_ids)
         if body.prompt_logprobs is not None and begins:
             choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
         return choice
@@ -273,9 +253,13 @@ async def create_response(request: Request) -> Response:
     """Answer a text or a conversation."""
     state = state_of(request)
     body = await read(request, ResponseBody, state.settings)
-    run = await started(request, state, body, 1, partial(_prepared_response, body, state), "input")
-    answer = _ResponseAnswer(body, run, state)
-    return await responded(request, state, run, answer, stream=body.stream)
+    return await answered(
+        request,
+        body,
+        partial(_prepared_response, body, state),
+        lambda run: _ResponseAnswer(body, run, state),
+        prompt_field="input",
+    )
 
 
 def _messages(body: ResponseBody) -> list[Message]:
@@ -294,8 +278,7 @@ def _prepared_response(body: ResponseBody, state: ServerState) -> list[JobSpec]:
         raise invalid("text", "text: only 'format' is supported.")
     if response_format is not None and not isinstance(response_format, dict):
         raise invalid("text", "text: format must be an object.")
-    same = ("model", "temperature", "top_p", "seed", "top_k")
-    fields = SamplingBody(**{name: getattr(body, name) for name in same})
+    fields = SamplingBody(**{name: getattr(body, name) for name in ("model", *OF_RESPONSES)})
     params: SamplingParams = params_of(
         fields,
         state.settings,
@@ -308,13 +291,11 @@ def _prepared_response(body: ResponseBody, state: ServerState) -> list[JobSpec]:
     return [JobSpec(ids, params, body.speculative_config)]
 
 
-class _ResponseAnswer:
-    """The response to a request, whole or as events."""
-
+class _ResponseAnswer(Answer):
     def __init__(self, body: ResponseBody, run: Run, state: ServerState) -> None:
-        self._body, self._run = body, run
+        super().__init__(body, run, state)
         self._item = new_id("msg_")
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": run.named("resp_"),
             "object": "response",
             "created_at": int(time.time()),
@@ -333,7 +314,6 @@ class _ResponseAnswer:
         }
 
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response when it has ended."""
         return self._ended(results[0].outputs[0])
 
     def _ended(self, output: CompletionOutput) -> dict[str, Any]:
@@ -374,7 +354,6 @@ class _ResponseAnswer:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The events of the response."""
         numbers = count()
 
         def made(kind: str, **fields: Any) -> bytes:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from pydantic import BeforeValidator, FiniteFloat, Tag
+from pydantic import BeforeValidator, Field, FiniteFloat, Tag, create_model
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import CONTROLLERS
@@ -31,17 +40,18 @@ from tokenleap.serve.body import (
 from tokenleap.serve.settings import Settings
 
 __all__ = [
+    "OF_RESPONSES",
+    "SAMPLED",
     "ChatBody",
     "CompletionBody",
-    "Content",
     "Details",
     "DetokenizeBody",
     "Function",
     "Message",
     "NamedTool",
-    "Prediction",
     "ResponseBody",
     "SamplingBody",
+    "Templated",
     "TokenizeBody",
     "Tool",
     "check_speculation",
@@ -151,7 +161,6 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """The text in one piece."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -183,18 +192,35 @@ class Details(Body):
     trace: bool = False
 
 
-class SamplingBody(Body):
+SAMPLED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "ignore_eos", "min_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
+)
+"""Parameters that are fields of requests as they are; null is not given."""
+
+_LIMITED = ("n", "stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+"""Those that have limits of their own in a request."""
+
+
+def _asked(names: Iterable[str]) -> Any:
+    """A body with these parameters. `SamplingParams` itself checks their bounds, and names them."""
+    hints = get_type_hints(SamplingParams)
+    found: dict[str, Any] = {}
+    for name in names:
+        kind = FiniteFloat if hints[name] is float else hints[name]
+        about = SamplingParams.model_fields[name].description
+        found[name] = (kind | None, Field(None, description=about))
+    return create_model("Asked", __base__=Body, **found)
+
+
+class SamplingBody(_asked(SAMPLED)):  # type: ignore[misc]
     """How the next token is drawn, and what the response has besides text."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Ge(1)] | None = None
-    temperature: FiniteFloat | None = None
-    top_p: FiniteFloat | None = None
-    frequency_penalty: FiniteFloat | None = None
-    presence_penalty: FiniteFloat | None = None
-    seed: int | None = None
     stop: (
         Annotated[
             Annotated[Text, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
@@ -205,18 +231,9 @@ class SamplingBody(Body):
     logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(few)] | None = None
     user: str | None = None
     # vLLM's
-    top_k: int | None = None
-    min_p: FiniteFloat | None = None
-    repetition_penalty: FiniteFloat | None = None
-    min_tokens: int | None = None
     stop_token_ids: Annotated[TokenIds, MaxLen(1024)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     bad_words: Annotated[Items[Text], MaxLen(256)] | None = None
     allowed_token_ids: TokenIds | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: CacheSalt = None
@@ -237,7 +254,6 @@ class SamplingBody(Body):
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the response has the trace of all steps."""
         return self.tokenleap is not None and self.tokenleap.trace
 
 
@@ -254,7 +270,16 @@ class CompletionBody(SamplingBody):
     response_format: JSONObject | None = None
 
 
-class ChatBody(SamplingBody):
+class Templated(Body):
+    """What a chat template gets besides the messages."""
+
+    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: JSONObject | None = None
+
+
+class ChatBody(Templated, SamplingBody):
     """The body of `/v1/chat/completions`."""
 
     only: ClassVar = {
@@ -278,7 +303,6 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0)] | None = None
     response_format: JSONObject | None = None
-    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("<text>")]
@@ -289,9 +313,6 @@ class ChatBody(SamplingBody):
     ) = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: JSONObject | None = None
 
 
 class InputMessage(Body):
@@ -304,7 +325,11 @@ class InputMessage(Body):
     content: Content
 
 
-class ResponseBody(Body):
+OF_RESPONSES = ("temperature", "top_p", "seed", "top_k")
+"""Parameters that are fields of `/v1/responses`."""
+
+
+class ResponseBody(_asked(OF_RESPONSES)):  # type: ignore[misc]
     """The body of `/v1/responses`: text in, text out."""
 
     only: ClassVar = {
@@ -334,20 +359,16 @@ class ResponseBody(Body):
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Ge(1)] | None = None
-    temperature: FiniteFloat | None = None
-    top_p: FiniteFloat | None = None
     top_logprobs: Annotated[int, Ge(0), Le(0)] | None = None
     stream: bool | None = None
     text: JSONObject | None = None
     user: str | None = None
     # vLLM's and ours
-    seed: int | None = None
-    top_k: int | None = None
     cache_salt: CacheSalt = None
     speculative_config: JSONObject | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Templated):
     """The body of `/tokenize`: a prompt, or the messages of a conversation."""
 
     model: str | None = None
@@ -355,10 +376,6 @@ class TokenizeBody(Body):
     messages: Annotated[Items[Message], MinLen(1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: Annotated[Items[Tool], MaxLen(128)] | None = None
-    chat_template_kwargs: JSONObject | None = None
 
 
 class DetokenizeBody(Body):
@@ -370,14 +387,6 @@ class DetokenizeBody(Body):
 
 # From a request's fields to `SamplingParams`, and which speculation a request may ask for.
 
-
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids"),
-    *("truncate_prompt_tokens", "prompt_logprobs", "n"),
-)
-"""Fields with the same name and meaning in `SamplingParams`."""
 
 _WORDS = ("method", "acceptance", "controller", "rule")
 _OWN = frozenset({"model", "draft_tokenizer", "online", "expected"})
@@ -405,7 +414,8 @@ def params_of(
     form: Mapping[str, Any] | None,
 ) -> SamplingParams:
     """The sampling parameters of a request. It may compile a grammar: call it off the loop."""
-    fields = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    named = (*SAMPLED, *_LIMITED)
+    fields = {name: getattr(body, name) for name in named if getattr(body, name) is not None}
     if (body.n or 1) > settings.max_n:
         raise invalid("n", f"n: at most {settings.max_n} on this server, got {body.n}.")
     own = "top_logprobs" if "top_logprobs" in type(body).model_fields else "logprobs"
@@ -500,7 +510,6 @@ def _refused(message: str) -> APIError:
 
 
 def _check_nesting(given: Any, level: int = 0) -> int:
-    """The number of drafters in a value."""
     if level > 2 * MAX_NESTED + 1:  # each level of drafters is an object, mostly in a list
         raise _refused(f"at most {MAX_NESTED} levels of drafters on this server.")
     if isinstance(given, Mapping):
@@ -531,10 +540,7 @@ def _check_fields(given: Any, path: str) -> None:
 
 
 def _memory_limits(own: SpeculativeConfig) -> dict[str, int]:
-    """Most that a request may set of each option of `_MEMORY`.
-
-    It is the default, or what the server's own configuration has, if that is more.
-    """
+    """Most that a request may set of `_MEMORY`: the default, or what the server has if more."""
     limits = dict(_memory_defaults())
     for name, value in _options_in(own.options.model_dump()):
         if name in limits:

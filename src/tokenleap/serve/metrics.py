@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -28,6 +29,52 @@ _LONG = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
+_COUNTERS = {
+    "preemptions": ("vllm:num_preemptions", "Requests that lost their row."),
+    "queries": ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "hits": ("vllm:prefix_cache_hits", "Prompt tokens whose KV came from the prefix cache."),
+    "prompts": ("vllm:prompt_tokens", "Tokens of prompts."),
+    "generated": ("vllm:generation_tokens", "Tokens generated."),
+    "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified."),
+    "drafted": ("vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens", "Tokens accepted."),
+    "refused": ("tokenleap:requests_refused", "Requests that were answered with 429."),
+    "failures": (
+        "tokenleap:drafter_failures",
+        "Outputs that went on without drafts after a failure.",
+    ),
+    "step_seconds": (
+        "tokenleap:step_seconds",
+        "Seconds that the engine computed, prompts included.",
+    ),
+}
+
+_HISTOGRAMS = {
+    "first": ("vllm:time_to_first_token_seconds", "Until the first token.", _SHORT),
+    "between": (
+        "vllm:inter_token_latency_seconds",
+        "Between the tokens of two steps.",
+        _SHORT_TOKEN,
+    ),
+    "per_token": (
+        "vllm:request_time_per_output_token_seconds",
+        "Mean per token after the first one, of an output.",
+        _SHORT_TOKEN,
+    ),
+    "latency": (
+        "vllm:e2e_request_latency_seconds",
+        "From the request to the end of an output.",
+        _LONG,
+    ),
+    "queued": ("vllm:request_queue_time_seconds", "Before a request got a row.", _LONG),
+    "prefill": ("vllm:request_prefill_time_seconds", "Computing the prompt.", _LONG),
+    "decode": ("vllm:request_decode_time_seconds", "Decoding.", _LONG),
+    "prompt_length": ("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS),
+    "length": ("vllm:request_generation_tokens", "Tokens of an output.", _TOKENS),
+    "wanted": ("vllm:request_params_n", "Outputs of a prompt.", (1, 2, 5, 10, 20)),
+}
+
+
 class ServerMetrics:
     """The metrics of one server."""
 
@@ -38,18 +85,11 @@ class ServerMetrics:
         self._recent: deque[tuple[float, int, float]] = deque()  # steps: when, tokens, seconds
         self._positions: list[Counter] = []
         self._gauges()
-        self._preemptions = self._counter("vllm:num_preemptions", "Requests that lost their row.")
-        self._queries = self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-        )
-        self._hits = self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens whose KV came from the prefix cache."
-        )
-        self._prompts = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self._generated = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified.")
-        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Tokens accepted.")
+        self._count = {name: self._made(Counter, *about) for name, about in _COUNTERS.items()}
+        self._time = {
+            name: self._made(Histogram, metric, text, buckets=buckets)
+            for name, (metric, text, buckets) in _HISTOGRAMS.items()
+        }
         self._by_position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Tokens accepted at each position of a draft.",
@@ -62,69 +102,26 @@ class ServerMetrics:
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
-        self._refused = self._counter(
-            "tokenleap:requests_refused", "Requests that were answered with 429."
-        )
-        self._failures = self._counter(
-            "tokenleap:drafter_failures", "Outputs that went on without drafts after a failure."
-        )
-        self._step_seconds = self._counter(
-            "tokenleap:step_seconds", "Seconds that the engine computed, prompts included."
-        )
         # Drafts that do not pay make it smaller, so it is no counter.
-        self._saved = self._gauge(
+        self._saved = self._made(
+            Gauge,
             "tokenleap:seconds_saved",
             "Estimate: seconds saved against decoding without drafts, by what passes cost here.",
         )
-        self._first = self._histogram(
-            "vllm:time_to_first_token_seconds", "Until the first token.", _SHORT
-        )
-        self._between = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between the tokens of two steps.", _SHORT_TOKEN
-        )
-        self._per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean per token after the first one, of an output.",
-            _SHORT_TOKEN,
-        )
-        self._latency = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From the request to the end of an output.", _LONG
-        )
-        self._queued = self._histogram(
-            "vllm:request_queue_time_seconds", "Before a request got a row.", _LONG
-        )
-        self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", "Computing the prompt.", _LONG
-        )
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "Decoding.", _LONG)
-        self._prompt_length = self._histogram(
-            "vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS
-        )
-        self._length = self._histogram(
-            "vllm:request_generation_tokens", "Tokens of an output.", _TOKENS
-        )
-        self._wanted = self._histogram(
-            "vllm:request_params_n", "Outputs of a prompt.", (1, 2, 5, 10, 20)
-        )
 
-    # Making them
-
-    def _counter(self, name: str, text: str) -> Counter:
-        made = Counter(name, text, list(self._labels), registry=self._registry)
-        return made.labels(**self._labels)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, list(self._labels), registry=self._registry).labels(**self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(name, text, list(self._labels), buckets=buckets, registry=self._registry)
+    def _made(self, kind: type[Any], name: str, text: str, **settings: Any) -> Any:
+        made = kind(name, text, list(self._labels), registry=self._registry, **settings)
         return made.labels(**self._labels)
 
     def _gauges(self) -> None:
-        running = self._gauge("vllm:num_requests_running", "Outputs that have a row.")
-        waiting = self._gauge("vllm:num_requests_waiting", "Outputs that wait for a row.")
-        usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the KV memory in use, 0 to 1.")
-        goodput = self._gauge(
+        """Those that are read from the engine."""
+        running = self._made(Gauge, "vllm:num_requests_running", "Outputs that have a row.")
+        waiting = self._made(Gauge, "vllm:num_requests_waiting", "Outputs that wait for a row.")
+        usage = self._made(
+            Gauge, "vllm:kv_cache_usage_perc", "Part of the KV memory in use, 0 to 1."
+        )
+        goodput = self._made(
+            Gauge,
             "tokenleap:goodput_tokens_per_second",
             "Tokens per second of computing, over the steps of the last minute.",
         )
@@ -140,14 +137,12 @@ class ServerMetrics:
             self._positions.append(self._by_position.labels(**self._labels, position=number))
         return self._positions[position]
 
-    # Feeding them
-
     def observe_step(self, report: StepReport) -> None:
         """Count a step; called in the engine's thread."""
         rows = len(report.outcomes)
         tokens = sum(len(outcome.committed) for outcome in report.outcomes)
-        self._step_seconds.inc(report.seconds)
-        self._generated.inc(tokens)
+        self._count["step_seconds"].inc(report.seconds)
+        self._count["generated"].inc(tokens)
         now = time.monotonic()
         self._recent.append((now, tokens, report.seconds))
         while self._recent and self._recent[0][0] < now - _WINDOW:
@@ -156,9 +151,9 @@ class ServerMetrics:
         if not drafting:
             return
         kept = [min(len(each.accepted.path), len(each.committed)) for each in drafting]
-        self._drafts.inc(len(drafting))
-        self._drafted.inc(sum(each.draft.tree.num_drafted for each in drafting))
-        self._accepted.inc(sum(kept))
+        self._count["drafts"].inc(len(drafting))
+        self._count["drafted"].inc(sum(each.draft.tree.num_drafted for each in drafting))
+        self._count["accepted"].inc(sum(kept))
         for position in range(max(kept)):
             self._position(position).inc(sum(count > position for count in kept))
         costs = self._engine.strategies.costs
@@ -168,39 +163,35 @@ class ServerMetrics:
             self._saved.inc(plain - step.draft_seconds - step.verify_seconds)
 
     def chunk(self, seconds: float, *, first: bool) -> None:
-        """Measure new tokens of an output."""
-        (self._first if first else self._between).observe(seconds)
+        self._time["first" if first else "between"].observe(seconds)
 
     def finished(self, output: Request, seconds: float) -> None:
         """Count an output that has ended, or that is no longer waited for."""
         reason = output.finish_reason or "abort"
         self._ended.labels(**self._labels, finished_reason=reason).inc()
         if output.index == 0:
-            self._wanted.observe(output.params.n)
+            self._time["wanted"].observe(output.params.n)
         if not output.admitted_at:  # it never got a row, so nothing of it was computed
             return
         metrics, generated = output.metrics, output.metrics.generated_tokens
         running = metrics.seconds or clock.now() - output.admitted_at
         decoding = max(running - metrics.prefill_seconds, 0.0)
-        self._prompts.inc(metrics.prompt_tokens)
-        self._queries.inc(metrics.prompt_tokens)
-        self._hits.inc(metrics.cached_prompt_tokens)
-        self._preemptions.inc(metrics.preemptions)
-        self._failures.inc(metrics.drafter_failure is not None)
-        self._prompt_length.observe(metrics.prompt_tokens)
-        self._length.observe(generated)
-        self._latency.observe(seconds)
-        self._queued.observe(max(seconds - running, 0.0))
-        self._prefill.observe(metrics.prefill_seconds)
-        self._decode.observe(decoding)
+        self._count["prompts"].inc(metrics.prompt_tokens)
+        self._count["queries"].inc(metrics.prompt_tokens)
+        self._count["hits"].inc(metrics.cached_prompt_tokens)
+        self._count["preemptions"].inc(metrics.preemptions)
+        self._count["failures"].inc(metrics.drafter_failure is not None)
+        self._time["prompt_length"].observe(metrics.prompt_tokens)
+        self._time["length"].observe(generated)
+        self._time["latency"].observe(seconds)
+        self._time["queued"].observe(max(seconds - running, 0.0))
+        self._time["prefill"].observe(metrics.prefill_seconds)
+        self._time["decode"].observe(decoding)
         if generated > 1:
-            self._per_token.observe(decoding / (generated - 1))
+            self._time["per_token"].observe(decoding / (generated - 1))
 
     def refused(self) -> None:
-        """Count a request that found no room."""
-        self._refused.inc()
-
-    # Reading them
+        self._count["refused"].inc()
 
     def exposition(self) -> tuple[bytes, str]:
         """All metrics in Prometheus' text format, and its media type."""

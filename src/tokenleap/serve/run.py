@@ -23,7 +23,7 @@ from tokenleap.errors import TokenleapError
 from tokenleap.serve.app import create_app
 from tokenleap.serve.settings import Settings
 
-__all__ = ["Serves", "TokenleapServer", "serve", "timed_protocol", "until_signalled"]
+__all__ = ["TokenleapServer", "serve", "until_signalled"]
 
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,6 @@ class TokenleapServer(uvicorn.Server):
         self.interrupted = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
         await super().startup(sockets)
         if self.started:
             self._ready()
@@ -165,7 +164,6 @@ def serve(
 
 
 def until_signalled(server: TokenleapServer, at: socket.socket) -> None:
-    """Run a server until a signal ends it."""
     server.run(sockets=[at])
     if server.interrupted:
         raise KeyboardInterrupt
@@ -247,7 +245,6 @@ class _Transport:
             self._transport.resume_reading()
 
     def lost(self) -> None:
-        """Nothing is left to drop."""
         if self._dropping is not None:
             self._dropping.cancel()
 

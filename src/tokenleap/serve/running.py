@@ -1,28 +1,44 @@
-"""`Run`: the prompts of one HTTP request in the engine, from admission to the last chunk."""
+"""A request in the engine, from admission to the last byte of its answer, for all endpoints."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from hashlib import sha256
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Send
+from starlette.types import Scope as AsgiScope
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.async_llm import AsyncLLM, AsyncRequest
+from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 from tokenleap.core.sequence import Scope
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.prompts import TextLimit
 from tokenleap.errors import RequestError, TokenleapError
-from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk
+from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
 from tokenleap.serve.body import APIError, invalid, of_engine, of_output, unknown_response
 from tokenleap.serve.fields import (
+    Details,
     ResponseBody,
     SamplingBody,
     check_speculation,
@@ -33,17 +49,29 @@ from tokenleap.serve.metrics import ServerMetrics
 from tokenleap.serve.settings import Settings
 
 __all__ = [
-    "GONE",
+    "DONE",
     "MAX_CONTEXTS",
+    "Answer",
+    "Choices",
+    "EventStream",
     "Pieces",
     "Run",
     "ServerState",
+    "all_outputs",
+    "answer_of",
+    "answered",
+    "chat_logprobs",
+    "completion_logprobs",
+    "data",
+    "event",
+    "new_id",
+    "prompt_logprobs",
+    "refuse_stream_options",
     "shut_down",
-    "started",
     "state_of",
+    "usage_of",
     "while_connected",
 ]
-
 
 T = TypeVar("T")
 
@@ -124,7 +152,6 @@ class Run:
                 task.cancel()
 
     async def results(self) -> list[RequestOutput]:
-        """All outputs, when they have ended."""
         async for _ in self.chunks():
             pass
         return [request.result() for request in self.requests]
@@ -187,7 +214,6 @@ class Run:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     def _watch(self, index: int, chunk: StreamChunk) -> None:
@@ -282,29 +308,6 @@ MAX_CONTEXTS = 4
 """Contexts that a text may fill if it is cut to its end, or only counted."""
 
 
-class OpenRun(Protocol):
-    """Outputs that were counted by `ServerState.enter`."""
-
-    response_id: str | None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the engine has ended all of them."""
-        ...
-
-    def leave(self) -> None:
-        """Count them off."""
-        ...
-
-    def stop(self) -> None:
-        """End all of them where they are; the client gets what there is."""
-        ...
-
-    def cut_off(self, error: APIError) -> None:
-        """End all of them; the client gets this error."""
-        ...
-
-
 class ServerState:
     """State that all endpoints share."""
 
@@ -314,14 +317,13 @@ class ServerState:
         self.created = int(time.time())
         self.open_sequences = 0
         self.stopping = False
-        self.runs: set[OpenRun] = set()
+        self.runs: set[Run] = set()
         self.metrics = ServerMetrics(llm.llm.engine, settings.model, engine)
         llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
         llm.worker.observe = self.metrics.observe_step
 
     @property
     def alive(self) -> bool:
-        """Whether the engine runs."""
         return self.llm.worker.alive
 
     @property
@@ -344,7 +346,6 @@ class ServerState:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The texts of single tokens."""
         return Pieces(self.llm.llm.tokenizer)
 
     def check_model(self, name: str | None) -> None:
@@ -368,7 +369,6 @@ class ServerState:
         return getattr(request.state, "caller", None), address
 
     def check_open(self) -> None:
-        """Refuse a request when the engine is closed."""
         if not self.alive:
             raise shut_down()
 
@@ -407,7 +407,6 @@ class ServerState:
         run.stop()
 
     def leave(self, sequences: int) -> None:
-        """Count outputs off."""
         self.open_sequences -= sequences
 
 
@@ -438,7 +437,6 @@ class Pieces:
         self.of = piece
 
     def all_of(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each of these tokens."""
         return [self.of(token) for token in tokens]
 
 
@@ -447,3 +445,316 @@ def state_of(request: Request) -> ServerState:
     state = request.app.state.server
     assert isinstance(state, ServerState)
     return state
+
+
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON does not have; OpenAI's API does the same."""
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}{uuid.uuid4().hex}"
+
+
+def usage_of(run: Run, outputs: Sequence[CompletionOutput] | None = None) -> dict[str, Any]:
+    """OpenAI's usage object, of what was generated so far."""
+    if outputs is None:
+        metrics = [r.metrics for request in run.requests for r in request.job.requests]
+    else:
+        metrics = [output.metrics for output in outputs]
+    firsts = [request.job.requests[0].metrics for request in run.requests]
+    prompt, written = run.prompt_tokens, sum(each.generated_tokens for each in metrics)
+    cached = sum(each.cached_prompt_tokens + each.cached_source_tokens for each in firsts)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if any(request.job.requests[0].prediction for request in run.requests):
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in metrics),
+            "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in metrics),
+        }
+    return usage
+
+
+def stop_fields(output: CompletionOutput | None, reason: str | None = None) -> dict[str, Any]:
+    """Why an output has ended, with vLLM's `stop_reason`; None while it runs."""
+    if output is None:
+        return {"finish_reason": None}
+    finish = output.finish_reason
+    finish = reason if reason is not None and finish == "stop" else finish
+    return {"finish_reason": finish, "stop_reason": output.stop_reason}
+
+
+# Log-probabilities
+
+
+def completion_logprobs(
+    tokens: Iterable[TokenLogprobs | None],
+    ids: Sequence[int],
+    texts: Sequence[str],
+    pieces: Pieces,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """Those of `/v1/completions`."""
+    listed = list(tokens)
+    return {
+        "tokens": pieces.all_of(ids),
+        "token_logprobs": [None if each is None else _finite(each.logprob) for each in listed],
+        "top_logprobs": [None if each is None else _by_text(each, pieces) for each in listed],
+        "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
+    }
+
+
+def _by_text(token: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
+    """Log-probabilities by text, the token's own among them; the best of equal texts counts."""
+    found: dict[str, float] = {}
+    for each, value in (*token.top, (token.token_id, token.logprob)):
+        found.setdefault(pieces.of(each), _finite(value))
+    return found
+
+
+def chat_logprobs(tokens: Iterable[TokenLogprobs], num_top: int, pieces: Pieces) -> dict[str, Any]:
+    """Those of `/v1/chat/completions`."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text = pieces.of(token)
+        known = None if "\ufffd" in text else list(text.encode(errors="replace"))
+        return {"token": text, "logprob": _finite(value), "bytes": known}
+
+    return {
+        "content": [
+            {
+                **entry(each.token_id, each.logprob),
+                "top_logprobs": [entry(*best) for best in each.top[:num_top]],
+            }
+            for each in tokens
+        ]
+    }
+
+
+def prompt_logprobs(found: PromptLogprobs | None) -> list[Any] | None:
+    """Those of the prompt, as vLLM's API has them."""
+    if found is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token): {
+                "logprob": _finite(each.logprob),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
+            for token, each in position.items()
+        }
+        for position in found
+    ]
+
+
+def _finite(value: float) -> float:
+    return max(value, _LEAST)
+
+
+# Speculation
+
+
+def details_of(
+    wanted: Details | None,
+    tokens: Sequence[StreamedToken],
+    output: CompletionOutput | None,
+    scope: Scope,
+) -> Mapping[str, Any]:
+    """The field `tokenleap` of a choice, if the request asks for it.
+
+    Args:
+        scope: of its request. If others share its drafts, what was drafted for it and not accepted
+            may be their text: the trace is without it.
+    """
+    if wanted is None:
+        return {}
+    found: dict[str, Any] = {}
+    if wanted.tokens:
+        found["tokens"] = [
+            {"id": token.token_id, "text": token.text, "origin": str(token.origin)}
+            for token in tokens
+        ]
+    if wanted.metrics and output is not None:
+        found["metrics"] = output.metrics.as_dict()
+    if wanted.trace and output is not None:
+        trace = output.trace if scope.private else output.trace.withheld()
+        found["trace"] = trace.as_dict()
+    return {"tokenleap": found}
+
+
+def all_outputs(results: Sequence[RequestOutput]) -> list[CompletionOutput]:
+    return [output for result in results for output in result.outputs]
+
+
+# `responded`: sends a run's answer, in pieces or whole, and closes the run however that ends.
+
+
+class Answer(ABC):
+    """What an endpoint makes of a run, whole or in pieces."""
+
+    def __init__(self, body: Any, run: Run, state: ServerState) -> None:
+        self._body, self._run, self._state = body, run, state
+
+    @abstractmethod
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response when all outputs have ended; made off the loop."""
+
+    @abstractmethod
+    def events(self) -> AsyncIterator[bytes]:
+        """The response in pieces."""
+
+
+class Choices(Answer):
+    """A response with a choice for each output, as completions and chats have it."""
+
+    _head: Mapping[str, Any]
+    """What every chunk has besides its choices."""
+
+    def _begun(self) -> Iterator[bytes]:
+        """Chunks before the first output's."""
+        yield from ()
+
+    @abstractmethod
+    def _chunk_data(self, index: int, chunk: StreamChunk) -> Mapping[str, Any]:
+        """What a chunk has besides the head and the usage; `index` is the prompt's."""
+
+    def _is_large(self, index: int, chunk: StreamChunk) -> bool:
+        """Whether the chunk is better made off the loop: it may have a trace."""
+        return chunk.finished and self._body.tokenleap is not None
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The chunks, the usage of all outputs if the request wants it, and the end."""
+        for begun in self._begun():
+            yield begun
+        async for index, chunk in self._run.chunks():
+            make = partial(self._chunk, index, chunk, self._usage_so_far())
+            large = self._is_large(index, chunk)
+            yield await self._state.llm.off_loop(make) if large else make()
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield data({**self._head, "choices": [], "usage": usage_of(self._run)})
+        yield DONE
+
+    def _chunk(self, index: int, chunk: StreamChunk, usage: Mapping[str, Any]) -> bytes:
+        return data({**self._head, **self._chunk_data(index, chunk), **usage})
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        options = self._body.stream_options
+        wanted = options is not None and options.continuous_usage_stats
+        return {"usage": usage_of(self._run)} if wanted else {}
+
+    def _end(
+        self,
+        tokens: Sequence[StreamedToken],
+        output: CompletionOutput | None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        """What a choice or a piece of it ends with."""
+        ids = {"token_ids": [token.token_id for token in tokens]}
+        return {
+            **stop_fields(output, reason),
+            **details_of(self._body.tokenleap, tokens, output, self._run.scope),
+            **(ids if self._body.return_token_ids else {}),
+        }
+
+
+async def answered(
+    request: Request,
+    body: SamplingBody | ResponseBody,
+    prepare: Callable[[], list[JobSpec]],
+    answer: Callable[[Run], Answer],
+    *,
+    prompt_field: str,
+    sequences: int = 1,
+) -> Response:
+    """Run a request, and answer it whole or in pieces; its run ends with the answer."""
+    state = state_of(request)
+    run = await started(request, state, body, sequences, prepare, prompt_field)
+    made = answer(run)
+    if body.stream:
+        return EventStream(run, made.events(), state.settings.write_timeout)
+    try:
+        results = await while_connected(request, run.results())
+        if results is None:
+            return GONE
+        content = await state.llm.off_loop(lambda: as_json(made.whole(results)))
+        return Response(content, media_type="application/json")
+    finally:
+        run.close()
+
+
+# Server-sent events: a response that ends its run however it ends.
+
+
+_log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of completions."""
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        errors="replace"
+    )
+
+
+def data(value: Mapping[str, Any]) -> bytes:
+    """An event without a name."""
+    return b"data: " + as_json(value) + b"\n\n"
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """An event whose name is its type."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + data(value)
+
+
+def answer_of(error: APIError) -> Response:
+    content = as_json(error.as_dict())  # may quote text that has no encoding
+    return Response(content, error.status, error.headers, "application/json")
+
+
+class EventStream(StreamingResponse):
+    """Sends events while the client listens, and closes the run; a failure is the last one."""
+
+    def __init__(self, run: Run, events: AsyncIterator[bytes], write_timeout: float) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_told(events), headers=headers, media_type="text/event-stream")
+        self._run = run
+        self._write_timeout = write_timeout
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._write_timeout):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            _log.info("a client took nothing for %g s", self._write_timeout)
+        finally:
+            self._run.close()
+
+
+async def _told(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for each in events:
+            yield each
+    except APIError as error:
+        yield data(error.as_dict())
+    except TokenleapError as error:
+        yield data(APIError(500, str(error)).as_dict())
+    except Exception:
+        _log.exception("a stream failed")
+        yield data(APIError(500, "an internal error: see the server's log.").as_dict())
+
+
+def refuse_stream_options(body: SamplingBody) -> None:
+    """Refuse options of a stream for a response that is none."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", 'stream_options need "stream": true.')

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
+from pydantic import ConfigDict
 
-from tokenleap.config import SpeculativeConfig
 from tokenleap.core.config import Config
 from tokenleap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenleap.config import SpeculativeConfig
 
 __all__ = ["Settings", "bound_socket"]
 
@@ -37,40 +40,49 @@ def bound_socket(host: str, port: int) -> socket.socket:
 class Settings(Config):
     """Limits of a server, and what it tells about itself.
 
-    Args:
-        served_model_names: names under which requests may ask for the model; the first is shown.
-        api_keys: a request to an endpoint of the model needs one of them; without any, none.
-        host: the address that the server listens at, if it is known. At a loopback address,
-            requests have to name this machine in `Host`, or an allowed origin's.
-        allowed_origins: origins of web pages that may use the server (CORS); "*" is any. Requests
-            of other pages are refused.
-        max_waiting: most sequences that wait for a place among the running ones. More requests are
-            answered with 429.
-        max_logprobs: most tokens per position whose log-probabilities a request may ask for.
-        header_timeout: seconds in which all headers of a request have to come.
-        write_timeout: seconds in which a client has to take a piece of a stream; then its request
-            ends.
-        share_drafts: whether requests without a `cache_salt` draft from one another's outputs, as
-            far as they have the same API key.
-        traces: whether a request may ask for the trace of its steps.
+    Options of `tokenleap serve` have a field's default, its bounds and its first sentence.
     """
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     served_model_names: tuple[str, ...]
+    """Name in requests. The first of several is shown."""
     api_keys: tuple[str, ...] = ()
+    """Key that requests need. Without any, none is needed."""
     host: str | None = None
+    """Address to listen at; 0.0.0.0 is all. At a loopback address, requests have to name this
+    machine in `Host`, or an allowed origin's. None if it is not known.
+    """
     allowed_origins: tuple[str, ...] = ()
+    """Origin of web pages that may use the server (CORS). "*" is any. Requests of other pages are
+    refused.
+    """
     max_waiting: Annotated[int, Ge(0)] = 256
+    """Outputs that may wait for their turn; more get 429."""
     max_body_bytes: Annotated[int, Ge(1)] = 8 * 2**20
+    """Limit of a request's body, such as 8MiB."""
     max_n: Annotated[int, Ge(1)] = 16
+    """Maximum outputs of a prompt."""
     max_prompts: Annotated[int, Ge(1)] = 128
+    """Maximum prompts of one completion."""
     max_logprobs: Annotated[int, Ge(0)] = 20
+    """Maximum log-probabilities of a token."""
     body_timeout: Annotated[float, Gt(0)] = 30.0
+    """Seconds in which a request's body has to come."""
     header_timeout: Annotated[float, Gt(0)] = 15.0
+    """Seconds in which all headers of a request have to come."""
     write_timeout: Annotated[float, Gt(0)] = 30.0
+    """Seconds in which a client has to take a piece of a stream. Then its request ends."""
     shutdown_timeout: Annotated[float, Ge(0)] = 30.0
+    """Seconds that requests have left after SIGTERM."""
     log_requests: bool = True
+    """Write a line of JSON for each request."""
     share_drafts: bool = False
+    """Draft from the outputs of all earlier requests with the same API key. It is about requests
+    without a `cache_salt`.
+    """
     traces: bool = True
+    """Answer requests that ask for the trace of their steps."""
 
     @property
     def model(self) -> str:

@@ -36,13 +36,11 @@ from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.registry import METHODS
 from tokenleap.drafters.shapes import TreeOptions, closed
 from tokenleap.errors import ConfigError
-from tokenleap.llm import LLM, Prompt
-from tokenleap.runtime.costs import CostCurve
-from tokenleap.runtime.profiling import measure_costs
-from tokenleap.trace import StepTrace
 
 if TYPE_CHECKING:
+    from tokenleap.llm import LLM, Prompt
     from tokenleap.runtime.costs import CostCurve
+    from tokenleap.trace import StepTrace
 
 __all__ = [
     "Acceptance",
@@ -85,6 +83,8 @@ class Acceptance:
 
 def pass_costs(llm: LLM) -> CostCurve:
     """Seconds of a target pass by its number of positions."""
+    from tokenleap.runtime.profiling import measure_costs
+
     return measure_costs(llm.engine.target)
 
 

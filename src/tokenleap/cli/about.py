@@ -1,20 +1,111 @@
-"""`tokenleap doctor`: what this machine has, what runs on it and why, and what would be faster."""
+"""`tokenleap methods` and `tokenleap doctor`: what there is to choose from, and this machine."""
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Any
 
-import typer
 from rich.table import Table
 
 from tokenleap.cli.console import as_json, display, plain, working
+from tokenleap.cli.options import JsonOption
 from tokenleap.cli.root import examples
 
-__all__ = ["EXAMPLES", "doctor"]
+__all__ = ["DOCTOR_EXAMPLES", "METHODS_EXAMPLES", "doctor", "methods"]
 
-EXAMPLES = examples("tokenleap doctor", "tokenleap doctor --json")
+METHODS_EXAMPLES = examples("tokenleap methods", "tokenleap methods --json")
+
+_NAME_CELLS = 12
+
+
+def methods(
+    json_output: JsonOption = False,
+) -> None:
+    """List drafters, acceptance rules and controllers."""
+    with working("Starting", quiet=json_output):
+        from tokenleap.control import CONTROLLERS
+        from tokenleap.core import acceptance
+        from tokenleap.drafters import registry
+
+        plugins = _plugins(registry.PLUGINS, registry.METHODS)
+        drafters = [_listed(name, _drafter) for name in (*registry.METHODS, *plugins)]
+        plugins = _plugins(acceptance.PLUGINS, acceptance.RULES)
+        rules = [_listed(name, _rule_facts) for name in (*acceptance.RULES, *plugins)]
+    controllers = [{"name": name, **_controller(name)} for name in CONTROLLERS]
+    if json_output:
+        print(as_json({"methods": drafters, "acceptance": rules, "controllers": controllers}))
+        return
+    _show_names(
+        "--method", "tokens", [(d, str(d.get("num_speculative_tokens", ""))) for d in drafters]
+    )
+    display().print()
+    kinds = {True: "lossless", False: "lossy", None: ""}
+    _show_names("--acceptance", "output", [(rule, kinds[rule.get("lossless")]) for rule in rules])
+    display().print()
+    _show_names("--controller", "", [(controller, "") for controller in controllers])
+
+
+def _plugins(group: str, known: Collection[str]) -> list[str]:
+    """Names that other packages add to those that are known here."""
+    from tokenleap.core.config import plugin_names
+
+    return [name for name in dict.fromkeys(plugin_names(group)) if name not in known]
+
+
+def _listed(name: str, describe: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """A method or rule; of one that another package fails to bring, what is wrong with it."""
+    from tokenleap.errors import ConfigError
+
+    try:
+        return {"name": name, **describe(name)}
+    except ConfigError as error:
+        return {"name": name, "summary": str(error), "fields": []}
+
+
+def _drafter(name: str) -> dict[str, Any]:
+    from tokenleap.drafters.registry import drafter_spec
+
+    spec = drafter_spec(name)
+    return {
+        "num_speculative_tokens": spec.default_num_speculative_tokens,
+        "summary": spec.summary,
+        "fields": spec.options.field_names(),
+    }
+
+
+def _rule_facts(name: str) -> dict[str, Any]:
+    from tokenleap.core.acceptance import rule_class
+
+    rule = rule_class(name)
+    summary = inspect.cleandoc(rule.__doc__ or "").partition("\n")[0].rstrip(".")
+    return {"lossless": rule.lossless, "summary": summary, "fields": rule.Options.field_names()}
+
+
+def _controller(name: str) -> dict[str, Any]:
+    from tokenleap.control import CONTROLLERS
+
+    controller = CONTROLLERS[name]
+    return {"summary": controller.summary, "fields": controller.Options.field_names()}
+
+
+def _show_names(name: str, second: str, rows: list[tuple[dict[str, Any], str]]) -> None:
+    """A table of names; `second` heads its second column."""
+    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 3, 0, 0))
+    table.add_column(name, no_wrap=True, min_width=_NAME_CELLS)
+    table.add_column(second, no_wrap=True, min_width=len("lossless"))
+    table.add_column("")
+    for row, cell in rows:
+        text = plain(row["summary"])
+        if row["fields"]:
+            text.append_text(plain("\n" + ", ".join(row["fields"]), "note"))
+        table.add_row(row["name"], cell, text)
+    display().print(table)
+
+
+DOCTOR_EXAMPLES = examples("tokenleap doctor", "tokenleap doctor --json")
 
 _GIB = 2**30
 _EXTRAS = {
@@ -33,11 +124,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class _Finding:
-    """One thing about the machine.
-
-    Args:
-        advice: what would make it better; empty if it is good.
-    """
+    """A fact about the machine, and advice if it could be better."""
 
     name: str
     value: str
@@ -45,7 +132,7 @@ class _Finding:
 
 
 def doctor(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Say what this machine has, what will run on it, and what would be faster."""
     with working("Looking", quiet=json_output):

@@ -1,11 +1,13 @@
-"""`tokenleap tree`: find the best token tree from how often each rank is accepted."""
+"""`tokenleap tree` and `tokenleap tune-layers`: the best shape of a drafter, by measurement."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from tokenleap.cli.console import as_json, display, plain, working
+from tokenleap.cli.console import as_json, display, errors, plain, say, table_of, working
 from tokenleap.cli.options import (
+    JsonOutput,
     ModelOptions,
     SamplingOptions,
     SpeculationOptions,
@@ -26,7 +29,7 @@ from tokenleap.cli.options import (
     parse_object,
     refuse_given,
 )
-from tokenleap.cli.plan_trials import read_texts
+from tokenleap.cli.plan import read_texts
 from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
 from tokenleap.drafters.shapes import MAX_DEPTH, MAX_NODES, MAX_RANKS, TreeFile
 from tokenleap.engine.lines import shaped
@@ -34,25 +37,18 @@ from tokenleap.engine.lines import shaped
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
     from tokenleap.core.params import SamplingParams
+    from tokenleap.drafters.options import TunedLayers
     from tokenleap.llm import LLM
     from tokenleap.runtime.costs import CostCurve
     from tokenleap.tuning.sequoia import Acceptance, BestTree
+    from tokenleap.tuning.tune_layers import Deadline, LayerLaboratory, LayerSearch, Trial
 
-__all__ = [
-    "EXAMPLES",
-    "LARGEST",
-    "Costs",
-    "Found",
-    "Rival",
-    "drawn",
-    "measured",
-    "show_found",
-    "solved",
-    "tree",
-]
+__all__ = ["LAYERS_EXAMPLES", "TREE_EXAMPLES", "Costs", "drawn", "solved", "tree", "tune_layers"]
 
+_tree = partial(in_panel, "Tree")
+_search = partial(in_panel, "Search")
 
-EXAMPLES = examples(
+TREE_EXAMPLES = examples(
     "tokenleap tree prompts.txt --draft-model ./small --output tree.json",
     "tokenleap tree --method early_exit --nodes 16  # three short prompts",
     "tokenleap tree --acceptance-vector 0.7,0.15,0.05 --nodes 12  # without a model",
@@ -70,26 +66,17 @@ class ShapeOptions:
 
     nodes: Annotated[
         int | None,
-        in_panel(
-            "Tree", "Drafted nodes.", min=1, max=MAX_NODES, show_default="best by measured cost"
-        ),
+        _tree("Drafted nodes.", min=1, max=MAX_NODES, show_default="best by measured cost"),
     ] = None
     depth: Annotated[
-        int, in_panel("Tree", "Maximum levels; each takes a draft pass.", min=1, max=MAX_DEPTH)
+        int, _tree("Maximum levels; each takes a draft pass.", min=1, max=MAX_DEPTH)
     ] = DEFAULT_DEPTH
     ranks: Annotated[
         int | None,
-        in_panel(
-            "Tree",
-            "Maximum children of a node.",
-            min=1,
-            max=MAX_RANKS,
-            show_default=str(DEFAULT_RANKS),
-        ),
+        _tree("Maximum children of a node.", min=1, max=MAX_RANKS, show_default=str(DEFAULT_RANKS)),
     ] = None
     acceptance_vector: Annotated[
-        str | None,
-        in_panel("Tree", "Acceptance by rank, instead of measuring it.", metavar="A,A,..."),
+        str | None, _tree("Acceptance by rank, instead of measuring it.", metavar="A,A,...")
     ] = None
 
     def vector(self) -> tuple[float, ...] | None:
@@ -150,10 +137,9 @@ def tree(
     target: ModelOptions,
     sampling: SamplingOptions,
     output: Annotated[
-        Path | None,
-        in_panel("Output", "Save the tree to this file.", metavar="FILE.json"),
+        Path | None, in_panel("Output", "Save the tree to this file.", metavar="FILE.json")
     ] = None,
-    json_output: Annotated[bool, in_panel("Output", "Print one JSON object.", "--json")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Find the best tree to draft, for your model and prompts.
 
@@ -174,7 +160,7 @@ def tree(
     else:
         show_found(found)
     if output is not None:
-        _save(found, output, quiet=json_output)
+        _save_tree(found, output, quiet=json_output)
 
 
 def _check_output(output: Path | None) -> None:
@@ -228,7 +214,7 @@ def _on_a_model(
     return solved(acceptance.vector, shape.nodes, shape.depth, acceptance, costs, **origin)
 
 
-def _save(found: Found, output: Path, *, quiet: bool) -> None:
+def _save_tree(found: Found, output: Path, *, quiet: bool) -> None:
     if not found.tree.paths:
         raise UsageError(f"there is no tree to save to {output}: try --nodes or other prompts")
     write_whole(output, as_json(found.file().as_dict()) + "\n")
@@ -261,11 +247,11 @@ def show_found(found: Found) -> None:
         console.print()
     console.print(_rival_table(found))
     console.print()
-    console.print(plain(_verdict(found)))
+    console.print(plain(_tree_verdict(found)))
 
 
 def _vector_table(acceptance: Acceptance) -> Table:
-    table = _table("rank", "accepted", "error")
+    table = table_of("rank", "accepted", "error")
     for rank, (rate, error) in enumerate(zip(acceptance.vector, acceptance.errors, strict=True)):
         table.add_row(str(rank), f"{rate:.4f}", f"{error:.4f}")
     return table
@@ -298,7 +284,7 @@ def _above(path: _Branch, branches: Mapping[_Branch, Tree]) -> _Branch:
 
 def _rival_table(found: Found) -> Table:
     rates = () if found.costs is None else ("tokens\nper second",)
-    table = _table("", "\nnodes", "\nlevels", "tokens\nper pass", *rates)
+    table = table_of("", "\nnodes", "\nlevels", "tokens\nper pass", *rates, left=1)
     for rival in found.rivals():
         cells = [str(rival.nodes), str(rival.levels), f"{rival.expected_tokens:.3f}"]
         if found.costs is not None:
@@ -307,7 +293,7 @@ def _rival_table(found: Found) -> Table:
     return table
 
 
-def _verdict(found: Found) -> str:
+def _tree_verdict(found: Found) -> str:
     if not any(found.acceptance):
         return "No tree: no drafted token is ever accepted."
     if not found.tree.paths:
@@ -319,13 +305,6 @@ def _verdict(found: Found) -> str:
         f"Expected {tree.expected_tokens:.3f} tokens per pass: {over_chain:+.1%} over the chain of "
         f"as many nodes, {over_full:+.1%} over the best full tree."
     )
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="head", padding=(0, 2, 0, 0))
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if heading or index else "left")
-    return table
 
 
 # `tokenleap tree`: measure acceptance and costs, compute the best tree, compare other shapes.
@@ -343,7 +322,6 @@ class Costs:
     level: float
 
     def seconds(self, nodes: int, levels: int) -> float:
-        """Seconds of drafting and verifying a tree."""
         return levels * self.level + self.curve(1 + nodes)
 
 
@@ -357,23 +335,16 @@ class Rival:
     expected_tokens: float
 
     def as_dict(self, costs: Costs | None) -> dict[str, Any]:
-        """The shape for JSON."""
         rate = None if costs is None else self.tokens_per_second(costs)
         return {**vars(self), "tokens_per_second": rate}
 
     def tokens_per_second(self, costs: Costs) -> float:
-        """Expected tokens per second, from measured costs."""
         return self.expected_tokens / costs.seconds(self.nodes, self.levels)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best tree and the measurements it was computed from.
-
-    Args:
-        measured: the counts behind the vector; None if it was given.
-        costs: measured costs; None if the number of nodes was given.
-    """
+    """The best tree, and the measurements of it; what was given was not measured."""
 
     acceptance: tuple[float, ...]
     measured: Acceptance | None
@@ -401,7 +372,6 @@ class Found:
         ]
 
     def file(self) -> TreeFile:
-        """The content of the file that `--output` names."""
         tree = self.tree
         return TreeFile(tree.paths, self.acceptance, tree.expected_tokens, self.method, self.model)
 
@@ -455,7 +425,6 @@ def measured(
     costs: bool,
     quiet: bool,
 ) -> tuple[Acceptance, Costs | None]:
-    """Measure the acceptance of every rank, and the costs if wanted."""
     from tokenleap.tuning.sequoia import measure_acceptance, pass_costs
 
     prompts = [llm.encode(shaped(llm, text)) for text in texts]
@@ -466,3 +435,224 @@ def measured(
         return found, None
     with working("Measuring the cost of verification", quiet=quiet):
         return found, Costs(pass_costs(llm), found.draft_seconds)
+
+
+LAYERS_EXAMPLES = examples(
+    "tokenleap tune-layers prompts.txt --output layers.json",
+    "tokenleap tune-layers mine.jsonl -o layers.json --seconds 1800 --temperature 1",
+    "tokenleap generate 'Dear' --method layer_skip "
+    '--speculative-config \'{"layers": "layers.json"}\'',
+)
+
+CALIBRATED = 0.15
+"""Share of the time limit after which no further prompt is added."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How much to measure, and for how long."""
+
+    max_tokens: Annotated[int, _search("Tokens per prompt.", min=2)] = 64
+    trials: Annotated[int, _search("Maximum timed runs, each on all prompts.", min=1)] = 30
+    seconds: Annotated[float, _search("Time limit after the model is loaded.", min=1)] = 600
+    temperature: Annotated[
+        float, _search("0 is greedy; 1 is the model's own distribution.", min=0)
+    ] = 0
+
+    def params(self) -> SamplingParams:
+        """Parameters of the calibration texts, seeded so that every run generates the same ones."""
+        from tokenleap.core.params import SamplingParams
+
+        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=0)
+
+
+@flat
+def tune_layers(
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            help="Text with a prompt per line, or .jsonl with a prompt per object.",
+            metavar="PROMPTS_FILE",
+            show_default=False,
+        ),
+    ],
+    *,
+    output: Annotated[
+        Path, in_panel("Output", "The file to write.", "--output", "-o", metavar="FILE")
+    ],
+    search: SearchOptions,
+    target: ModelOptions,
+    json_output: JsonOutput = False,
+) -> None:
+    """Find the sublayers to skip with --method layer_skip.
+
+    Predicts from acceptance rates and pass times which choices of sublayers
+    and draft lengths are fast. Then times the best ones, in turn with plain
+    decoding, and saves the fastest (Zhang et al., "Draft & Verify").
+    Ctrl-C saves the fastest of those that were run.
+    """
+    check_writable(output)
+    texts = read_texts(prompts)
+    with working("Starting", quiet=json_output):
+        params = search.params()
+    laboratory = _laboratory(target, quiet=json_output)
+    found, deadline = _started_search(laboratory, search)
+    try:
+        with _reporting(found, quiet=json_output) as report:
+            report("Generating the calibration texts")
+            encoded = [laboratory.llm.encode(shaped(laboratory.llm, text)) for text in texts]
+            laboratory.calibrate(encoded, params, lambda: deadline.passed(CALIBRATED))
+            found.run()
+    except KeyboardInterrupt:
+        if found.trials:
+            _save_layers(output, _tuned(found, laboratory, target))
+            say(f"{output} has the fastest of the {len(found.trials)} choices that were run")
+        raise
+    tuned = _tuned(found, laboratory, target)
+    _save_layers(output, tuned)
+    if json_output:
+        runs = {"trials": _trials(found)}
+        display().out(as_json({"output": str(output), **tuned.model_dump(), **runs}))
+        return
+    show_tuning(found, laboratory, tuned, len(texts))
+    use = json.dumps({"layers": str(output)})
+    note = f"\nSaved: --method layer_skip --speculative-config '{use}'."
+    display().print(plain(note, "note"), soft_wrap=True)
+
+
+def _laboratory(target: ModelOptions, *, quiet: bool) -> LayerLaboratory:
+    from tokenleap.config import SpeculativeConfig
+
+    llm = open_llm(target, SpeculativeConfig(), quiet=quiet)
+    from tokenleap.tuning.tune_layers import LayerLaboratory
+
+    return LayerLaboratory(llm)
+
+
+def _started_search(
+    laboratory: LayerLaboratory, options: SearchOptions
+) -> tuple[LayerSearch, Deadline]:
+    from tokenleap.tuning.tune_layers import Deadline, LayerSearch
+
+    deadline = Deadline(options.seconds)
+    return LayerSearch(laboratory, laboratory.num_layers, deadline, options.trials), deadline
+
+
+@contextmanager
+def _reporting(found: LayerSearch, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show the search's progress on stderr, if that is a terminal."""
+    console = errors()
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(plain("Starting ...", "note")) as status:
+        found.report = lambda doing: status.update(plain(f"{doing} ...", "note"))
+        yield found.report
+
+
+def _tuned(found: LayerSearch, laboratory: LayerLaboratory, target: ModelOptions) -> TunedLayers:
+    from tokenleap.drafters.options import TunedLayers
+    from tokenleap.tuning.tune_layers import layers_of
+
+    best = found.best
+    assert best is not None, "the caller has checked that there was a run"
+    measured: dict[str, Any] = {
+        "model": target.model,
+        "dtype": str(laboratory.llm.dtype).removeprefix("torch."),
+        "device": str(laboratory.llm.device),
+        "temperature": laboratory.temperature,
+        "prompts": laboratory.num_texts,
+        "positions": laboratory.positions,
+        **best.as_dict(),
+    }
+    layers = layers_of(best.estimate.skip)
+    return TunedLayers(
+        skip_attention=layers["skip_attention"],
+        skip_mlp=layers["skip_mlp"],
+        num_hidden_layers=laboratory.num_layers,
+        num_speculative_tokens=best.gamma,
+        measured=measured,
+    )
+
+
+def _trials(found: LayerSearch) -> list[dict[str, Any]]:
+    from tokenleap.tuning.tune_layers import layers_of
+
+    return [{**layers_of(trial.estimate.skip), **trial.as_dict()} for trial in found.trials]
+
+
+def _save_layers(output: Path, tuned: TunedLayers) -> None:
+    write_whole(output, as_json(tuned.model_dump()) + "\n")
+
+
+# How `tokenleap tune-layers` shows its result: the trials, the best one, and what to do.
+
+
+def show_tuning(
+    found: LayerSearch, laboratory: LayerLaboratory, tuned: TunedLayers, num_prompts: int
+) -> None:
+    """Print the trials, their speed, and whether skipping layers pays on this machine."""
+    console = display()
+    how = f"temperature {laboratory.temperature:g}" if laboratory.temperature else "greedy"
+    used = laboratory.num_texts
+    prompts = f"{used} prompts" if used == num_prompts else f"{used} of {num_prompts} prompts"
+    console.print(
+        plain(
+            f"{tuned.measured['model']}, {how}, {prompts}, {laboratory.positions} tokens; alpha of "
+            f"{len(found.estimates)} choices measured, {len(found.trials)} run"
+        )
+    )
+    console.print()
+    console.print(_trial_table(found))
+    console.print()
+    for line in _layers_verdict(found, tuned):
+        console.print(plain(line))
+
+
+def _trial_table(found: LayerSearch) -> Table:
+    headings = ("left out\nattention", "\nMLP", "\nalpha", "\nc", "\ngamma", "speed-up\npredicted")
+    table = table_of(*headings, "\nmeasured", "\nrange", "\nruns")
+    for trial in sorted(found.trials, key=lambda t: (-len(t.runs), -t.ratio)):
+        style = "draft" if trial is found.best else ""
+        table.add_row(*(plain(cell, style) for cell in _cells(trial)))
+    return table
+
+
+def _cells(trial: Trial) -> Sequence[str]:
+    estimate = trial.estimate
+    kinds = [sublayer.kind for sublayer in estimate.skip]
+    return (
+        str(kinds.count("attention")),
+        str(kinds.count("mlp")),
+        f"{estimate.alpha:.3f}",
+        f"{estimate.cost:.3f}",
+        str(trial.gamma),
+        f"{trial.predicted:.2f}x",
+        f"{trial.ratio:.2f}x",
+        f"{trial.low:.2f}-{trial.high:.2f}",
+        str(len(trial.runs)),
+    )
+
+
+def _layers_verdict(found: LayerSearch, tuned: TunedLayers) -> list[str]:
+    best = found.best
+    assert best is not None, "the caller has checked that there was a run"
+    lines = [
+        f"Attention left out in layers: {_listed(tuned.skip_attention)}.",
+        f"MLP left out in layers: {_listed(tuned.skip_mlp)}.",
+    ]
+    if best.ratio > 1:
+        lines.append(f"Best: {best.ratio:.2f}x plain decoding, drafting {best.gamma}.")
+    else:
+        lines.append(
+            f"None is faster than plain decoding here: the best, drafting {best.gamma}, reaches "
+            f"{best.ratio:.2f}x of its speed. Use another method on this machine."
+        )
+    if not found.confirmed:
+        times = "once" if len(best.runs) == 1 else f"{len(best.runs)} times"
+        lines.append(f"It was run {times} only: to be sure, give more --seconds or --trials.")
+    return lines
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
