@@ -37,10 +37,7 @@ KEPT = 16
 
 class Grammars:
     """Compiles grammars over one model's tokens; indexes the vocabulary once, on first use.
-
-    Args:
-        eos_token_ids: the tokens that may follow a complete output. Without any, only
-            `Grammar.forced` is useful.
+    `eos_token_ids` may follow a complete output. Without any, only `Grammar.forced` is useful.
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class Grammars:
         self._matcher = lru_cache(maxsize=KEPT)(self._compiled)
 
     def compile(self, outputs: Form) -> Grammar:
-        """Compile a grammar for one request."""
         try:
             matcher = self._matcher(checked_source(outputs))
         except ConfigError as error:
@@ -95,9 +91,7 @@ class Grammars:
 
 class Grammar:
     """The grammar of one request, for any continuation of its prompt.
-
-    It keeps the matcher's state after the last query. The next query rolls back to the common
-    prefix and advances from there.
+    The matcher keeps its state after a query. The next one rolls back to the common prefix.
     """
 
     def __init__(self, new: Callable[[], Any], vocab_size: int) -> None:
@@ -107,11 +101,8 @@ class Grammar:
         self._tokens: list[int] = []  # output tokens the matcher has consumed
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
-        """The tokens that may come next.
-
-        Returns:
-            [V] bool, or None if the grammar does not allow the output so far. End-of-sequence
-            tokens are allowed where the output is complete.
+        """The tokens that may come next, [V] bool; None if the output so far is not allowed.
+        End-of-sequence tokens are allowed where the output is complete.
         """
         if not self._move_to(output_ids):
             return None

@@ -18,10 +18,8 @@ Index = TypeVar("Index")
 
 @dataclass(frozen=True, eq=False)
 class References:
-    """Texts in the target's tokens; the target does not read them.
-
-    The requests that were made with the same texts share one object, which belongs to them: it is
-    freed with the last of them, and with it everything that drafters have indexed of it.
+    """Texts in the target's tokens, which it does not read.
+    Requests made with the same texts share one object; it and its indexes are freed with the last.
     """
 
     texts: tuple[tuple[int, ...], ...] = ()
@@ -47,16 +45,12 @@ NO_REFERENCES = References()
 
 @dataclass(frozen=True)
 class Source:
-    """The encoder's input; sources with the same input are equal.
-
-    Args:
-        features: [bins, frames] of audio; None for a text.
-        digest: of the features (see `of_audio`), which are compared by it; empty for a text.
-    """
+    """The encoder's input; sources with the same input are equal."""
 
     tokens: tuple[int, ...] = ()
+    # [bins, frames] of audio
     features: Tensor | None = field(default=None, compare=False, repr=False)
-    digest: str = ""
+    digest: str = ""  # of the features, which are compared by it
 
     @classmethod
     def of_audio(cls, features: Tensor) -> Source:
@@ -83,7 +77,6 @@ class Source:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix, in tokens."""
     length = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

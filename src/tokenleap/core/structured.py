@@ -127,12 +127,7 @@ class Form(Protocol):
 
 
 def checked_source(outputs: Form) -> str:
-    """The grammar of a form in llguidance's own format.
-
-    Raises:
-        ConfigError: the form is too large, is refused by llguidance or takes it too long; or
-            llguidance is not installed.
-    """
+    """The grammar of a form in llguidance's own format, within the limits."""
     library()
     try:
         made = _source(outputs)
@@ -207,11 +202,7 @@ def _checked_schema(given: Mapping[str, Any] | str) -> Any:
 
 
 def library() -> Any:
-    """The module `llguidance`.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The module `llguidance`, or a `ConfigError` if it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -237,13 +228,8 @@ _NO_TRIAL = "the process that tries out forms did not start"
 
 @lru_cache(maxsize=128)
 def what_is_wrong(grammar: str) -> str | None:
-    """Why a grammar cannot be used, in one line; None if it can. Answers are kept.
-
-    Args:
-        grammar: in llguidance's own format.
-
-    Raises:
-        ConfigError: the trial did not come about.
+    """Why a grammar in llguidance's format cannot be used, in one line; None if it can.
+    Answers are kept. A trial that does not come about is a `ConfigError`.
     """
     if not sys.executable or getattr(sys, "frozen", False):  # no Python to start
         return trial.wrong(grammar)
@@ -295,7 +281,6 @@ class _Process:
         )
 
     def _answer(self) -> bytes | None:
-        """The next line; None if there is none."""
         assert self._popen.stdout is not None
         killer = threading.Timer(_PATIENCE, self._kill)
         killer.daemon = True
@@ -309,7 +294,6 @@ class _Process:
         self._popen.kill()
 
     def end(self) -> None:
-        """End it; nothing happens if it has ended."""
         self._popen.kill()
         self._popen.wait()
         self.forget()

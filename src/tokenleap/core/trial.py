@@ -52,7 +52,6 @@ _WALKS, _STEPS = 2, 64
 
 
 def on_stack(size: int, act: Callable[[], T]) -> T:
-    """Run this in a thread with a stack of so many bytes."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -132,7 +131,6 @@ def first_line(matcher: Any) -> str:
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
     if hasattr(os, "nice"):
         os.nice(5)  # the passes of running requests go first
@@ -154,7 +152,6 @@ def main() -> None:
 
 
 def _limit() -> None:
-    """Limit the next trial, where the system can do that."""
     try:
         import resource
     except ImportError:  # Windows

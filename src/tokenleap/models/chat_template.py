@@ -120,7 +120,6 @@ def _made(name: str, values: Sequence[Any]) -> int:
 
 
 def _width(values: Iterable[Any]) -> int:
-    """The greatest number among arguments."""
     flat = (x for each in values for x in (each if isinstance(each, tuple) else (each,)))
     return max((abs(x) for x in flat if isinstance(x, int)), default=0)
 

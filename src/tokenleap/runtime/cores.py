@@ -16,7 +16,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def available_cores(groups: Path = _OWN, root: Path = _ROOT) -> int:
-    """Cores that this process may use, at least 1; a quota of 1.5 cores counts as 2."""
+    """Cores that this process may use; a quota of 1.5 cores counts as 2."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

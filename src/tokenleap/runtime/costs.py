@@ -56,17 +56,11 @@ _SHORTEST = 1e-9
 
 class CostCurve:
     """Expected seconds of a pass. All controllers of a target share one curve.
-
     f is linear between its points. Beyond the last one, it is proportional to the number of nodes.
-
-    Args:
-        points: measured seconds by the number of nodes of a single row, or by (rows, nodes).
-            Without them the curve is a guess in passes over one node, until the first observed
-            pass scales it to seconds.
-
-    Attributes:
-        agreed: gives all processes the seconds that the first one measured, so that they decide
-            alike. Whatever a controller measures goes through it.
+    Points are measured seconds by the nodes of a single row, or by (rows, nodes). Without them the
+    curve is a guess in passes over one node, until the first observed pass scales it to seconds.
+    `agreed` gives all processes the seconds that the first one measured: whatever a controller
+    measures goes through it.
     """
 
     def __init__(
@@ -147,7 +141,6 @@ class CostCurve:
         return alone + self._row * (rows - 1), drafted
 
     def _alone(self, positions: float) -> float:
-        """f, the curve of a single row."""
         nodes, seconds = self._nodes, self._seconds
         if positions > nodes[-1]:
             return seconds[-1] * positions / nodes[-1]

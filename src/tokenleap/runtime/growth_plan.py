@@ -14,16 +14,10 @@ __all__ = ["GrowthDraw", "GrowthPlan"]
 
 @dataclass(frozen=True)
 class GrowthPlan:
-    """How trees of most probable or of drawn tokens grow, level by level.
+    """How trees of most probable or of drawn tokens grow, level by level."""
 
-    Args:
-        widths: children of each node that gets any, at depths 0 (the root), 1, ...
-        beam: nodes of a level that get children: those with the highest path probabilities. None
-            means all of them.
-    """
-
-    widths: tuple[int, ...]
-    beam: int | None = None
+    widths: tuple[int, ...]  # children of each node that gets any, at depths 0 (the root), 1, ...
+    beam: int | None = None  # most nodes of a level that get children: the most probable paths
 
     @property
     def frontiers(self) -> list[int]:
@@ -38,17 +32,11 @@ class GrowthPlan:
 @dataclass(frozen=True)
 class GrowthDraw:
     """How a tree draws its tokens.
-
     Siblings are drawn without replacement, as by `Noise.draw_distinct`. With `GrowthPlan.beam`,
     rounding errors may exchange tokens with nearly equal scores.
-
-    Args:
-        noise: of the request, with depths counted from the root; its token stream is drawn from.
-        coupled: whether the noise is the target's own. The probabilities of tokens are then
-            their clarity (`drafters.drawing`).
     """
 
-    noise: Noise
+    noise: Noise  # of the request, with depths counted from the root
     temperature: float
     limits: Limits
-    coupled: bool
+    coupled: bool  # the noise is the target's: probabilities are clarities (`drafters.drawing`)

@@ -47,17 +47,11 @@ class LinearLayer(Protocol):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
         ...
 
 
 class DenseLinear:
-    """`y = x W^T + b` through `F.linear`, which needs no packed weights on a GPU.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-    """
+    """`y = x W^T + b` through `F.linear`, which needs no packed weights on a GPU."""
 
     LEAST_ROWS: ClassVar[int] = 1
 
@@ -65,7 +59,6 @@ class DenseLinear:
         self._weight, self._bias = weight.detach(), bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
         return F.linear(x, self._weight, self._bias)
 
 
@@ -80,9 +73,7 @@ class _Layer(DecoderLayer[Linear, Linear]):
 
 class LeanDecoder:
     """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
-
-    Args:
-        weights: its weights. Embedding and norms are shared, and linear layers are converted.
+    Embedding and norms are shared, and linear layers are converted.
     """
 
     def __init__(self, weights: DecoderWeights, linear: type[LinearLayer]) -> None:
@@ -112,7 +103,6 @@ class LeanDecoder:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
 
     def first_layers(self, count: int) -> LeanDecoder:

@@ -66,22 +66,16 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """The numbers by which a model differs from Llama. The defaults are Llama's.
-
-    Args:
-        residual_scale: factor of what attention and MLP add to the residual stream.
-        logit_cap: c: the logits x become c tanh(x / c); 0 for none.
-        whole_norms: whether the queries of all heads are normalised together, and the keys.
-    """
+    """The numbers by which a model differs from Llama. The defaults are Llama's."""
 
     embedding_scale: float = 1.0
     learnt_scale: float = 1.0
-    residual_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of what attention and MLP add
     logit_scale: float = 1.0
-    logit_cap: float = 0.0
+    logit_cap: float = 0.0  # c: the logits x become c tanh(x / c); 0 for none
     score_cap: float = 0.0
     activation: Activation = Activation.SILU
-    whole_norms: bool = False
+    whole_norms: bool = False  # queries of all heads are normalised together
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits, of the products of hidden states and output layer."""
@@ -92,24 +86,19 @@ class Traits:
 @dataclass(frozen=True)
 class Family:
     """Names of a family's modules, and what they compute.
-
     Layers without rotary angles (SmolLM3) and windows are found in the modules and the
     configuration.
-
-    Args:
-        merged: whether query, key and value are one linear layer, and gate and up one.
-        activation: the field of the configuration that names it, and its name.
-        caps_logits: whether the configuration may have a cap for the logits.
     """
 
     norms: Norms = Norms()
-    merged: bool = False
+    merged: bool = False  # query, key and value are one linear layer, and gate and up one
     norms_from_one: bool = False
     whole_norms: bool = False
+    # the field of the configuration that names it, and its name
     activation: tuple[str, str] = ("hidden_act", "silu")
     multipliers: bool = False
     scaled_embedding: bool = False
-    caps_logits: bool = False
+    caps_logits: bool = False  # the configuration may have a cap for the logits
     caps_scores: bool = False
 
     @property
@@ -232,12 +221,7 @@ def is_llama(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """`y = x W^T + b`.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-    """
+    """`y = x W^T + b` with a weight [out, in] and a bias [out] or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -307,22 +291,15 @@ LAYER_NORMS = tuple(Family().norm_modules)
 @dataclass(frozen=True)
 class JointInput:
     """How a drafting head reads and hands on states (EAGLE-3).
-
     The state takes the place of the embedding at the beginning of the residual stream. The first
     layer's attention reads both, `[norm(embedding); norm(state)]`, so its `qkv` is 2 E -> (H + 2 G)
     D and its `attention_norm` is not used.
-
-    Args:
-        embedding_norm: [E] weight of the embedding's RMSNorm.
-        state_norm: [E] weight of the state's RMSNorm.
-        norm_output: whether the states handed on, which are the hidden states after the last
-            layer, are those after the final norm.
     """
 
-    embedding_norm: Tensor
-    state_norm: Tensor
+    embedding_norm: Tensor  # [E], of the RMSNorm
+    state_norm: Tensor  # [E], of the RMSNorm
     norm_before_residual: bool
-    norm_output: bool
+    norm_output: bool  # the states handed on are those after the final norm
 
 
 @dataclass(frozen=True)
@@ -360,7 +337,6 @@ class DecoderWeights(Protocol):
     """None for a language model, whose residual stream begins with the embedding."""
 
     def layer(self, index: int) -> LayerWeights:
-        """The weights of a layer."""
         ...
 
 
@@ -409,12 +385,7 @@ class LlamaWeights:
 
 
 class Rotary:
-    """Rotary angles, computed by the model's own rotary embedding.
-
-    Args:
-        module: the rotary embedding; it knows the frequencies and the scaling.
-        kind: which kind of layers, if the embedding has angles for several.
-    """
+    """Rotary angles of one kind of layers, computed by the model's own rotary embedding."""
 
     def __init__(self, module: Any, device: torch.device, kind: str | None = None) -> None:
         self._module, self._kind = module, () if kind is None else (kind,)
