@@ -38,6 +38,7 @@ Scores: TypeAlias = Callable[[Sequence[int]], Tensor]
 @dataclass(frozen=True)
 class BeamSettings:
     """Settings of a search, as in `generate`.
+
     It ends with `early_stopping` as soon as there are `width` hypotheses; without, when the best
     live beam scores less, at its present length, than the worst hypothesis; if "never", the same at
     the length at which it would score best.
@@ -188,6 +189,7 @@ def scores_of(
     draft: BeamDraft, logits: Tensor, sampler: Sampler, output_ids: Sequence[int]
 ) -> Scores:
     """The scores that a search reads, from the logits [n, V] after the draft's last n nodes.
+
     Masks, bias and penalties act on log-probabilities, as in `generate`.
     """
     first = len(draft.tree) - len(logits)

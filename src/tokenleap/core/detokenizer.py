@@ -28,8 +28,7 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase | None, skip_special_tokens: b
 
 
 class Decode(Protocol):
-    def __call__(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        ...
+    def __call__(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
@@ -76,6 +75,7 @@ class _Beginning:
 
 class Detokenizer:
     """Turns the tokens of one output into text, piece by piece; without a tokenizer, into none.
+
     Unfinished characters and what may begin a stop string are held back: returned text is final.
     """
 

@@ -37,6 +37,7 @@ KEPT = 16
 
 class Grammars:
     """Compiles grammars over one model's tokens; indexes the vocabulary once, on first use.
+
     `eos_token_ids` may follow a complete output. Without any, only `Grammar.forced` is useful.
     """
 
@@ -91,6 +92,7 @@ class Grammars:
 
 class Grammar:
     """The grammar of one request, for any continuation of its prompt.
+
     The matcher keeps its state after a query. The next one rolls back to the common prefix.
     """
 
@@ -102,6 +104,7 @@ class Grammar:
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
         """The tokens that may come next, [V] bool; None if the output so far is not allowed.
+
         End-of-sequence tokens are allowed where the output is complete.
         """
         if not self._move_to(output_ids):

@@ -19,6 +19,7 @@ Index = TypeVar("Index")
 @dataclass(frozen=True, eq=False)
 class References:
     """Texts in the target's tokens, which it does not read.
+
     Requests made with the same texts share one object; it and its indexes are freed with the last.
     """
 

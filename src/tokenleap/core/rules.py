@@ -33,6 +33,7 @@ __all__ = ["DecodingRules", "OutputRules", "Timestamps", "TokenSet", "ends_with"
 
 class TokenSet:
     """A set of tokens, and their places in a row of logits; others forbid nothing there.
+
     Some models suppress hundreds of tokens at every position. So the places are kept.
     """
 
@@ -109,6 +110,7 @@ class Timestamps:
 @dataclass(frozen=True)
 class DecodingRules:
     """The rules of one model, under the names of Transformers' `GenerationConfig`.
+
     The source of a decoder-only model is its prompt.
     """
 
@@ -184,6 +186,7 @@ class DecodingRules:
 
 class OutputRules:
     """The rules as they hold for one output.
+
     `source_ids` are empty for audio, and the prompt's without a source.
     """
 

@@ -29,6 +29,7 @@ __all__ = ["BadWords", "Sampler", "TreeDistributions", "check_finite", "check_to
 
 class Sampler:
     """Turns the logits of one position into p under a request's sampling parameters.
+
     `rules` is what the model's generation config rules out. The repetition penalty applies to the
     prompt's tokens, too.
     """
@@ -70,6 +71,7 @@ class Sampler:
     @cached_property
     def plain_greedy(self) -> bool:
         """Whether p is one-hot at the argmax of the raw logits, wherever that is kept (`keeps`).
+
         One argmax call then serves all nodes of a tree.
         """
         return self.params.greedy and not self.params_change_logits
@@ -123,6 +125,7 @@ class Sampler:
 
     def shaped(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
         """The logits [V] after masks, bias and penalties, before temperature.
+
         They are in float32, or in float64 if the input is.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -197,7 +200,7 @@ class Sampler:
         )
 
     def untempered(self, logits: Tensor, output_ids: Sequence[int]) -> Distribution:
-        """The distribution at temperature 1, without truncation (for lossy rules in greedy decoding)."""
+        """The distribution at temperature 1, without truncation (for lossy rules)."""
         return Distribution.of(self.shaped(logits, output_ids).softmax(-1))
 
 
@@ -212,6 +215,7 @@ def _argmax(logits: Tensor) -> list[int]:
 
 class TreeDistributions:
     """p at every node of one row's tree, computed when an acceptance rule reads it.
+
     A rule walks down one path, so most distributions of a tree are never read. Each one that is
     read costs a few [V] operations. Plain greedy requests need only the argmax of every node.
 
@@ -286,6 +290,7 @@ class TreeDistributions:
 
     def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
         """The most likely tokens [1 + n, k] after every node and their probabilities, for traces.
+
         All nodes are computed together, which is faster: the last bits may depend on the tree.
         """
         best = log_probs_of(self._logits).topk(min(count, self._logits.shape[-1]), dim=-1)
@@ -304,6 +309,7 @@ Word = tuple[int, ...]
 
 class BadWords:
     """Sequences of tokens that no output completes.
+
     Only the output counts, as in vLLM; Transformers' `bad_words_ids` count the prompt, too.
     """
 

@@ -27,6 +27,7 @@ def new_key() -> int:
 @dataclass(frozen=True)
 class Scope:
     """Which earlier requests a request may read what was kept of, and which later ones may read it.
+
     Requests with different salts have nothing in common, neither the KV of prompts nor what
     drafters remember (vLLM's `cache_salt`). Of and for a private one, drafters remember nothing.
     """
@@ -41,6 +42,7 @@ SHARED = Scope()
 
 class SequenceState:
     """A sequence as it is now; `Request` lets it grow.
+
     `references` are texts that drafters may quote, and `prediction` is the text that its output is
     expected to repeat.
     """

@@ -229,6 +229,7 @@ _NO_TRIAL = "the process that tries out forms did not start"
 @lru_cache(maxsize=128)
 def what_is_wrong(grammar: str) -> str | None:
     """Why a grammar in llguidance's format cannot be used, in one line; None if it can.
+
     Answers are kept. A trial that does not come about is a `ConfigError`.
     """
     if not sys.executable or getattr(sys, "frozen", False):  # no Python to start

@@ -270,6 +270,7 @@ def _pieces(tensor: GgufTensor, first: int, stop: int) -> list[tuple[int, int]]:
 
 def _rotary_halves(weight: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Put the rows of heads [heads * head size, ...] that rotate together half a head apart.
+
     GGUF stores them side by side (a0 b0 a1 b1), Hugging Face as a0 a1 b0 b1.
     """
     rows, columns = weight.shape
@@ -394,6 +395,7 @@ def _split_digits(backend: Any) -> None:
 
 def _keep_leading_spaces(backend: Any, prefix: bool) -> None:
     """Insert a space before the text even if it starts with one, as SentencePiece does.
+
     Transformers 5.23 does not, and ignores that some vocabularies have no such prefix.
     """
     from tokenizers import decoders, normalizers

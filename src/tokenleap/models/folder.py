@@ -212,6 +212,7 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def check_sizes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> None:
     """Compare the sizes of a checked configuration with the tensors that are there.
+
     A model much larger than its files would be made before its weights are found missing.
     """
     present = sum(math.prod(shape) for shape in shapes.values())

@@ -53,6 +53,7 @@ def load_model(
     fills_masks: bool = False,
 ) -> PreTrainedModel:
     """Load a decoder-only language model, or an encoder-decoder, for inference.
+
     It reads only safetensors, runs no code from the folder, and uses no network. With
     `tensor_parallel_size`, so many processes must call this, and each loads its shard.
     """
@@ -205,6 +206,7 @@ def silent() -> Iterator[None]:
 @contextmanager
 def guarded(failure: str) -> Iterator[None]:
     """Suppress Transformers' messages, and turn its exceptions into `ModelError`.
+
     The caller checks what matters of what Transformers would warn about.
     """
     try:

@@ -54,11 +54,11 @@ class WeightSource(Protocol):
         ...
 
     @property
-    def num_bytes(self) -> int:
-        ...
+    def num_bytes(self) -> int: ...
 
-    def read(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> Tensor:
-        ...
+    def read(
+        self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,10 @@ class Packed(Protocol):
     """A model whose weights are not in its module (see `runtime/packed.py`)."""
 
     @property
-    def module(self) -> PreTrainedModel:
-        ...
+    def module(self) -> PreTrainedModel: ...
 
     @property
-    def folder(self) -> Path:
-        ...
+    def folder(self) -> Path: ...
 
 
 OpenPacked: TypeAlias = Callable[[str | Path, torch.dtype, torch.device], Packed | None]
@@ -157,7 +155,7 @@ OpenPacked: TypeAlias = Callable[[str | Path, torch.dtype, torch.device], Packed
 
 
 def _as_a_whole(_name: str | Path, _dtype: torch.dtype, _device: torch.device) -> None:
-    ...
+    """Opens nothing."""
 
 
 @dataclass
@@ -183,6 +181,7 @@ class LoadedModel:
         generation_config: str | Path = "auto",
     ) -> LoadedModel:
         """Load a model by name, or take a loaded module as it is. The same goes for the tokenizer.
+
         `open_packed` is asked first, unless several processes are to have a shard each.
         """
         check_processes(tensor_parallel_size, model, device)
@@ -223,6 +222,7 @@ class LoadedModel:
 
     def forget_module(self) -> None:
         """Let go of the module, whose weights a network may have packed; nothing may read it now.
+
         Calling it again gives back what was freed since.
         """
         vars(self).pop("module", None)
@@ -309,6 +309,7 @@ def _check_loaded(
 
 def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """A decoder-only model of an architecture of `family_of`, its parameters on the meta device.
+
     Only what has no parameters is complete: its rotary embedding, and a factor of its embedding.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

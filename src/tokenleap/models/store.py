@@ -208,6 +208,7 @@ def key_of(text: str) -> str:
 
 def find(name: str, kind: Kind = MODEL) -> Path | None:
     """A model's folder, or None if it is not cached, damaged or not of this kind.
+
     Sizes are compared with the manifest, and files that have changed with their checksums.
     """
     folder = _models_dir() / name
@@ -219,6 +220,7 @@ def find(name: str, kind: Kind = MODEL) -> Path | None:
 
 def check(name: str) -> list[str] | None:
     """The files of a cached model that do not have their checksums; the model is made again.
+
     None if an older version made it without checksums, and all sizes are right.
     """
     folder = _known(name).folder
@@ -264,6 +266,7 @@ def build(
     replaces: str | None = None,
 ) -> Path:
     """Build a model's folder, unless another process does so in the meantime.
+
     `fill` gets a scratch folder, deleted afterwards, and the folder to fill; it returns notes.
     """
     with _locked(name):
@@ -386,11 +389,11 @@ _FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
 
 
 class CacheError(ModelError):
-    pass
+    """The cache folder cannot be written, or its disk is full."""
 
 
 class FullDiskError(CacheError):
-    pass
+    """Its disk is full."""
 
 
 def tells_of_full_disk(message: str) -> bool:
@@ -435,6 +438,7 @@ def _free_bytes(folder: Path) -> int:
 
 def identity_of(files: Collection[Path]) -> str:
     """Text that differs when one of the files has changed.
+
     Size and modification time stand for the content: hashing gigabytes at each start is too slow.
     """
     try:

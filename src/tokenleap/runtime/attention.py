@@ -75,6 +75,7 @@ def slab_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention with the signature that Transformers modules call.
+
     Args:
         query: [B, H, N, D].
         key: [B, G, S, D]; the H query heads share G key heads. S is a multiple of `KEY_BLOCK`.
@@ -104,7 +105,7 @@ def slab_attention(
 
 
 def grouped_mask(mask: Tensor, nodes: int, group: int) -> Tensor:
-    """The mask of `attend_grouped`, [B, 1, padded_rows(group * N), S], from [B, 1, N or more, S]."""
+    """The mask of `attend_grouped`, [B, 1, padded_rows(group * N), S], from [B, 1, >= N, S]."""
     rows = mask[:, :, :nodes].repeat(1, 1, group, 1)
     # Padding rows see all keys, because a softmax over no keys would be NaN.
     return F.pad(rows, (0, 0, 0, padded_rows(rows.shape[2]) - rows.shape[2]))
@@ -114,6 +115,7 @@ def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
     """Attention in which all query heads of a key head are rows of one matrix product.
+
     So each key is read once for all of them, and a few nodes need little padding. The result
     [B, N, H * D] has the same bits as that of `slab_attention`. Queries are [B, N, H, D].
     """
@@ -138,6 +140,7 @@ def attend_scored(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention with capped scores, or with a sink beside the keys.
+
     The scores s become c tanh(s / c) with a cap c. A sink is one more score per head, which takes a
     part of the softmax and has no value. The scores are made here. PyTorch's attention then takes
     them as the mask of queries that are zero, because its softmax and its sum over the keys keep
@@ -169,6 +172,7 @@ def attend_by_head(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
     """Attention in which each query head has keys of its own; it copies at most the query.
+
     The result has the shape and the bits of `attend_grouped`. Keys are [B, H, S, D].
     """
     nodes = query.shape[1]

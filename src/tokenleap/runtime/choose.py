@@ -38,6 +38,7 @@ def network_for(
     peers: Peers = ALONE,
 ) -> Network:
     """The fastest network that can run a model. The model itself is not changed.
+
     Args:
         runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
             operations ("lean": those of `LeanDecoder`, "module": those of the Transformers module),
@@ -145,6 +146,7 @@ def head_network(
     of_target: str | None = None,
 ) -> Network:
     """The network of a drafting head that works for a target.
+
     Without a quantization, it is int8 for a native head whose weights would be bfloat16, or whose
     target is quantized.
     """

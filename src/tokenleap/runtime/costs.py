@@ -56,6 +56,7 @@ _SHORTEST = 1e-9
 
 class CostCurve:
     """Expected seconds of a pass. All controllers of a target share one curve.
+
     f is linear between its points. Beyond the last one, it is proportional to the number of nodes.
     Points are measured seconds by the nodes of a single row, or by (rows, nodes). Without them the
     curve is a guess in passes over one node, until the first observed pass scales it to seconds.

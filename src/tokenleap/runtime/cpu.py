@@ -63,6 +63,7 @@ class PackedLinear(nn.Module):
 
 class Int8Linear(nn.Module):
     """`y = x W^T + b` with W in int8 and one scale per output; x keeps its dtype (W8A16).
+
     It reads half the bytes of bfloat16. It is faster for up to about four input rows, and slower
     for many. `in` is a multiple of 16.
     """

@@ -32,6 +32,7 @@ class GrowthPlan:
 @dataclass(frozen=True)
 class GrowthDraw:
     """How a tree draws its tokens.
+
     Siblings are drawn without replacement, as by `Noise.draw_distinct`. With `GrowthPlan.beam`,
     rounding errors may exchange tokens with nearly equal scores.
     """

@@ -69,6 +69,7 @@ class Window:
 
 def windows_by_kind(config: PreTrainedConfig) -> Mapping[str, Window]:
     """The windows of a decoder-only model by the kinds of its layers (`layer_types`).
+
     A model without `layer_types` has the same window in all layers, or none.
     """
     kinds = getattr(config, "layer_types", None)
@@ -101,8 +102,9 @@ def resize_windows(config: PreTrainedConfig, size: int) -> None:
 @dataclass(frozen=True)
 class RowNodes:
     """The n nodes of one row, whose KV is in adjacent slots.
-    A node sees so many of the row's first slots, its prefix, and the slots of its tail, ascending; its
-    own slot is in either. There are no tails if no node has one, as in a chain.
+
+    A node sees so many of the row's first slots, its prefix, and the slots of its tail, ascending;
+    its own slot is in either. There are no tails if no node has one, as in a chain.
     """
 
     start: int
@@ -159,6 +161,7 @@ class PassInputs:
 
     def last_nodes(self, most: int | None, least: int = 0) -> list[int]:
         """[L] indices of the last `most` nodes of each row among the T nodes; all with None.
+
         The last one is repeated until there are `least`, for networks in which the bits of fewer
         depend on their number.
         """
@@ -195,6 +198,7 @@ class PassInputs:
     @cached_property
     def mask(self) -> Tensor:
         """[B, 1, padded_rows(N), S]: 0 where a node sees a slot, -inf elsewhere.
+
         Padding sees the slots up to the row's `start`: a softmax over no slots would be NaN.
         """
         size = padded_rows(self.nodes)
@@ -211,6 +215,7 @@ class PassInputs:
     @cached_property
     def ranks(self) -> Tensor:
         """[B, padded_rows(N), S] the position of each slot that a node sees; else meaningless.
+
         It is the number of slots seen before, because a node sees one slot per position.
         """
         return (self.mask[:, 0] == 0).cumsum(-1) - 1
@@ -233,6 +238,7 @@ class PassInputs:
     @cached_property
     def used(self) -> Tensor | None:
         """[T] which of the B N places are nodes, ascending; None if all are computed.
+
         They are without padding, or with a single row.
         """
         counts = [len(row) for row in self.rows]
@@ -260,7 +266,7 @@ class PassInputs:
 
 
 def look_up(tokens: Tensor, embedding: Tensor, more: Tensor | None) -> Tensor:
-    """The rows [..., E] of tokens in [V, E] and, for ids from V on, [L, E], which may be missing."""
+    """The rows [..., E] of tokens in [V, E] or, from id V on, in [L, E], which may be missing."""
     if more is None:
         return F.embedding(tokens, embedding)
     known = F.embedding(tokens.clamp(max=len(embedding) - 1), embedding)
@@ -295,6 +301,7 @@ class ExtendedEmbedding(nn.Module):
 
 def extended(embedding: nn.Module, rows: Tensor) -> tuple[ExtendedEmbedding, int]:
     """An embedding module with more tokens [L, E], and the first of their ids.
+
     It shares the weights of the vocabulary.
     """
     if isinstance(embedding, ExtendedEmbedding):

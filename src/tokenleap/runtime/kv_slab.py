@@ -53,6 +53,7 @@ class OverBudget(SlabFull):
 
 class SlabBuffers:
     """The keys and values of all rows and layers, and the state of rows.
+
     `kept` is how many nodes after its tokens each row keeps for its next tree. `limit` is the most
     cells (rows x positions) to allocate, if any. Row state counts as the cells that would take its
     bytes.
@@ -87,6 +88,7 @@ class SlabBuffers:
 
     def reserve(self, layers: Sequence[int], like: Tensor) -> None:
         """Make the buffers of these layers, for a network that writes to their addresses.
+
         `like` is [1, G, 1, D] in the dtype and on the device of the buffers.
         """
         for layer in layers:
@@ -272,8 +274,10 @@ class KVSlab(SlabBuffers, Cache):
 
     def commit(self, row: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
         """Keep the KV of these nodes of the last pass, in this order, and discard the others.
-        Both are indices into the row's tree, ascending. `nodes` starts with the root (0), and is empty only
-        if `kept` is not, or if the row ends. `kept` ones, after them, are the first nodes of the next tree.
+
+        Both are indices into the row's tree, ascending. `nodes` starts with the root (0), and is
+        empty only if `kept` is not, or if the row ends. `kept` ones, after them, are the first
+        nodes of the next tree.
         """
         start = self.lengths[row]
         together = [*nodes, *kept] if kept else nodes
@@ -299,8 +303,9 @@ class KVSlab(SlabBuffers, Cache):
         self, first: int, starts: Sequence[int], counts: Sequence[int], num_nodes: int
     ) -> int:
         """Prepare a pass over B adjacent rows; returns S, the slots that `write` will return.
-        `starts` are the slots of the rows' first new nodes, after the committed tokens and the nodes of
-        earlier passes that are still needed. S is a multiple of `KEY_BLOCK`.
+
+        `starts` are the slots of the rows' first new nodes, after the committed tokens and the
+        nodes of earlier passes that are still needed. S is a multiple of `KEY_BLOCK`.
         """
         self._span = whole_blocks(max(starts) + num_nodes)
         if self._span > self._positions:

@@ -46,8 +46,7 @@ class LinearLayer(Protocol):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
-    def forward(self, x: Tensor) -> Tensor:
-        ...
+    def forward(self, x: Tensor) -> Tensor: ...
 
 
 class DenseLinear:
@@ -73,6 +72,7 @@ class _Layer(DecoderLayer[Linear, Linear]):
 
 class LeanDecoder:
     """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
+
     Embedding and norms are shared, and linear layers are converted.
     """
 

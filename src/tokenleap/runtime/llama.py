@@ -86,6 +86,7 @@ class Traits:
 @dataclass(frozen=True)
 class Family:
     """Names of a family's modules, and what they compute.
+
     Layers without rotary angles (SmolLM3) and windows are found in the modules and the
     configuration.
     """
@@ -291,6 +292,7 @@ LAYER_NORMS = tuple(Family().norm_modules)
 @dataclass(frozen=True)
 class JointInput:
     """How a drafting head reads and hands on states (EAGLE-3).
+
     The state takes the place of the embedding at the beginning of the residual stream. The first
     layer's attention reads both, `[norm(embedding); norm(state)]`, so its `qkv` is 2 E -> (H + 2 G)
     D and its `attention_norm` is not used.
@@ -336,8 +338,7 @@ class DecoderWeights(Protocol):
     joint: JointInput | MixedInput | None
     """None for a language model, whose residual stream begins with the embedding."""
 
-    def layer(self, index: int) -> LayerWeights:
-        ...
+    def layer(self, index: int) -> LayerWeights: ...
 
 
 class LlamaWeights:

@@ -25,11 +25,7 @@ __all__ = ["Bias", "ModuleNetwork", "rebuild"]
 
 
 class ModuleNetwork:
-    """A Transformers module (see `Network`).
-
-    Args:
-        model: this network's own copy of the module tree (see `share`). It is changed.
-    """
+    """A Transformers module, its own copy of the tree (see `share`), which it changes."""
 
     name: str = "module"
     exact_trees = False
@@ -51,12 +47,10 @@ class ModuleNetwork:
     def packed(
         cls, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] = PackedLinear
     ) -> ModuleNetwork:
-        """A network on faster linear layers (see `pack`)."""
         return cls(pack(model, linear), linear.LEAST_ROWS)
 
     @classmethod
     def sharing(cls, model: PreTrainedModel) -> ModuleNetwork:
-        """A network on the model's own linear layers."""
         return cls(share(model))
 
     @classmethod
@@ -70,11 +64,9 @@ class ModuleNetwork:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return int(self._model.config.get_text_config().num_hidden_layers)
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`; padding is computed, too."""
         keep = {"logits_to_keep": 1} if self._skips_logits and not need.logits else {}
         bias = nullcontext() if self._bias is None else self._bias.of(inputs)
         with bias, _HiddenStates(self._model, need.hidden) as hidden:
@@ -114,14 +106,12 @@ class ModuleNetwork:
         return first
 
     def first_layers(self, count: int) -> Self:
-        """See `Network.first_layers`."""
         model = share(self._model)
         del decoder_layers(model)[count:]
         model.config.get_text_config().num_hidden_layers = count
         return self._like(model)
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
-        """See `Network.without`."""
         model = share(self._model)
         layers = decoder_layers(model)
         for kind, indices in (("attention", attention), ("mlp", mlp)):
@@ -135,11 +125,7 @@ class ModuleNetwork:
 
 
 class _HiddenStates:
-    """Records the hidden states of layers while a module runs.
-
-    Args:
-        layers: layer ids (see `Need`). If there are none, no hooks are installed.
-    """
+    """Records the hidden states of layers (see `Need`) while a module runs."""
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
         self._model, self._layers = model, layers
@@ -177,11 +163,7 @@ class _HiddenStates:
 
 
 class Skipped(nn.Module):
-    """Replaces a sublayer and adds nothing to the residual stream.
-
-    Args:
-        returns_weights: whether to return a pair of output and attention weights.
-    """
+    """Replaces a sublayer and adds nothing to the residual stream."""
 
     KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "attention": ("self_attn", "attn", "attention"),
@@ -194,7 +176,6 @@ class Skipped(nn.Module):
         self._returns_weights = returns_weights
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
-        """Zeros of the input's shape."""
         nothing = torch.zeros_like(hidden_states)
         return (nothing, None) if self._returns_weights else nothing
 
@@ -281,8 +262,6 @@ def rebuild(model: PreTrainedModel) -> Bias | None:
 
 
 class _Wrapped(nn.Module):
-    """Computes what an attention module does, with its projections."""
-
     WRAPS: str
     """Name of the module's class."""
 

@@ -77,13 +77,7 @@ _Fill: TypeAlias = Callable[[Path, Path], dict[str, str]]
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model whose linear layers are packed and mapped.
-
-    Args:
-        module: its modules, with the weights of the embedding and of the final norm only.
-        logits: [3, V] of the unpacked model's modules for the last three of `probe_tokens`; None if
-            nothing was rounded that could spoil it.
-    """
+    """A model whose linear layers are packed and mapped."""
 
     folder: Path
     module: PreTrainedModel
@@ -93,8 +87,6 @@ class PackedModel:
 
 
 class _Build(Protocol):
-    """`store.build`, or what takes its arguments."""
-
     def __call__(
         self,
         name: str,
@@ -133,9 +125,8 @@ def open_packed(
 ) -> PackedModel | None:
     """A model with mapped weights, which are packed now if they are not in the cache.
 
-    Returns:
-        None if the native runtime does not run this model with these options, or if something is
-        wrong with it: loading it as a whole then says what.
+    None if the native runtime does not run it with these options, or if something is wrong with it:
+    loading it as a whole then says what.
     """
     if runtime not in ("auto", "native") or device.type != "cpu" or dtype not in FORMATS:
         return None
@@ -164,11 +155,9 @@ def open_packed(
 def _opened(
     pack: Callable[[], tuple[Path, Path]], dtype: torch.dtype, form: str, *, again: bool = True
 ) -> PackedModel:
-    """A packed model.
+    """A packed model; `pack` makes its packed files if needed.
 
-    Args:
-        pack: makes its packed files if needed. It returns the folder of its configuration and
-            tokenizer, and that of its packed files.
+    It returns the folder of its configuration and tokenizer, and that of its packed files.
     """
     folder, files = pack()
     try:
@@ -192,7 +181,6 @@ def _opened(
 
 
 def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
-    """A Hugging Face folder, and its packed files."""
     try:
         config = checked_config(folder)
         if not set(config.get("architectures") or [""]) <= set(FAMILIES):
@@ -259,8 +247,7 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
 def _kept(recipe: _Recipe, build: _Build) -> Path:
     """A folder of packed files in the cache, made now if it is not there.
 
-    Its name tells the files that it was made from. So no process maps layers of an older version
-    and of a newer one.
+    Its name tells the files that it was made from. So no process maps layers of two versions.
     """
     origin, before = recipe.origin, recipe.identity()
     dtype_name = str(recipe.dtype).removeprefix("torch.")
@@ -278,7 +265,6 @@ def _kept(recipe: _Recipe, build: _Build) -> Path:
 
 
 def _fits(module: PreTrainedModel, source: WeightSource) -> bool:
-    """Whether the source has every weight of the modules, in the right shape."""
     expected = {name: tuple(each.shape) for name, each in module.named_parameters()}
     if module.config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -324,9 +310,7 @@ class NotFiniteError(ModelError):
 class RoundingPacker:
     """Writes the packed files of a model, while a few tokens pass through its modules.
 
-    Args:
-        module: its modules, which are of no use afterwards: each layer is given its weights when
-            the tokens reach it.
+    The modules, of no use afterwards, are given their weights when the tokens reach them.
     """
 
     def __init__(
@@ -340,7 +324,6 @@ class RoundingPacker:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Write the files."""
         source, body = self._source, self._module.model
         with packing_progress(source, self._quantization) as self._report:
             embedding = self._read("model.embed_tokens.weight")
@@ -359,12 +342,10 @@ class RoundingPacker:
             write(rest_file(self._folder), tensors, {"head": head})
 
     def _fill(self, index: int, layer: nn.Module, _inputs: object) -> None:
-        """Read the weights of a layer before it runs."""
         names = [name for name, _ in layer.named_parameters()]
         fill(layer, {name: self._read(f"model.layers.{index}.{name}") for name in names})
 
     def _finish(self, index: int, layer: nn.Module, _inputs: object, _outputs: object) -> None:
-        """Pack a layer when it has run."""
         write_layer(self._folder, index, self._packing.layer(index))
         empty(layer)
         return_freed()
@@ -413,8 +394,6 @@ def _ignored(_done: int) -> None:
 
 
 class GgufPacker:
-    """Writes the packed files of a GGUF file."""
-
     def __init__(self, source: GgufWeights, module: PreTrainedModel, folder: Path) -> None:
         self._source, self._module, self._folder = source, module, folder
         self._tied = bool(module.config.tie_word_embeddings)
@@ -424,7 +403,6 @@ class GgufPacker:
         self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
 
     def run(self) -> str:
-        """Write the files."""
         done = 0.0
         with packing_progress(self._source, "its quantization") as report:
             for index in range(self._module.config.num_hidden_layers):

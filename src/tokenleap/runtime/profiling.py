@@ -35,8 +35,7 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
     """Time passes of several sizes; the curve takes the median of each size over a few rounds.
 
     Each round times all sizes in turn, because a shared machine may be twice as fast in the next
-    second. A small model takes half a second. For a large one, sizes that do not fit into
-    `MAX_SECONDS` are left out: the curve extrapolates to them and is corrected in use.
+    second. Sizes that do not fit into `MAX_SECONDS` are left out: the curve extrapolates to them.
     """
     keys = [INTERNAL_KEY - row for row in range(max(ROWS))]
     others = target.num_rows

@@ -122,7 +122,6 @@ class _Structures:
         self._packed, self._sizes, self._kept = packed, packed.sizes, kept
 
     def decoder(self) -> CDecoder:
-        """Everything but the layers."""
         sizes = self._sizes
         traits = asdict(sizes.traits)
         del traits["learnt_scale"]  # rows have it already (`Network.extend`)
@@ -159,7 +158,6 @@ class _Structures:
         }
 
     def layer(self, index: int) -> CLayer:
-        """A layer."""
         weights = self._packed.layer(index)
         window = weights.window
         assert window is None or not window.chunked, "no model of the Llama family has chunks"
@@ -256,11 +254,7 @@ class TreeArrays:
         )
 
     def grown(self, logits: Tensor) -> list[GrownTree]:
-        """The trees, when they have grown.
-
-        Args:
-            logits: [rows, V] those of all passes.
-        """
+        """The trees, when they have grown, and the logits [rows, V] of all passes."""
         return [self._tree(index, tree, logits) for index, tree in enumerate(self._trees)]
 
     def _tree(self, index: int, tree: CTree, logits: Tensor) -> GrownTree:
@@ -361,7 +355,6 @@ class AngleTables:
 
     @property
     def positions(self) -> int:
-        """How many positions the tables have."""
         return self.cos.shape[1]
 
     def reach(self, positions: int) -> None:

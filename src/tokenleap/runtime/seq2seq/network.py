@@ -62,11 +62,7 @@ Elementwise: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: see `DecoderLayerParts`.
-
-    Args:
-        index: the layer's index in the slab and in row states.
-    """
+    """One decoder layer: see `DecoderLayerParts`; `index` is its place in slab and row states."""
 
     index: int
     attention_norm: Elementwise
@@ -84,7 +80,6 @@ class Layer:
     computes: bool = True
 
     def mlp(self, x: Tensor) -> Tensor:
-        """[T, E] -> [T, E]."""
         up = self.up(x)
         if not self.gated:
             return self.down(self.activation(up))
@@ -93,7 +88,6 @@ class Layer:
 
 
 def layer_of(index: int, parts: DecoderLayerParts, kind: type[LinearLayer]) -> Layer:
-    """One layer; `index` is its place."""
     # `forward` itself, because `nn.Module.__call__` would add overhead ten times a layer.
     attention, cross = parts.attention, parts.cross
     return Layer(
@@ -142,33 +136,21 @@ def head_of(head: nn.Linear, more: Tensor | None, kind: type[LinearLayer]) -> Li
 
 @dataclass(frozen=True)
 class CrossKeys:
-    """The cross-attention of B rows, over a span of S source positions with padding.
+    """The cross-attention of B rows, over a span of S source positions with padding."""
 
-    Args:
-        keys: [L, B, H, S, D].
-        values: [L, B, H, S, D].
-        mask: [B, 1, 1, S], added to the scores.
-    """
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor
+    keys: Tensor  # [L, B, H, S, D]
+    values: Tensor  # [L, B, H, S, D]
+    mask: Tensor  # [B, 1, 1, S], added to the scores
 
 
 def padded_state(keys: Tensor, values: Tensor, encoded: Tensor) -> RowState:
-    """The state of a source with n positions.
-
-    Args:
-        keys: [L, H, n, D].
-        values: [L, H, n, D].
-    """
+    """The state of a source with n positions; keys and values are [L, H, n, D]."""
     positions = keys.shape[2]
     mask = keys.new_zeros(positions)
     return _widened(RowState(keys, values, mask, encoded), key_span(positions))
 
 
 def _widened(state: RowState, span: int) -> RowState:
-    """The same state with more padding."""
     missing = span - len(state.mask)
     if not missing:
         return state
@@ -202,7 +184,6 @@ def states_of(inputs: PassInputs, slab: KVSlab) -> list[RowState | None]:
 
 
 def are_same(found: Sequence[RowState | None], known: Sequence[RowState | None]) -> bool:
-    """Whether these are the same tensors."""
     if len(found) != len(known):
         return False
     pairs = zip(found, known, strict=True)
@@ -245,11 +226,7 @@ _PROBE_TOKENS = 5
 
 
 class TorchEncoder:
-    """An encoder in PyTorch's operations: the Transformers module.
-
-    Args:
-        linear: the class of linear layers to use; None keeps the model's own.
-    """
+    """The Transformers module of an encoder, on linear layers of another class if there is one."""
 
     def __init__(
         self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None
@@ -295,12 +272,7 @@ class _Sizes:
 
 
 class EncoderSide(SourceNetwork):
-    """The encoder's side of an encoder-decoder's network (see `SourceNetwork`).
-
-    Args:
-        linear: the class of linear layers that read what the encoder returns; None keeps the
-            model's own.
-    """
+    """The encoder's side of an encoder-decoder's network (see `SourceNetwork`)."""
 
     def __init__(
         self,
@@ -346,12 +318,7 @@ class EncoderSide(SourceNetwork):
 
 
 class Seq2SeqNetwork(EncoderSide):
-    """An encoder-decoder (see `Network`).
-
-    Args:
-        model: the model; it is not changed. Embeddings and norms are shared.
-        linear: the class of linear layers to use; None keeps the model's own.
-    """
+    """An encoder-decoder (see `Network`), which shares the model's embeddings and norms."""
 
     name = "lean"
     exact_trees = False
@@ -376,7 +343,6 @@ class Seq2SeqNetwork(EncoderSide):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
 
     def extend(self, rows: Tensor) -> int:
@@ -387,7 +353,7 @@ class Seq2SeqNetwork(EncoderSide):
         return self._with(self._layers[:count])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Seq2SeqNetwork:
-        """See `Network.without`; a layer's two attentions are skipped together."""
+        """A layer's two attentions are skipped together."""
         return self._with(
             [
                 replace(layer, attends=index not in attention, computes=index not in mlp)
@@ -428,10 +394,7 @@ class Seq2SeqNetwork(EncoderSide):
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
     def _masks(self, inputs: PassInputs) -> Tensor:
-        """[L, B, 1 or H, padded_rows(N), S] of self-attention; S is short for short texts.
-
-        L is 1 if all layers have the same.
-        """
+        """[L or 1, B, 1 or H, padded_rows(N), S] of self-attention; S is short for short texts."""
         span = key_span(max(row.start for row in inputs.rows) + inputs.nodes)
         mask = inputs.mask[..., :span]
         bias = self._positions.bias(inputs.positions, mask)
@@ -446,8 +409,6 @@ class Seq2SeqNetwork(EncoderSide):
         cross: CrossKeys,
         slab: KVSlab,
     ) -> Tensor:
-        """One layer: [T, E] -> [T, E]."""
-
         def attend(read: Tensor) -> Tensor:
             return self._attention(layer, read, inputs, mask, slab)
 
@@ -461,7 +422,6 @@ class Seq2SeqNetwork(EncoderSide):
     def _added(
         self, x: Tensor, norm: Elementwise, sublayer: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
-        """The residual stream after a sublayer; None adds nothing."""
         if self._norm_first:
             return x if sublayer is None else x + sublayer(norm(x))
         return norm(x if sublayer is None else x + sublayer(x))
