@@ -1,4 +1,4 @@
-"""`References`: texts beside the prompt that drafts may quote, such as retrieved documents."""
+"""What else a request reads: texts that drafts may quote, and an encoder-decoder's source."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ NO_REFERENCES = References()
 """The references of a request without any."""
 
 
-# `Source`: what an encoder-decoder reads, such as a sentence to translate or audio.
-
-
 @dataclass(frozen=True)
 class Source:
     """The encoder's input; sources with the same input are equal."""
@@ -71,13 +68,8 @@ class Source:
         return len(self.tokens) if self.features is None else int(self.features.shape[-1])
 
 
-# The common prefix of two token sequences.
-#
-# Drafters and grammars that keep state per token call it to find how far to roll back (invariant
-# 4).
-
-
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How far states per token need not roll back (invariant 4)."""
     length = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

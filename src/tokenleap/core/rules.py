@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["DecodingRules", "OutputRules", "Timestamps", "TokenSet", "ends_with"]
 
 
-# `TokenSet`: tokens that are forbidden together, by one operation on a row of logits.
-
-
 class TokenSet:
     """A set of tokens, and their places in a row of logits; others forbid nothing there.
 

@@ -340,9 +340,6 @@ class BadWords:
         return [word[-1] for word in found if ends_with(output_ids, word[:-1])]
 
 
-# Checks of logits and token ids, with errors that say what to change.
-
-
 def check_finite(logit: Tensor) -> None:
     """Check the largest logit [] of a position."""
     if not math.isfinite(logit):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
 from pydantic import BeforeValidator, Field, model_validator
@@ -24,7 +24,7 @@ from tokenleap.core.config import Config
 from tokenleap.core.files import levels
 from tokenleap.errors import ConfigError, in_one_line
 
-__all__ = ["Form", "Structured", "StructuredOutputs", "checked_source", "library", "what_is_wrong"]
+__all__ = ["Structured", "StructuredOutputs", "checked_source", "library", "what_is_wrong"]
 
 
 class StructuredOutputs(Config):
@@ -41,7 +41,7 @@ class StructuredOutputs(Config):
 
     Raises:
         ConfigError: not exactly one form is given, it cannot be compiled, or it is too large or too
-            complex (`core.form` and `core.trial` have the limits).
+            complex (`core.structured` and `core.trial` have the limits).
     """
 
     json_schema: Mapping[str, Any] | str | None = Field(default=None, alias="json")
@@ -110,23 +110,7 @@ _TRIVIAL = 1000
 _DEFINITION = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*[^:\n]{0,80}:", re.MULTILINE)
 
 
-class Form(Protocol):
-    """The form an output must have: the part of `StructuredOutputs` that this file needs."""
-
-    disable_any_whitespace: bool
-
-    @property
-    def kind(self) -> str:
-        """One of "json", "regex", "choice", "grammar" and "json_object"."""
-        ...
-
-    @property
-    def value(self) -> Any:
-        """The schema, the expression, the choices or the grammar."""
-        ...
-
-
-def checked_source(outputs: Form) -> str:
+def checked_source(outputs: StructuredOutputs) -> str:
     """The grammar of a form in llguidance's own format, within the limits."""
     library()
     try:
@@ -142,7 +126,7 @@ def checked_source(outputs: Form) -> str:
     return made
 
 
-def _source(outputs: Form) -> str:
+def _source(outputs: StructuredOutputs) -> str:
     matcher, kind, value = library().LLMatcher, outputs.kind, outputs.value
     compact = {"whitespace_flexible": not outputs.disable_any_whitespace}
     match kind:

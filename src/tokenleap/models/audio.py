@@ -171,9 +171,6 @@ class WhisperStart:
         return self.task_to_id[task]
 
 
-# The token that an encoder-decoder's output begins after. `LLMEngine` asks for it.
-
-
 def decoder_start(model: PreTrainedModel, config: GenerationConfig | None = None) -> int:
     """The first token of the decoder's text, chosen as `generate()` does."""
     settings: tuple[Any, ...] = (config or model.generation_config, model.config)

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# The configuration of a GGUF file's model, in Transformers' words. `convert` calls it.
+# The configuration of a GGUF file's model, in Transformers' words.
 #
 # Transformers' own reader parses the whole vocabulary for it, which takes ten seconds, and loses
 # some settings.
@@ -168,9 +168,7 @@ def sampling_of(file: GgufFile) -> dict[str, Any]:
 
 # The architectures of GGUF files: what llama.cpp calls a setting, and what Transformers does.
 #
-# A setting that is not listed here could change what a model computes. A file that has one is
-# refused (`gguf.py`). `gguf.py` makes configurations, and `convert.py` reads
-# tensors.
+# A setting that is not listed here could change what a model computes: a file with one is refused.
 
 
 REQUIRED_SETTINGS = {

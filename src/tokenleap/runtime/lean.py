@@ -77,7 +77,7 @@ class LeanDecoder:
     """
 
     def __init__(self, weights: DecoderWeights, linear: type[LinearLayer]) -> None:
-        self._least_nodes = linear.LEAST_ROWS
+        self.least_nodes = linear.LEAST_ROWS
         self._rotary = weights.rotary
         self._heads, self._key_heads = weights.heads, weights.key_heads
         self._width, self._scaling, self._epsilon = weights.width, weights.scaling, weights.epsilon
@@ -96,10 +96,6 @@ class LeanDecoder:
 
     name = "lean"
     exact_trees = False
-
-    @property
-    def least_nodes(self) -> int:
-        return self._least_nodes
 
     @property
     def num_layers(self) -> int:
@@ -160,7 +156,7 @@ class LeanDecoder:
         if not need.logits:
             return PassOutput(None, hidden=hidden)
         if need.last is not None:
-            x = x[inputs.last_nodes(need.last, self._least_nodes)]
+            x = x[inputs.last_nodes(need.last, self.least_nodes)]
         return PassOutput(self._head(self._normalised(x, self._norm)), hidden=hidden)
 
     def _begin(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:

@@ -253,32 +253,21 @@ class DecoderLayer(Generic[Linear, Merged]):
 
     A new part is a field here, a row of `linear_modules` or `norm_modules`, and a field of `Layer`
     in native/pass.h with the code that reads it. E is the hidden size, H the number of query heads,
-    G that of key heads, D the width of a head, and I the intermediate size.
-
-    Args:
-        qkv: E -> (H + 2 G) D; linear layers with the same input are merged.
-        output: H D -> E.
-        gate_up: E -> 2 I.
-        down: I -> E.
-        attention_norm: [E], or None if the attention reads the residual stream as it is.
-        query_norm: [D], or None if the architecture does not normalise heads; [H D] if it does so
-            with all of them at once (`Traits.whole_norms`).
-        key_norm: as `query_norm`; [G D] for all of them.
-        mlp_norm: [E], or None as for the attention.
-        attention_after: [E] of a norm of what the attention adds to the residual stream, or None.
-        mlp_after: [E] of a norm of what the MLP adds, or None.
+    G that of key heads, D the width of a head, and I the intermediate size. Linear layers with the
+    same input are merged. Norms that an architecture does not have are None.
     """
 
-    qkv: Merged
-    output: Linear
-    gate_up: Merged
-    down: Linear
-    attention_norm: Tensor | None = None
+    qkv: Merged  # E -> (H + 2 G) D
+    output: Linear  # H D -> E
+    gate_up: Merged  # E -> 2 I
+    down: Linear  # I -> E
+    attention_norm: Tensor | None = None  # [E]
+    # [D]; [H D] if all heads are normalised at once (`whole_norms`)
     query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    mlp_norm: Tensor | None = None
-    attention_after: Tensor | None = None
-    mlp_after: Tensor | None = None
+    key_norm: Tensor | None = None  # [D] or [G D]
+    mlp_norm: Tensor | None = None  # [E]
+    attention_after: Tensor | None = None  # [E] of a norm of what the attention adds
+    mlp_after: Tensor | None = None  # [E] of a norm of what the MLP adds
     window: Window | None = None
     rotates: bool = True
 

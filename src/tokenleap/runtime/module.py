@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from tokenleap.errors import CompatibilityError
@@ -69,7 +69,7 @@ class ModuleNetwork:
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         keep = {"logits_to_keep": 1} if self._skips_logits and not need.logits else {}
         bias = nullcontext() if self._bias is None else self._bias.of(inputs)
-        with bias, _HiddenStates(self._model, need.hidden) as hidden:
+        with bias, _recorded(self._model, need.hidden) as hidden:
             output = self._model(
                 input_ids=inputs.tokens,
                 position_ids=inputs.positions,
@@ -116,7 +116,8 @@ class ModuleNetwork:
         layers = decoder_layers(model)
         for kind, indices in (("attention", attention), ("mlp", mlp)):
             for index in indices:
-                _skip(layers[index], kind)
+                layer = layers[index]
+                setattr(layer, _name_of(layer, kind), Skipped(returns_weights=kind == "attention"))
         return self._like(model)
 
     def _like(self, model: PreTrainedModel) -> Self:
@@ -124,42 +125,29 @@ class ModuleNetwork:
         return type(self)(model, self.least_nodes)
 
 
-class _HiddenStates:
-    """Records the hidden states of layers (see `Need`) while a module runs."""
+@contextmanager
+def _recorded(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
+    """Layer id (see `Need`) -> [B, N, E], which the pass fills in."""
+    found: dict[int, Tensor] = {}
+    stack: Sequence[nn.Module] = list(decoder_layers(model)) if layers else ()
 
-    def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
-        self._model, self._layers = model, layers
-        self._hooks: list[RemovableHandle] = []
-        self._found: dict[int, Tensor] = {}
+    def entering(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[layer] = args[0] if args else kwargs["hidden_states"]
 
-    def __enter__(self) -> dict[int, Tensor]:
-        """Layer id -> [B, N, E]; the pass fills it in."""
-        if self._layers:
-            stack = decoder_layers(self._model)
-            for layer in self._layers:
-                if layer < len(stack):
-                    note = self._entering(layer)
-                    hook = stack[layer].register_forward_pre_hook(note, with_kwargs=True)
-                else:
-                    hook = stack[-1].register_forward_hook(self._leaving(layer))
-                self._hooks.append(hook)
-        return self._found
+    def leaving(layer: int, _: nn.Module, __: Any, output: Any) -> None:
+        found[layer] = output[0] if isinstance(output, tuple) else output
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+    hooks = [
+        stack[layer].register_forward_pre_hook(partial(entering, layer), with_kwargs=True)
+        if layer < len(stack)
+        else stack[-1].register_forward_hook(partial(leaving, layer))
+        for layer in layers
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
             hook.remove()
-
-    def _entering(self, layer: int) -> Callable[..., None]:
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._found[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return note
-
-    def _leaving(self, layer: int) -> Callable[..., None]:
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            self._found[layer] = output[0] if isinstance(output, tuple) else output
-
-        return note
 
 
 class Skipped(nn.Module):
@@ -188,10 +176,6 @@ def _name_of(layer: nn.Module, kind: str) -> str:
     raise CompatibilityError(
         f"{type(layer).__name__} has no submodule named {' or '.join(names)} to skip or compile."
     )
-
-
-def _skip(layer: nn.Module, kind: str) -> None:
-    setattr(layer, _name_of(layer, kind), Skipped(returns_weights=kind == "attention"))
 
 
 # Attention over the KV slab for modules without Transformers' attention interface.

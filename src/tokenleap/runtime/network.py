@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 from weakref import WeakSet
 
 from torch import Tensor
@@ -21,9 +21,6 @@ from tokenleap.core.references import Source
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "CHAIN_CANDIDATES",

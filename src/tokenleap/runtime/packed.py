@@ -1,7 +1,7 @@
 """Models whose packed weights are files in the cache, mapped into memory.
 
-A quantized model is packed once. `packed.py` rounds the weights of a folder or a GGUF file to int8
-or int4, and `packed.py` packs a GGUF file with its own quantization.
+A quantized model is packed once: the weights of a folder or a GGUF file are rounded to int8 or
+int4, or a GGUF file keeps its own quantization.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _Fill: TypeAlias = Callable[[Path, Path], dict[str, str]]
+_Build: TypeAlias = Callable[[str, str, int, _Fill, store.Kind, str | None], Path]
+"""`store.build`, or what takes its arguments."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,6 @@ class PackedModel:
     weights: MappedDecoder
     quantization: str
     logits: Tensor | None
-
-
-class _Build(Protocol):
-    def __call__(
-        self,
-        name: str,
-        source: str,
-        needed_bytes: int,
-        fill: _Fill,
-        kind: store.Kind,
-        replaces: str | None,
-    ) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -285,7 +275,7 @@ def _num_bytes(module: PreTrainedModel, form: str) -> int:
 #
 # A few tokens pass through the model's modules at the same time, each of which is given its weights
 # when the tokens reach it. Their logits are kept with the packed weights: they show whether
-# quantization spoils the model (see `probing.py`). `packed.py` keeps the files.
+# quantization spoils the model (see `probing.py`).
 
 
 HEAD_ROWS = 8192
@@ -390,7 +380,7 @@ def _ignored(_done: int) -> None:
 #
 # A layer whose numbers no format has is dequantized and rounded to int8. Layers that are one in the
 # native runtime (query, key and value; gate and up) are several if their kinds differ. Beside one
-# in floats, they are all dequantized. `packed.py` keeps the files.
+# in floats, they are all dequantized.
 
 
 class GgufPacker:

@@ -1,8 +1,7 @@
 """`Passes`: forward passes of one network over the rows of its KV slab.
 
 `Target` runs a language model with it, and a drafting head (`drafters/heads/`) is a small network
-of its own kind. This file does not know about models, sampling, acceptance or drafting. `passes.py`
-manages the rows, and `passes.py` what they read.
+of its own kind. This file does not know about models, sampling, acceptance or drafting.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
-from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
 from tokenleap.runtime.kv_slab import KVBlock, KVSlab
 from tokenleap.runtime.network import (
@@ -28,6 +26,7 @@ from tokenleap.runtime.network import (
     GrowingNetwork,
     GrownTree,
     GrowthLimit,
+    GrowthPlan,
     Need,
     Network,
     PassOutput,
@@ -36,9 +35,6 @@ from tokenleap.runtime.network import (
 )
 
 __all__ = ["INTERNAL_KEY", "Passes", "Rows", "SourceRows"]
-
-
-# `Rows`: the rows of a KV slab, addressed by keys. `Passes` adds passes to it.
 
 
 INTERNAL_KEY = -1
@@ -165,9 +161,6 @@ class Rows:
         return self._slab.cell_bytes
 
 
-# `SourceRows`: rows that read a source, if the network is that of an encoder-decoder.
-
-
 class SourceRows(Rows):
     def __init__(self, network: Network, slab: KVSlab, max_model_len: int) -> None:
         super().__init__(slab, max_model_len)
@@ -199,7 +192,7 @@ class SourceRows(Rows):
 
     def encode(self, key: int, source: Source) -> None:
         """Read a source: run the encoder, and give the row the state that its decoder reads."""
-        self.share_state(key, self._encoded(source))
+        self.set_state(key, self._encoded(source))
 
     @torch.inference_mode()
     def encoded(self, key: int, source: Source) -> Tensor:
@@ -211,11 +204,7 @@ class SourceRows(Rows):
     @torch.inference_mode()
     def read_encoded(self, key: int, encoded: Tensor) -> None:
         """Give the row the state that its decoder reads of another model's encoder [n, E]."""
-        self.share_state(key, self._needed_source_network().read(encoded))
-
-    def share_state(self, key: int, state: RowState) -> None:
-        """Give a row the state of a source that was read before, as `row_state` returned it."""
-        self.set_state(key, state)
+        self.set_state(key, self._needed_source_network().read(encoded))
 
     def row_state(self, key: int) -> RowState:
         return RowState(*self.state(key))

@@ -1,14 +1,4 @@
-"""The coupled rule: seeded sampling that does not depend on the drafter (invariant 7).
-
-The target's token at position t is `argmax(log p + noise)`, and the noise is a function of seed and
-t alone. A drafted token is accepted if it is that token. Every committed token is therefore the
-token that plain decoding draws. Another drafter, draft length or batch does not change the output.
-
-The acceptance rate for a one-hot q is that of speculative sampling. For a sampled q it is slightly
-lower: with D the total variation distance of p and q, the Gumbel coupling accepts with probability
-at least (1 - D) / (1 + D), and speculative sampling with 1 - D. Daliri et al., "Coupling without
-Communication and Drafter-Invariant Speculative Decoding".
-"""
+"""The acceptance rules: a class for each, lossless ones first."""
 
 from __future__ import annotations
 
@@ -45,6 +35,19 @@ __all__ = [
     "accept_longest",
     "likelihoods",
 ]
+
+
+# The coupled rule: seeded sampling that does not depend on the drafter (invariant 7).
+#
+# The target's token at position t is `argmax(log p + noise)`, and the noise is a function of seed
+# and t alone. A drafted token is accepted if it is that token. Every committed token is therefore
+# the token that plain decoding draws. Another drafter, draft length or batch does not change the
+# output.
+#
+# The acceptance rate for a one-hot q is that of speculative sampling. For a sampled q it is
+# slightly lower: with D the total variation distance of p and q, the Gumbel coupling accepts with
+# probability at least (1 - D) / (1 + D), and speculative sampling with 1 - D. Daliri et al.,
+# "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 
 
 class Coupled(AcceptanceRule):
@@ -87,7 +90,13 @@ class Coupled(AcceptanceRule):
 # siblings.
 
 
-class Rejection(AcceptanceRule):
+class _Exact(AcceptanceRule):
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """Sum of min(p, q), as for any draft of one token (Leviathan et al., theorem 3.5)."""
+        return p[0].overlap(draft.q_of(1))
+
+
+class Rejection(_Exact):
     """Speculative sampling: accept with probability min(1, p/q), else draw from the residual."""
 
     name: ClassVar[str] = "rejection"
@@ -97,10 +106,6 @@ class Rejection(AcceptanceRule):
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         return accept_by_ratio(draft, p, noise, lenience=1.0)
-
-    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
-        """Sum of min(p, q): theorem 3.5; see `AcceptanceRule.beta`."""
-        return p[0].overlap(draft.q_of(1))
 
 
 def accept_by_ratio(
@@ -143,7 +148,7 @@ def accept_by_ratio(
 # next token is drawn from norm(max(w_i * p - q, 0)), or from p after the whole chain.
 
 
-class Block(AcceptanceRule):
+class Block(_Exact):
     """Accept a chain as a whole instead of token by token: lossless."""
 
     name: ClassVar[str] = "block"
@@ -169,10 +174,6 @@ class Block(AcceptanceRule):
         distribution = p[kept].residual(draft.q_of(kept + 1), weight=kept_weight)
         reason = f"prefix of {kept} has weight {kept_weight:.3g}"
         return Accepted(path, noise.draw(distribution, kept), (kept + 1,), reason)
-
-    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
-        """Sum of min(p, q), as for any draft of one token; see `AcceptanceRule.beta`."""
-        return p[0].overlap(draft.q_of(1))
 
 
 def _pass_probability(draft: Draft, p: TargetDistributions, i: int, weight: float) -> float:
@@ -202,7 +203,7 @@ PRECISION = 1e-12
 """How far rho may lie above its optimum. A larger rho accepts less and is still lossless."""
 
 
-class KSequential(AcceptanceRule):
+class KSequential(_Exact):
     """One scale rho for all siblings, which are independent draws from one q: lossless."""
 
     name: ClassVar[str] = "k_sequential"
@@ -233,10 +234,6 @@ class KSequential(AcceptanceRule):
                 rejected.remove(path[-1])
             node, depth = path[-1], depth + 1
         return Accepted(tuple(path), noise.draw(p[node], depth), tuple(rejected))
-
-    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
-        """Sum of min(p, q), as for any draft of one token; see `AcceptanceRule.beta`."""
-        return p[0].overlap(draft.q_of(1))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tokenleap.runtime.cores import available_cores
-from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import DecoderWeights, LinearWeights
@@ -52,6 +51,7 @@ from tokenleap.runtime.network import (
     GrowingNetwork,
     GrownTree,
     GrowthLimit,
+    GrowthPlan,
     Need,
     PassOutput,
 )
@@ -292,9 +292,6 @@ def checked(loaded: CDLL) -> CDLL:
     return loaded
 
 
-# `NativeDecoder`: the Llama family, and drafting heads with such layers, in C++.
-
-
 class NativeDecoder(NativeNetwork):
     """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
 
@@ -339,9 +336,6 @@ class NativeDecoder(NativeNetwork):
         for layer in layers:
             layer.window = size if layer.window else 0
         return self._with(layers)
-
-
-# `NativeFusion`: the states of a drafting head's committed tokens, by the code in this folder.
 
 
 class NativeFusion:

@@ -402,7 +402,7 @@ def _factors(blocks: Tensor) -> Tensor:
 #     Q4_0, Q4_1       -> int4           a scale and a least number (Q4_0: -8 scales) per 32 weights
 #     Q5_1             -> int5           the same
 #     Q8_0, Q5_0       -> int8           a scale per 32 weights
-#     Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see `pack.py`
+#     Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see above
 #
 # Everything else is dequantized and rounded to int8, which is finer (`runtime/packed.py`).
 

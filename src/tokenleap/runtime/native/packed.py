@@ -1,6 +1,6 @@
 """The packed weights of a decoder: packed from its modules' weights here, or mapped from files.
 
-`NativeDecoder` reads either. `packed.py` writes and maps files.
+`NativeDecoder` reads either.
 """
 
 from __future__ import annotations

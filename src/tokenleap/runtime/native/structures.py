@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.llama import LAYER_NORMS, JointInput, Rotary
 from tokenleap.runtime.native.pack import CLinear, Format, PackedWeights, fields_of
 from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, PackedLayer
-from tokenleap.runtime.network import GrownTree, GrowthLimit, Need
+from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, Need
 
 __all__ = [
     "AngleTables",
@@ -42,72 +41,47 @@ __all__ = [
 
 
 class CNorm(Structure):
-    """`Norm`."""
-
     _fields_ = fields_of("Norm")
 
 
 class CLayer(Structure):
-    """`Layer`."""
-
     _fields_ = fields_of("Layer", Linear=CLinear, Norm=CNorm)
 
 
 class CDecoder(Structure):
-    """`Decoder`."""
-
     _fields_ = fields_of("Decoder", Linear=CLinear, Norm=CNorm, Layer=CLayer)
 
 
 class CBuffers(Structure):
-    """`Buffers`."""
-
     _fields_ = fields_of("Buffers")
 
 
 class CSource(Structure):
-    """`Source`."""
-
     _fields_ = fields_of("Source")
 
 
 class CPass(Structure):
-    """`Pass`."""
-
     _fields_ = fields_of("Pass")
 
 
 class CTree(Structure):
-    """`Tree`."""
-
     _fields_ = fields_of("Tree")
 
 
 class CDraw(Structure):
-    """`Draw`."""
-
     _fields_ = fields_of("Draw")
 
 
 class CTrees(Structure):
-    """`Trees`."""
-
     _fields_ = fields_of("Trees", Tree=CTree)
 
 
 class CBlockChain(Structure):
-    """`BlockChain`."""
-
     _fields_ = fields_of("BlockChain")
 
 
 class CFusion(Structure):
-    """`Fusion`."""
-
     _fields_ = fields_of("Fusion", Linear=CLinear)
-
-
-# Makes the C structures of a decoder's weights.
 
 
 def structures(packed: PackedDecoder, kept: KeptWeights) -> tuple[CDecoder, list[CLayer]]:
@@ -200,9 +174,6 @@ class _Structures:
 
     def _float(self, weight: Tensor | None) -> int | None:
         return None if weight is None else self._kept.keep(weight.float().contiguous()).data_ptr()
-
-
-# The arrays that the structures of a call point to (`structures.py`); for `network.py`.
 
 
 _MOST_CHILDREN = 64
@@ -335,9 +306,6 @@ class NodeArrays:
         """Field of `Pass` -> address of its array; valid as long as this object lives."""
         found = {name: numbers.buffer_info()[0] for name, numbers in self._ints.items()}
         return {"tokens": self._tokens.buffer_info()[0], **found}
-
-
-# Tables of rotary angles, as the C++ code reads them.
 
 
 _ANGLES = 256

@@ -28,7 +28,6 @@ from tokenleap.runtime.lean import DenseLinear, Linear, LinearLayer
 from tokenleap.runtime.llama import LinearWeights
 from tokenleap.runtime.network import Need, PassOutput, RowState, SourceNetwork
 from tokenleap.runtime.seq2seq.structure import (
-    AttentionParts,
     DecoderLayerParts,
     LayerParts,
     Structure,
@@ -36,24 +35,13 @@ from tokenleap.runtime.seq2seq.structure import (
 )
 
 __all__ = [
-    "CrossKeys",
-    "CrossStates",
-    "Elementwise",
     "EncoderSide",
-    "Layer",
     "Seq2SeqNetwork",
     "TorchEncoder",
     "are_same",
-    "head_of",
-    "layer_of",
-    "padded_state",
     "probe_source",
-    "source_layer_of",
     "states_of",
 ]
-
-
-# The decoder layers of `Seq2SeqNetwork`, made of the parts that `structure.py` found.
 
 
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]
@@ -113,11 +101,6 @@ def _down_of(parts: LayerParts, kind: type[LinearLayer]) -> Linear:
     return down if parts.up[0].weight.dtype == dtype else lambda x: down(x.to(dtype))
 
 
-def source_layer_of(cross: AttentionParts, kind: type[LinearLayer]) -> Linear:
-    """[n, E] -> [n, 2 H D]: keys and values of source positions."""
-    return _joint((cross.key, cross.value), kind)
-
-
 def _joint(linears: tuple[nn.Linear, ...], kind: type[LinearLayer]) -> Linear:
     """One product in place of several with the same input."""
     weights = LinearWeights.of(*linears)
@@ -141,13 +124,6 @@ class CrossKeys:
     keys: Tensor  # [L, B, H, S, D]
     values: Tensor  # [L, B, H, S, D]
     mask: Tensor  # [B, 1, 1, S], added to the scores
-
-
-def padded_state(keys: Tensor, values: Tensor, encoded: Tensor) -> RowState:
-    """The state of a source with n positions; keys and values are [L, H, n, D]."""
-    positions = keys.shape[2]
-    mask = keys.new_zeros(positions)
-    return _widened(RowState(keys, values, mask, encoded), key_span(positions))
 
 
 def _widened(state: RowState, span: int) -> RowState:
@@ -287,7 +263,8 @@ class EncoderSide(SourceNetwork):
         cross = parts.layers[0].cross
         self._cross_heads = cross.heads
         self._cross_width = cross.query.out_features // cross.heads
-        self._sources = [source_layer_of(layer.cross, kind) for layer in parts.layers]
+        # [n, E] -> [n, 2 H D]: keys and values of source positions
+        self._sources = [_joint((each.cross.key, each.cross.value), kind) for each in parts.layers]
         self.encoded_size = cross.key.in_features
         self.encoder_readers = WeakSet()
         sizes, self._probe_source = _Sizes.of(model), probe_source(model)
@@ -304,7 +281,9 @@ class EncoderSide(SourceNetwork):
             0, 2, 3, 1, 4
         )
         kept = encoded if keep else encoded[:0].clone()
-        return padded_state(both[:, 0].contiguous(), both[:, 1].contiguous(), kept)
+        keys, values = both[:, 0].contiguous(), both[:, 1].contiguous()
+        state = RowState(keys, values, keys.new_zeros(len(encoded)), kept)
+        return _widened(state, key_span(len(encoded)))
 
     @property
     def probe_source(self) -> Source:
