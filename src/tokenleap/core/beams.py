@@ -28,8 +28,7 @@ from tokenleap.core.tree import Draft, TokenTree
 
 __all__ = ["BeamDraft", "BeamSettings", "Beams", "Hypothesis", "Searched", "scores_of", "search"]
 
-_UNBEATEN = -1e9
-"""The worst hypothesis's score in `generate` while there are fewer than `width`."""
+_UNBEATEN = -1e9  # the worst hypothesis's score in `generate` while there are fewer than `width`
 
 Scores: TypeAlias = Callable[[Sequence[int]], Tensor]
 """Nodes of a draft -> [n, V] log-probabilities of the tokens after each of them, in float32."""

@@ -31,8 +31,7 @@ __all__ = ["Grammar", "Grammars"]
 
 STACK = 16 << 20
 """Bytes of the stack on which grammars are compiled: four times that of their trial."""
-KEPT = 16
-"""Most compiled grammars that are kept for the next request with the same form."""
+KEPT = 16  # most compiled grammars that are kept for the next request with the same form
 
 
 class Grammars:

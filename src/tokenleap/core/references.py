@@ -37,8 +37,7 @@ class References:
         return index
 
 
-NO_REFERENCES = References()
-"""The references of a request without any."""
+NO_REFERENCES = References()  # the references of a request without any
 
 
 @dataclass(frozen=True)

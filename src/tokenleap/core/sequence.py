@@ -36,8 +36,7 @@ class Scope:
     private: bool = False
 
 
-SHARED = Scope()
-"""The scope of requests that are not kept apart."""
+SHARED = Scope()  # the scope of requests that are not kept apart
 
 
 class SequenceState:

@@ -17,8 +17,7 @@ COLOURS = {"draft": 28, "correction": 32, "bonus": None, "plain": None}
 _CSS = {"draft": "#008700", "correction": "#0087d7", "bonus": "", "plain": ""}
 """The same colours."""
 
-_MOST = 80
-"""Characters of a text that a `repr` shows."""
+_MOST = 80  # characters of a text that a `repr` shows
 
 
 def shortened(text: str) -> str:

@@ -95,18 +95,14 @@ The field always stores `StructuredOutputs`.
 # This file needs neither PyTorch nor NumPy, so options are checked without waiting for them.
 
 
-MAX_LENGTH = 256 << 10
-"""Most characters of a form."""
-MAX_VALUES = 10_000
-"""Most objects, lists and values in a schema, and most choices."""
-MAX_DEPTH = 128
-"""Most levels of objects and lists in a schema; llguidance has this limit, too."""
+MAX_LENGTH = 256 << 10  # most characters of a form
+MAX_VALUES = 10_000  # most objects, lists and values in a schema, and most choices
+MAX_DEPTH = 128  # most levels of objects and lists in a schema; llguidance has this limit, too
 MAX_DEFINITIONS = 1000
 """Most rules and terminals of a grammar, and most definitions that a schema refers to."""
 
 _TOO_DEEP = f"json: a schema has at most {MAX_DEPTH} levels: nest it less."
-_TRIVIAL = 1000
-"""Choices that are shorter than this together need no trial."""
+_TRIVIAL = 1000  # choices that are shorter than this together need no trial
 _DEFINITION = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*[^:\n]{0,80}:", re.MULTILINE)
 
 

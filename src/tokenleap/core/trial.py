@@ -27,12 +27,10 @@ __all__ = ["MAX_MEGABYTES", "MAX_SECONDS", "first_line", "main", "matcher_of", "
 
 T = TypeVar("T")
 
-MAX_SECONDS = 2
-"""Most seconds of CPU that a trial may take."""
+MAX_SECONDS = 2  # most seconds of CPU that a trial may take
 MAX_MASK_SECONDS = 0.5
 """Most seconds of CPU for all masks of a trial but the first. All requests wait for a mask."""
-MAX_MEGABYTES = 128
-"""Most memory that a trial may take, beyond what the process has already."""
+MAX_MEGABYTES = 128  # most memory that a trial may take, beyond what the process has already
 MAX_ITEMS = 5000
 """Most items that llguidance's parser may make for one mask. An ambiguous grammar makes more of
 them with every token, and the time for one grows too: at half this number a mask took up to 30 ms.

@@ -138,8 +138,7 @@ def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
 _Sources: TypeAlias = tuple[GgufTensor, ...]
 """The tensors that make up a weight: one, or the gates and the ups of all experts."""
 
-_PIECE_ELEMENTS = 2**23
-"""Values that are dequantized at once."""
+_PIECE_ELEMENTS = 2**23  # values that are dequantized at once
 
 _EXPERTS = ".experts."
 _GATE_UP = "gate_up_proj"
@@ -311,8 +310,7 @@ _SPECIAL = {
 # Token types whose text must not change: normal, control, user-defined.
 _CHECKED_TYPES = {1, 3, 4}
 _PROBE = "  Two  spaces, 12 apples\n\n\tand 3.14 more;\r\n it's I'LL (é🎉中文) "
-_MAX_TOKEN = 4096
-"""Characters of a token: Transformers tries all its parts, two by two."""
+_MAX_TOKEN = 4096  # characters of a token: Transformers tries all its parts, two by two
 _HINT = "use the model's safetensors folder instead"
 
 

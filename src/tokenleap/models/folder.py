@@ -32,8 +32,7 @@ __all__ = [
     "weight_files",
 ]
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of the tensors of a model's files, by name."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # of the tensors of a model's files, by name
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -235,8 +234,7 @@ def check_sizes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> None:
 _SLACK = 4
 """Models whose layers share weights have more than their files: at most so many times as many."""
 
-_PACKED = 32
-"""Most weights of a quantized model in a number of its files: bits in an int32."""
+_PACKED = 32  # most weights of a quantized model in a number of its files: bits in an int32
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -44,8 +44,7 @@ __all__ = [
 # some settings.
 
 
-_THETA = 10_000.0
-"""llama.cpp's, for files that do not say it."""
+_THETA = 10_000.0  # llama.cpp's, for files that do not say it
 
 _SAMPLING = {
     "temperature": "temp",

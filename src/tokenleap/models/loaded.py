@@ -45,8 +45,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class WeightSource(Protocol):
     """Where packing reads a model's tensors."""
 
-    title: str
-    """A short name for the model."""
+    title: str  # a short name for the model
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

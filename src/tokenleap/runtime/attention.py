@@ -38,14 +38,11 @@ __all__ = [
 
 IMPLEMENTATION = "tokenleap"
 
-KEY_BLOCK = 512
-"""Attention reads keys in multiples of this."""
+KEY_BLOCK = 512  # attention reads keys in multiples of this
 
-SHORT_SPAN = 128
-"""Attention over up to so many positions may read so many keys, less than a block."""
+SHORT_SPAN = 128  # attention over up to so many positions may read so many keys, less than a block
 
-ROW_MULTIPLE = 4
-"""Query rows are padded to a multiple of this."""
+ROW_MULTIPLE = 4  # query rows are padded to a multiple of this
 
 UNSUPPORTED = ("position_bias", "head_mask")
 """Arguments by which some architectures change attention. Ignoring one would silently change the

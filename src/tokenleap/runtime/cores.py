@@ -63,11 +63,9 @@ def _lines(path: Path) -> list[str]:
 
 
 _NAME = "GOMP_SPINCOUNT"
-_COUNT = "20000"
-"""About 0.2 ms, which covers the time between two passes."""
+_COUNT = "20000"  # about 0.2 ms, which covers the time between two passes
 
-_bounds: list[str] = []
-"""The bounds that this process has set."""
+_bounds: list[str] = []  # the bounds that this process has set
 
 
 def bound_spinning() -> None:

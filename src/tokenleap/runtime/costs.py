@@ -43,15 +43,13 @@ _LEAST = 0.05
 _LEAST_SLOPE = 0.001
 """The least that each further node costs, in passes over one node: no draft is free."""
 
-_ROW = 0.02
-"""`row` where it was not measured, in passes over one node."""
+_ROW = 0.02  # `row` where it was not measured, in passes over one node
 
 _GUESS = {nodes: 1.0 + 1.5 * (nodes - 1) / 63 for nodes in (1, 2, 4, 8, 16, 32, 64)}
 """f where it was not measured: cost by number of nodes, in passes over one node. It is low on
 purpose: a draft that seems too expensive is never tried, and then its cost is never measured."""
 
-_SHORTEST = 1e-9
-"""Least seconds of a pass: a coarse clock may measure 0, and costs are divisors."""
+_SHORTEST = 1e-9  # least seconds of a pass: a coarse clock may measure 0, and costs are divisors
 
 
 class CostCurve:

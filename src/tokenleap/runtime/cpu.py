@@ -35,8 +35,7 @@ __all__ = [
 _INT8_WIDTH = 16
 """The input width must be a multiple of this: the kernel reads past the end of other rows."""
 
-_PACK_HINT_ROWS = 8
-"""Number of input rows that oneDNN chooses the layout for."""
+_PACK_HINT_ROWS = 8  # number of input rows that oneDNN chooses the layout for
 
 
 class PackedLinear(nn.Module):
@@ -85,8 +84,7 @@ class Int8Linear(nn.Module):
         self.quantized = steps.round().clamp(-127, 127).to(torch.int8).contiguous()
         self.bias = None if bias is None else bias.detach()
 
-    weight: None = None
-    """See `PackedLinear.weight`."""
+    weight: None = None  # see `PackedLinear.weight`
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)

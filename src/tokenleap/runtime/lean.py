@@ -34,8 +34,7 @@ from tokenleap.runtime.network import Need, PassOutput
 
 __all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
 
-Linear: TypeAlias = Callable[[Tensor], Tensor]
-"""[T, in] -> [T, out]."""
+Linear: TypeAlias = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 
 
 class LinearLayer(Protocol):

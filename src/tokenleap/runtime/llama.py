@@ -274,8 +274,7 @@ class DecoderLayer(Generic[Linear, Merged]):
 
 LayerWeights: TypeAlias = DecoderLayer[LinearWeights, LinearWeights]
 
-LAYER_NORMS = tuple(Family().norm_modules)
-"""The fields of `DecoderLayer` that are norms."""
+LAYER_NORMS = tuple(Family().norm_modules)  # the fields of `DecoderLayer` that are norms
 
 
 @dataclass(frozen=True)
@@ -314,15 +313,12 @@ class DecoderWeights(Protocol):
     scaling: float
     epsilon: float
     num_layers: int
-    embedding: Tensor
-    """[V, E], in the dtype of the KV and of the inputs of linear layers."""
+    embedding: Tensor  # [V, E], in the dtype of the KV and of the inputs of linear layers
     norm: Tensor | None
     """[E] of the final norm; None if the output layer reads the residual stream as it is."""
-    head: LinearWeights
-    """E -> Vo."""
+    head: LinearWeights  # E -> Vo
     rotary: Rotary
-    local_rotary: Rotary | None
-    """Of layers with a window, if these have another one."""
+    local_rotary: Rotary | None  # of layers with a window, if these have another one
     traits: Traits
     joint: JointInput | MixedInput | None
     """None for a language model, whose residual stream begins with the embedding."""

@@ -246,8 +246,7 @@ def rebuild(model: PreTrainedModel) -> Bias | None:
 
 
 class _Wrapped(nn.Module):
-    WRAPS: str
-    """Name of the module's class."""
+    WRAPS: str  # name of the module's class
 
     def __init__(self, module: nn.Module, bias: Bias) -> None:
         super().__init__()

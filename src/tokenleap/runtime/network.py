@@ -182,8 +182,7 @@ class GrowingNetwork(ABC):
         """
 
 
-CHAIN_CANDIDATES = 16
-"""Tokens of a level that transitions are added to, the most probable ones."""
+CHAIN_CANDIDATES = 16  # tokens of a level that transitions are added to, the most probable ones
 MOST_ADDED = 60.0
 """The most that transitions add to a logit: its exponential is a finite number of 32 bits."""
 

@@ -278,8 +278,7 @@ def _num_bytes(module: PreTrainedModel, form: str) -> int:
 # quantization spoils the model (see `probing.py`).
 
 
-HEAD_ROWS = 8192
-"""Rows of the output layer that are packed at once; a multiple of `PANEL`."""
+HEAD_ROWS = 8192  # rows of the output layer that are packed at once; a multiple of `PANEL`
 
 _SHOWN_BYTES = 200_000_000
 """Models whose weights take less are packed within a second, without a word."""

@@ -19,6 +19,7 @@ from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
 from tokenleap.runtime.kv_slab import KVBlock, KVSlab
 from tokenleap.runtime.network import (
@@ -26,7 +27,6 @@ from tokenleap.runtime.network import (
     GrowingNetwork,
     GrownTree,
     GrowthLimit,
-    GrowthPlan,
     Need,
     Network,
     PassOutput,
@@ -41,8 +41,7 @@ INTERNAL_KEY = -1
 """Rows that belong to no request, such as those of checks and measurements, have this key and
 smaller ones. Requests have keys from 0."""
 
-MARGIN = ROW_MULTIPLE - 1
-"""Positions after a row's tokens that padding may write to."""
+MARGIN = ROW_MULTIPLE - 1  # positions after a row's tokens that padding may write to
 
 
 class Rows:

@@ -246,11 +246,9 @@ def _same_bits(target: Probed, tokens: Sequence[int]) -> bool:
     return torch.equal(_beside_a_long_row(target, tokens[:2], chain(tokens[2:3])), narrow)
 
 
-_LONGEST = 65
-"""Nodes of the longest passes over drafts that are compared: 64 tokens and their root."""
+_LONGEST = 65  # nodes of the longest passes over drafts that are compared: 64 tokens and their root
 
-_CHUNKS = (256, 64, 63)
-"""Sizes of the chunks in which the same prompt is computed."""
+_CHUNKS = (256, 64, 63)  # sizes of the chunks in which the same prompt is computed
 
 _LONG_PASSES: dict[Hashable, bool] = {}
 """Findings by all that shapes depend on: these passes take most of the probe's time."""

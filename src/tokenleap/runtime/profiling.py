@@ -19,15 +19,12 @@ SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 """Nodes of the passes over one row. The native kernels read a weight once for up to 6 or 12 nodes,
 so costs rise steeply above these numbers."""
 
-ROWS = (4, 16)
-"""Rows of the passes over several rows, with one node each."""
+ROWS = (4, 16)  # rows of the passes over several rows, with one node each
 
-CONTEXT = 128
-"""Committed tokens of each row."""
+CONTEXT = 128  # committed tokens of each row
 
 ROUNDS = 5
-MAX_SECONDS = 2.0
-"""No pass is started after this time, unless its size was not timed yet."""
+MAX_SECONDS = 2.0  # no pass is started after this time, unless its size was not timed yet
 
 
 @torch.inference_mode()

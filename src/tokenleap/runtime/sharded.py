@@ -182,8 +182,7 @@ class ShardedNetwork(ModuleNetwork):
 class ShardedLinear(nn.Module):
     """`y = x W^T + b` on the rows or columns of W that this process has."""
 
-    weight: None = None
-    """See `PackedLinear.weight`."""
+    weight: None = None  # see `PackedLinear.weight`
 
     def __init__(self, linear: nn.Linear, kind: str, group: Group, *, packed: bool) -> None:
         super().__init__()

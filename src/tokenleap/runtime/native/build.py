@@ -60,8 +60,7 @@ _FLAGS = (
 _INSTALL = "for example with `apt install g++` or `dnf install gcc-c++`"
 _SUFFIXES = (".cpp", ".h")
 _TIMEOUT = 900.0
-_SIZE = 5_000_000
-"""More bytes than the library and the compiler's own files take."""
+_SIZE = 5_000_000  # more bytes than the library and the compiler's own files take
 
 
 class NativeLibraryError(Exception):

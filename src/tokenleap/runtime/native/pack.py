@@ -41,20 +41,15 @@ __all__ = [
 ]
 
 
-PANEL = 32
-"""Outputs of a panel; `PANEL` in formats.h."""
+PANEL = 32  # outputs of a panel; `PANEL` in formats.h
 
-GROUP = 32
-"""Inputs that share a scale in int8 and int4; `GROUP` in formats.h."""
+GROUP = 32  # inputs that share a scale in int8 and int4; `GROUP` in formats.h
 
-_BLOCK_GROUPS = 8
-"""Groups of a K-quant's block; `BLOCK_GROUPS` in k_blocks.h."""
+_BLOCK_GROUPS = 8  # groups of a K-quant's block; `BLOCK_GROUPS` in k_blocks.h
 
-_PIECE = 64
-"""Panels that are packed at once."""
+_PIECE = 64  # panels that are packed at once
 
-_SMALLEST_SCALE = 6e-8
-"""The smallest positive number in float16, the dtype of scales."""
+_SMALLEST_SCALE = 6e-8  # the smallest positive number in float16, the dtype of scales
 
 
 class Format(IntEnum):

@@ -62,8 +62,7 @@ other inputs. Files do not hold `window` and `rotates`.
 class PackedDecoder(ABC):
     """A decoder whose linear layers are packed."""
 
-    sizes: DecoderWeights
-    """Everything but the linear layers."""
+    sizes: DecoderWeights  # everything but the linear layers
 
     @abstractmethod
     def head(self) -> PackedWeights: ...

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.llama import LAYER_NORMS, JointInput, Rotary
 from tokenleap.runtime.native.pack import CLinear, Format, PackedWeights, fields_of
 from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, PackedLayer
-from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, Need
+from tokenleap.runtime.network import GrownTree, GrowthLimit, Need
 
 __all__ = [
     "AngleTables",
@@ -176,8 +177,7 @@ class _Structures:
         return None if weight is None else self._kept.keep(weight.float().contiguous()).data_ptr()
 
 
-_MOST_CHILDREN = 64
-"""See `Ranking::MOST` in ranking.h."""
+_MOST_CHILDREN = 64  # see `Ranking::MOST` in ranking.h
 _NO_LIMIT = 2**31 - 1
 _LOW = 2**64 - 1
 
@@ -308,8 +308,7 @@ class NodeArrays:
         return {"tokens": self._tokens.buffer_info()[0], **found}
 
 
-_ANGLES = 256
-"""Angles are computed for this many positions at once."""
+_ANGLES = 256  # angles are computed for this many positions at once
 
 
 class AngleTables:

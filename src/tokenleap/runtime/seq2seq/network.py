@@ -44,8 +44,7 @@ __all__ = [
 ]
 
 
-Elementwise: TypeAlias = Callable[[Tensor], Tensor]
-"""[T, E] -> [T, E]: a norm or an activation."""
+Elementwise: TypeAlias = Callable[[Tensor], Tensor]  # [T, E] -> [T, E]: a norm or an activation
 
 
 @dataclass(frozen=True)
