@@ -27,7 +27,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 
 REBUILT_ATTENTION = {"bloom", "falcon", "mpt"}
-"""Types of models whose attention `runtime.own_attention` computes."""
+"""Types of models whose attention `runtime/module.py` computes."""
 
 _AUDIO = "of the models that read audio, only Whisper is supported"
 _PARTS = "its layers have other parts than those of BART and T5"

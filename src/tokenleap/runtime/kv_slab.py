@@ -10,7 +10,7 @@ A row may also carry state that is written once and never rolled back, such as t
 of an encoder-decoder's cross-attention. It is moved, copied and freed with its row.
 
 `passes.py` manages the rows. During a pass, `lean.py` calls `write`, Transformers modules call
-`update`, and native code writes to the addresses of the buffers (`kv_slab.py`).
+`update`, and native code writes to the addresses of the buffers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A network gets the nodes of a pass and the KV slab. It writes the nodes' KV to the slab and returns
 a `PassOutput`. For CPUs there are three networks: `native/` is the Llama family in C++, `lean.py`
 some of it in few PyTorch operations, and `module.py` runs any Transformers module; on a GPU, these
-two run. Encoder-decoders, which also are a `source_network.SourceNetwork`, run in
+two run. Encoder-decoders, which also are a `SourceNetwork`, run in
 `native/seq2seq.py` or in the PyTorch operations of `seq2seq/`. `choose.py` picks one.
 """
 
