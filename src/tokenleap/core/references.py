@@ -68,7 +68,7 @@ class Source:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How far states per token need not roll back (invariant 4)."""
+    """Its length: so far, state that is kept per token stays as it is (invariant 4)."""
     length = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

@@ -114,7 +114,8 @@ def attend_grouped(
     """Attention in which all query heads of a key head are rows of one matrix product.
 
     So each key is read once for all of them, and a few nodes need little padding. The result
-    [B, N, H * D] has the same bits as that of `slab_attention`. Queries are [B, N, H, D].
+    [B, N, H * D] has the same bits as that of `slab_attention`. Queries are [B, N, H, D], keys and
+    values [B, G, S, D].
     """
     batch, nodes, heads, width = query.shape
     groups = key.shape[1]
@@ -141,7 +142,8 @@ def attend_scored(
     The scores s become c tanh(s / c) with a cap c. A sink is one more score per head, which takes a
     part of the softmax and has no value. The scores are made here. PyTorch's attention then takes
     them as the mask of queries that are zero, because its softmax and its sum over the keys keep
-    invariant 7. Shapes are [B, H or G, R or S, D], with R a multiple of `ROW_MULTIPLE`; sinks [H].
+    invariant 7. Queries and result are [B, H, R, D], with R a multiple of `ROW_MULTIPLE`, keys and
+    values [B, G, S, D], the mask is [B, 1, R, S], and sinks are [H].
     """
     batch, heads, rows, width = query.shape
     groups = key.shape[1]
@@ -170,7 +172,8 @@ def attend_by_head(
 ) -> Tensor:
     """Attention in which each query head has keys of its own; it copies at most the query.
 
-    The result has the shape and the bits of `attend_grouped`. Keys are [B, H, S, D].
+    The result has the shape and the bits of `attend_grouped`. Keys and values are [B, H, S, D], the
+    mask is [B, 1 or H, padded_rows(N), S].
     """
     nodes = query.shape[1]
     if missing := padded_rows(nodes) - nodes:

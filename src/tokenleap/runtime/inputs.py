@@ -104,7 +104,7 @@ class RowNodes:
     """The n nodes of one row, whose KV is in adjacent slots.
 
     A node sees so many of the row's first slots, its prefix, and the slots of its tail, ascending;
-    its own slot is in either. There are no tails if no node has one, as in a chain.
+    its own slot is in one of them. There are no tails if no node has one, as in a chain.
     """
 
     start: int
@@ -237,9 +237,9 @@ class PassInputs:
 
     @cached_property
     def used(self) -> Tensor | None:
-        """[T] which of the B N places are nodes, ascending; None if all are computed.
+        """[T] which of the B N places are nodes, ascending.
 
-        They are without padding, or with a single row.
+        None if all places are computed: without padding, or with a single row, padding included.
         """
         counts = [len(row) for row in self.rows]
         if len(self.rows) == 1 or min(counts) == self.nodes:

@@ -144,12 +144,13 @@ class GrownTree:
 
     tokens: Sequence[int]
     parents: Sequence[int]  # [n] index of a drafted node, or -1 for a child of the root
-    # [n] given the ancestors, before truncation, or see `GrowthDraw.coupled`
+    # [n] given the ancestors, before truncation or see `GrowthDraw.coupled`; NaN if logits are
     probabilities: Sequence[float]
     logits: Tensor | None = None  # [L, V] of nodes with children, if siblings were drawn
     rows: Sequence[int] = ()  # [n] the row of `logits` that each node was drawn from
     shown: Sequence[float] = ()  # [n] probabilities before truncation
-    undecided: bool = False  # rounding might have changed a draw: draw level by level
+    # rounding might have changed a draw: the tree is empty, and has to be drawn level by level
+    undecided: bool = False
 
     @property
     def depth(self) -> int:

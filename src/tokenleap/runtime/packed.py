@@ -85,6 +85,7 @@ class PackedModel:
     module: PreTrainedModel
     weights: MappedDecoder
     quantization: str
+    # [3, V] of the unpacked modules for the last of `probe_tokens`; None if nothing was rounded
     logits: Tensor | None
 
 

@@ -167,7 +167,10 @@ def _opened(path: Path, flags: int | None = None) -> int:
 
 
 def _check_owner(path: Path, state: os.stat_result, *, may_be_sticky: bool) -> None:
-    """Refuse what others than this user and root can change; a sticky folder is like /tmp."""
+    """Refuse what others than this user and root can change.
+
+    In a sticky folder such as /tmp, others can replace only what is theirs.
+    """
     # The owner of "/" is root: in a container, root may have another number.
     if state.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
         raise _unsafe(path, "belongs to another user")

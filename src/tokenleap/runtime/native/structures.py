@@ -225,7 +225,7 @@ class TreeArrays:
         )
 
     def grown(self, logits: Tensor) -> list[GrownTree]:
-        """The trees, when they have grown, and the logits [rows, V] of all passes."""
+        """The trees, when they have grown, with the logits [rows, V] of all passes."""
         return [self._tree(index, tree, logits) for index, tree in enumerate(self._trees)]
 
     def _tree(self, index: int, tree: CTree, logits: Tensor) -> GrownTree:
