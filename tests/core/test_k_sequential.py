@@ -18,7 +18,6 @@ from tests.enumeration import (
     output_distribution,
     random_distributions,
     trees,
-    without_replacement,
 )
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.acceptance.rules import KSequential, Selection
@@ -198,22 +197,3 @@ def test_acceptance_is_near_the_best_possible(width: int, seed: int) -> None:
     assert (1 - (1 - 1 / width) ** width) * best - 1e-9 <= accepted <= best + 1e-9
     # No theorem: so it was for each of 27,600 random pairs of distributions.
     assert acceptance("rejection", p, q, width) <= accepted + TOLERANCE
-
-
-def test_siblings_without_replacement_would_be_wrong() -> None:
-    """Why the engine refuses them: the same siblings under one distribution do not leave p."""
-
-    def forgetful(
-        q: Distribution, width: int
-    ) -> Iterator[tuple[tuple[int, ...], tuple[Distribution, ...], float]]:
-        for tokens, distributions, weight in without_replacement(q, width):
-            yield tokens, (distributions[0],) * width, weight
-
-    p, q = random_distributions(6, 2), random_distributions(6, 102)
-    assert (
-        distance(output_distribution(KSequential(), trees(q, independent, 2, 1), p, 1), p, 1)
-        < TOLERANCE
-    )
-    assert (
-        distance(output_distribution(KSequential(), trees(q, forgetful, 2, 1), p, 1), p, 1) > 0.01
-    )

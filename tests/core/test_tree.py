@@ -35,17 +35,6 @@ def test_everything_follows_from_the_parents(tree: TokenTree) -> None:
     assert tree.is_chain == (max(tree.depths) == tree.num_drafted)
 
 
-def test_chain() -> None:
-    tree = chain([4, 5, 6])
-    assert tree.parents == (-1, 0, 1)
-    assert tree.is_chain
-    assert [[node in seen(tree, row) for node in range(3)] for row in range(3)] == [
-        [True, False, False],
-        [True, True, False],
-        [True, True, True],
-    ]
-
-
 @pytest.mark.parametrize(
     ("tokens", "parents"), [((), ()), ((1,), (0,)), ((1, 2), (-1, 1)), ((1, 2), (-1,))]
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +137,33 @@ def make_gguf(tmp_path: Path, make_model: MakeModel, byte_vocabulary: list[str])
         weights = {**_gguf_tensors(architecture, model), **(tensors or {})}
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        writer = gguf.GGUFWriter(path, metadata.pop("architecture"))
-        for key, value in metadata.items():
-            if value is not None:
-                add_field(writer, key, value)
-        for key, weight in weights.items():
-            if weight is not None and (kind := (quantize or {}).get(key)) is not None:
-                writer.add_tensor(key, gguf.quantize(weight, kind), raw_dtype=kind)
-            elif weight is not None:
-                writer.add_tensor(key, weight)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_gguf(path, metadata.pop("architecture"), metadata, weights, quantize or {})
         return path
 
     return make
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    weights: Mapping[str, np.ndarray[Any, Any] | None],
+    kinds: Mapping[str, gguf.GGMLQuantizationType],
+) -> None:
+    """Write a GGUF file, without the fields and tensors that are None."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        if value is not None:
+            _add_field(writer, key, value)
+    for key, weight in weights.items():
+        if weight is not None and (kind := kinds.get(key)) is not None:
+            writer.add_tensor(key, gguf.quantize(weight, kind), raw_dtype=kind)
+        elif weight is not None:
+            writer.add_tensor(key, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.fixture
@@ -209,7 +220,7 @@ def _metadata(architecture: str, vocabulary: list[str]) -> dict[str, Any]:
     }
 
 
-def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def _add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Write a field of a GGUF file, with the type of its value."""
     if isinstance(value, list):
         writer.add_array(key, value)

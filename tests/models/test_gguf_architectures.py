@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.models.conftest import add_field
+from tests.models.conftest import write_gguf
 from tests.models.test_convert_tokenizer import sentencepiece_settings
 from tests.tiny import reference_greedy
 from tokenleap import LLM, SamplingParams
@@ -229,22 +229,16 @@ def write(tmp_path: Path, byte_vocabulary: list[str]) -> Callable[..., tuple[Pat
         kind: gguf.GGMLQuantizationType = FLOATS,
         **more: Any,
     ) -> tuple[Path, PreTrainedModel]:
-        architecture = FAMILIES[model_type][0]
         settings = _settings(model_type, layers, byte_vocabulary) | more
         model = made(model_type, len(settings["tokenizer.ggml.tokens"]), layers)
         path = tmp_path / f"{model_type}.gguf"
-        writer = gguf.GGUFWriter(path, architecture)
-        for key, value in settings.items():
-            if value is not None:
-                add_field(writer, key, value)
-        for name, weight in tensors(model_type, model).items():
-            matrix = weight.ndim == 2 and name != "token_embd.weight"
-            stored = kind if matrix and weight.shape[1] % 32 == 0 else FLOATS
-            writer.add_tensor(name, gguf.quantize(weight, stored), raw_dtype=stored)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        weights = tensors(model_type, model)
+        kinds = {
+            name: kind if name != "token_embd.weight" and each.shape[1] % 32 == 0 else FLOATS
+            for name, each in weights.items()
+            if each.ndim == 2
+        }
+        write_gguf(path, FAMILIES[model_type][0], settings, weights, kinds)
         return path, model
 
     return make

@@ -28,7 +28,6 @@ from tokenleap.core.tree import chain
 from tokenleap.errors import ModelError
 from tokenleap.models import cached, remove, resolve, resolver
 from tokenleap.models.gguf import GgufFile
-from tokenleap.runtime import packed
 from tokenleap.runtime import packed as packing_gguf
 from tokenleap.runtime.native import packed as packed_files
 from tokenleap.runtime.native.pack import FORMAT_OF, K_FORMATS, Format, PackedWeights, pack_blocks
@@ -403,23 +402,6 @@ def test_a_file_that_changes_while_it_runs(written: Any) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_a_file_that_changes_while_it_is_packed(
-    written: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written({"blk": Kind.Q8_0})
-    run = packing_gguf.GgufPacker.run
-
-    def touching(self: packing_gguf.GgufPacker) -> str:
-        os.utime(path, ns=(1, 1))
-        return run(self)
-
-    monkeypatch.setattr(packing_gguf.GgufPacker, "run", touching)
-    with pytest.raises(ModelError, match="has changed while it was read"):
-        LLM(path, dtype="float32")
-    assert not list((cache / "models").iterdir())
-
-
-@pytest.mark.usefixtures("native")
 def test_packed_files_that_are_deleted_before_they_are_mapped(
     written: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,20 +422,6 @@ def test_packed_files_that_are_deleted_before_they_are_mapped(
 
 
 @pytest.mark.usefixtures("native")
-def test_an_older_layout_is_packed_anew(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written({"blk": Kind.Q8_0})
-    with monkeypatch.context() as patched:
-        patched.setattr(packed, "LAYOUT_VERSION", packed_files.LAYOUT_VERSION - 1)
-        expected = scores(LLM(path, dtype="float32"))
-    (old,) = cached()
-    (old.folder / "layer-00000.safetensors").chmod(0o644)
-    (old.folder / "layer-00000.safetensors").write_bytes(b"of another layout")
-    assert torch.equal(scores(LLM(path, dtype="float32")), expected)
-    (new,) = cached()
-    assert new.name != old.name
-
-
-@pytest.mark.usefixtures("native")
 def test_demo_and_bench_run_it_in_its_own_numbers(written: Any, cache: Path) -> None:
     path = written({"blk": Kind.Q8_0}, context=8192, max_position_embeddings=8192)
     options = ["--rounds", "1", "--max-tokens", "4", "--dtype", "float32"]
@@ -465,15 +433,6 @@ def test_demo_and_bench_run_it_in_its_own_numbers(written: Any, cache: Path) -> 
     assert bench._found(str(path), "auto") is None
     assert bench._quantization(replace(target, quantization="none")) is None
     assert bench._found(str(path), None) == resolve(path)
-
-
-@pytest.mark.usefixtures("native")
-def test_a_changed_file_is_packed_anew(written: Any) -> None:
-    first = scores(LLM(written({"blk": Kind.Q8_0}), dtype="float32"))
-    path = written({"blk": Kind.Q8_0}, seed=1)
-    os.utime(path, ns=(1, 1))
-    assert not torch.equal(scores(LLM(path, dtype="float32")), first)
-    assert len(cached()) == 1
 
 
 def test_a_file_that_shrinks_while_it_is_read(written: Any) -> None:

@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 
-import tokenleap.models
 from tests.models.conftest import MakeGguf
 from tokenleap.errors import ModelError
 from tokenleap.models import cached, resolve
-
-
-def test_every_public_name_exists() -> None:
-    for name in tokenleap.models.__all__:
-        assert hasattr(tokenleap.models, name)
-    assert sorted(tokenleap.models.__all__) == tokenleap.models.__all__
 
 
 def test_a_folder_is_returned_as_it_is(

@@ -357,6 +357,20 @@ def test_another_builds_folder_is_safe_while_it_lasts(cache: Path) -> None:
     assert [model.name for model in cached()] == ["slow", "tiny"]
 
 
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1 kB"),
+        (92_871_040, "92.9 MB"),
+        (10**9 - 1, "1 GB"),
+    ],
+)
+def test_sizes_are_written_as_people_write_them(count: int, text: str) -> None:
+    assert store.bytes_text(count) == text
+
+
 def test_older_folders_are_replaced() -> None:
     store.build("tiny-old", "a test", 0, fill_one_file)
     store.build("tiny-new", "a test", 0, fill_one_file, replaces="tiny-")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.runtime.test_native import PORTABLE
+from tests.runtime.test_native import PORTABLE, TOKENS, filled
 from tests.tiny import GROUPED, VOCAB_SIZE
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
@@ -53,7 +53,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**GEMMA, **LOCAL, "rope_parameters": ROPES}),
     "gemma3, capped": ("gemma3_text", {**GEMMA, **LOCAL, "final_logit_softcapping": 3.0}),
 }
-TOKENS = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(60)]
 TREE = TokenTree((5, 3, 5, 8, 9, 7, 1, 2), (-1, 0, 0, 1, 3, 2, 2, 5))
 CPU = torch.device("cpu")
 
@@ -74,15 +73,6 @@ def model_of(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) ->
     return model
 
 
-def filled(model: PreTrainedModel, network: Network, *lengths: int) -> Target:
-    """Rows 0, 1, ... of so many tokens."""
-    target = Target(model).with_network(network)
-    for key, length in enumerate(lengths):
-        target.add(key)
-        target.prefill(key, TOKENS[:length])
-    return target
-
-
 def scores(target: Target, tree: TokenTree, key: int = 0) -> Tensor:
     return target.verify([key], [tree])[0].scores.clone()
 
@@ -94,7 +84,7 @@ def test_the_module_is_the_oracle(name: str, flags: tuple[str, ...]) -> None:
     model = model_of(name)
     native = NativeDecoder(LlamaWeights(model), None, *flags)
     found, expected = (
-        scores(filled(model, network, 13), TREE)
+        scores(filled(Target(model), network, 13), TREE)
         for network in (native, ModuleNetwork.sharing(model))
     )
     assert torch.allclose(found, expected, atol=5e-4, rtol=2e-4)
@@ -136,7 +126,8 @@ def test_parts_can_be_left_out(name: str) -> None:
     model = model_of(name)
     native, module = NativeDecoder(LlamaWeights(model)), ModuleNetwork.sharing(model)
     found, expected = (
-        scores(filled(model, network.without([0], [1]), 9), TREE) for network in (native, module)
+        scores(filled(Target(model), network.without([0], [1]), 9), TREE)
+        for network in (native, module)
     )
     assert torch.allclose(found, expected, atol=5e-4, rtol=2e-4)
 
@@ -148,7 +139,7 @@ def test_learnt_embeddings(name: str) -> None:
     networks: list[Network] = [NativeDecoder(LlamaWeights(model)), ModuleNetwork.sharing(model)]
     assert [network.extend(rows) for network in networks] == 2 * [VOCAB_SIZE]
     tree = TokenTree((VOCAB_SIZE + 1, 4, VOCAB_SIZE), (-1, 0, 0))
-    found, expected = (scores(filled(model, network, 5), tree) for network in networks)
+    found, expected = (scores(filled(Target(model), network, 5), tree) for network in networks)
     assert torch.allclose(found, expected, atol=5e-4, rtol=2e-4)
 
 
@@ -172,7 +163,7 @@ def test_bits(name: str, kind: str) -> None:
     """Invariant 7: of any number of nodes, in a tree, beside other rows."""
     dtype, quantization = KINDS[kind]
     model = model_of(name, dtype)
-    target = filled(model, NativeDecoder(LlamaWeights(model), quantization), 33, 4)
+    target = filled(Target(model), NativeDecoder(LlamaWeights(model), quantization), 33, 4)
     together = scores(target, chain(TOKENS[33:]))
     for rows in (1, 7, 13):
         assert torch.equal(scores(target, chain(TOKENS[33 : 33 + rows])), together[:rows])

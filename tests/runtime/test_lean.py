@@ -114,13 +114,6 @@ def test_rotation_far_into_the_context() -> None:
     assert torch.allclose(logits[0], logits[1], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "gemma", "phi"])
-def test_other_architectures_run_through_their_modules(architecture: str) -> None:
-    model = tiny_model(architecture)
-    assert not is_llama(model)
-    assert isinstance(network_for(model), ModuleNetwork)
-
-
 def test_what_looks_like_llama_and_is_not() -> None:
     assert not is_llama(tiny_model("lean", hidden_act="gelu"))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.models.test_gguf_numbers import unpacked
 from tests.programs import Program
 from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -24,7 +25,6 @@ from tokenleap import ConfigError
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.choose import network_for
-from tokenleap.runtime.lean import LeanDecoder
 from tokenleap.runtime.llama import LinearWeights, LlamaWeights
 from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.native import build
@@ -233,25 +233,12 @@ def test_layers_can_be_left_out() -> None:
         assert torch.allclose(found, expected, atol=2e-4, rtol=1e-4)
 
 
-def unpacked(packed: Tensor, form: Format) -> Tensor:
-    """The weights [N, K] that the kernels read."""
-    steps_bytes = GROUP * PANEL // (1 if form is Format.INT8 else 2)
-    steps = packed[..., :steps_bytes]  # [P, G, bytes]
-    scales = packed[..., steps_bytes:].contiguous().view(torch.float16).float()  # [P, G, 32 or 64]
-    if form is Format.INT4:
-        steps = torch.cat([steps & 15, steps >> 4], dim=-1)
-    quads = steps.view(*steps.shape[:2], GROUP // 4, PANEL, 4).float()
-    scale = scales[..., None, :PANEL, None]
-    least = scales[..., None, PANEL:, None] if form is Format.INT4 else -128 * scale
-    return (quads * scale + least).permute(0, 3, 1, 2, 4).reshape(len(packed) * PANEL, -1)
-
-
 @pytest.mark.parametrize("form", [Format.INT8, Format.INT4])
 def test_weights_are_rounded_to_the_nearest(form: Format) -> None:
     """And those that come from as many bits, such as a GGUF file's Q8_0 and Q4_1, stay."""
     weight = torch.randn(2 * PANEL, 3 * GROUP, generator=torch.Generator().manual_seed(0))
     weight[5, :GROUP] = 0
-    once = unpacked(pack(LinearWeights(weight, None), form).weight, form)
+    once = unpacked(pack(LinearWeights(weight, None), form))
     step = {Format.INT8: 1 / 127, Format.INT4: 1 / 15}[form]
     spread = weight.view(-1, GROUP).aminmax(dim=-1)
     widest = (
@@ -259,7 +246,7 @@ def test_weights_are_rounded_to_the_nearest(form: Format) -> None:
     )
     error = (once - weight).view(-1, GROUP).abs().amax(dim=-1)
     assert (error <= 0.51 * step * widest + 1e-3).all()
-    assert torch.equal(unpacked(pack(LinearWeights(once, None), form).weight, form), once)
+    assert torch.equal(unpacked(pack(LinearWeights(once, None), form)), once)
 
 
 def test_gate_and_up_in_turns() -> None:
@@ -274,6 +261,8 @@ def test_who_runs_natively() -> None:
     assert network_for(tiny_model(head_dim=32), runtime="torch").name == "lean"
     assert network_for(tiny_model("lean")).name == "lean"
     assert network_for(tiny_model("gpt2")).name == "module"
+    for runtime in ("lean", "module"):
+        assert network_for(tiny_model(head_dim=32), runtime=runtime).name == runtime
     assert "not torch.float16" in (
         why_not_native(tiny_model(head_dim=32, dtype=torch.float16)) or ""
     )
@@ -470,13 +459,6 @@ def test_what_was_checked_is_loaded(
 def test_lean_is_for_some_models() -> None:
     with pytest.raises(ConfigError, match=r"lean supports only Llama.*take 'module'"):
         network_for(tiny_model("gpt2"), runtime="lean")
-
-
-@pytest.mark.parametrize(("runtime", "network"), [("lean", LeanDecoder), ("module", ModuleNetwork)])
-def test_runtimes_by_the_names_that_are_shown(runtime: str, network: type[Network]) -> None:
-    found = network_for(tiny_model(head_dim=32), runtime=runtime)
-    assert isinstance(found, network)
-    assert found.name == runtime
 
 
 @pytest.mark.slow  # it compiles

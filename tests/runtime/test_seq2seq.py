@@ -173,16 +173,6 @@ def test_another_row_moves_into_the_place_of_a_removed_one(name: str, target: Ta
         assert_paths(output, name, sources[key], TEXT_TOKENS[key:9])
 
 
-def test_a_fork_reads_the_same_source(name: str, target: Target) -> None:
-    source = tiny_source(name)
-    open_row(target, 0, source, TEXT_TOKENS[:9])
-    target.fork(0, 1)
-    target.share_state(1, target.row_state(0))
-    for output in target.verify([0, 1], [TREE, TREE]):
-        assert_paths(output, name, source, TEXT_TOKENS[:9])
-    assert target._slab.state_bytes == target.state_bytes(source)
-
-
 def test_a_row_that_reads_another_source(name: str, target: Target) -> None:
     first, second = tiny_source(name), tiny_source(name, seed=2)
     open_row(target, 0, first, [])

@@ -2,7 +2,7 @@
 
 `tree` and `distribution` hold the data that everything else exchanges. `sampler` turns logits into
 the target's distributions p, under `params` and an optional `grammar`. `noise` supplies the random
-numbers, and `acceptance` decides which drafted tokens are kept. `detokenizer`, `config`, `memory`,
-`plugins`, `files` and `common_prefix` are small tools that all layers use. Nothing here loads or
-runs a model, so a test can enumerate every case.
+numbers, and `acceptance` decides which drafted tokens are kept. `detokenizer`, `config` and `files`
+are small tools that all layers use. Nothing here loads or runs a model, so a test can enumerate
+every case.
 """

@@ -28,8 +28,7 @@ from tokenleap.core.tree import Draft, TokenTree
 
 __all__ = ["BeamDraft", "BeamSettings", "Beams", "Hypothesis", "Searched", "scores_of", "search"]
 
-_UNBEATEN = -1e9
-"""The worst hypothesis's score in `generate` while there are fewer than `width`."""
+_UNBEATEN = -1e9  # the worst hypothesis's score in `generate` while there are fewer than `width`
 
 Scores: TypeAlias = Callable[[Sequence[int]], Tensor]
 """Nodes of a draft -> [n, V] log-probabilities of the tokens after each of them, in float32."""
@@ -37,27 +36,22 @@ Scores: TypeAlias = Callable[[Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """Settings of a search.
+    """Settings of a search, as in `generate`.
 
-    Args:
-        width: number of live beams, and of hypotheses that are kept.
-        length_penalty: the score of a hypothesis of n tokens is the sum of their log-probabilities,
-            divided by n to this power.
-        early_stopping: when the search ends. True: as soon as there are `width` hypotheses. False:
-            when the best live beam scores less, at its present length, than the worst hypothesis.
-            "never": the same, at the length at which it would score best.
+    It ends with `early_stopping` as soon as there are `width` hypotheses; without, when the best
+    live beam scores less, at its present length, than the worst hypothesis; if "never", the same at
+    the length at which it would score best.
     """
 
-    width: int
+    width: int  # number of live beams, and of hypotheses that are kept
     max_tokens: int
     eos_ids: frozenset[int] = frozenset()
-    length_penalty: float = 1.0
+    length_penalty: float = 1.0  # a score is the sum of n log-probabilities / n ** this
     early_stopping: bool | Literal["never"] = False
     renormalize: bool = False
 
     @staticmethod
     def of(params: SamplingParams, max_tokens: int, eos_ids: Iterable[int]) -> BeamSettings:
-        """Those of a request's parameters."""
         return BeamSettings(
             params.beam_width,
             max_tokens,
@@ -69,7 +63,7 @@ class BeamSettings:
 
     @property
     def num_candidates(self) -> int:
-        """How many continuations a step looks at: `width` of them can always go on."""
+        """Continuations that a step looks at: `width` of them can always go on."""
         return max(2, 1 + len(self.eos_ids)) * self.width
 
 
@@ -84,20 +78,14 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Beams:
-    """The state of a search.
-
-    Args:
-        tree: node 0 is the last committed token; the live beams are leaves, and the other nodes are
-            their ancestors.
-        live: the summed log-probability and the node of each live beam, best first.
-        length: tokens of each live beam, from the output's first one.
-    """
+    """The state of a search."""
 
     settings: BeamSettings
-    tree: TokenTree
+    tree: TokenTree  # the last committed token, and nodes that lead to the live beams, its leaves
+    # summed log-probability and node of each, best first
     live: tuple[tuple[float, int], ...] = ((0.0, 0),)
     finished: tuple[Hypothesis, ...] = ()
-    length: int = 0
+    length: int = 0  # tokens of each live beam, from the output's first one
     done: bool = False
 
     @property
@@ -106,11 +94,7 @@ class Beams:
         return BeamDraft.of(self, self.tree)
 
     def advance(self, log_probs: Tensor) -> Beams:
-        """Take one step.
-
-        Args:
-            log_probs: [live beams, V] log-probabilities of the next tokens, in float32.
-        """
+        """Take one step, with the log-probabilities [live beams, V] of next tokens, in float32."""
         settings, length = self.settings, self.length + 1
         sums, nodes, tokens = self._candidates(log_probs)
         ends = [length >= settings.max_tokens or token in settings.eos_ids for token in tokens]
@@ -174,17 +158,12 @@ class Beams:
 
 @dataclass(frozen=True)
 class BeamDraft(Draft):
-    """The tree of a search, and below its leaves what a drafter proposes.
+    """The tree of a search, and below its leaves what a drafter proposes."""
 
-    Args:
-        beams: the search. The tree begins with all nodes of `beams.tree`.
-    """
-
-    beams: Beams = field(kw_only=True)
+    beams: Beams = field(kw_only=True)  # the tree begins with all nodes of `beams.tree`
 
     @staticmethod
     def of(beams: Beams, tree: TokenTree) -> BeamDraft:
-        """A draft with this tree."""
         plain = Draft.deterministic(tree)
         return BeamDraft(plain.tree, plain.q, beams=beams)
 
@@ -196,30 +175,21 @@ class BeamDraft(Draft):
 
 @dataclass(frozen=True)
 class Searched:
-    """The result of a pass for a search.
-
-    Args:
-        tokens: the tokens to commit, maybe none; at the end all tokens of the best hypothesis.
-        cached: nodes of the draft whose KV is committed (see `KVSlab.commit`).
-        kept: nodes of the draft whose KV is kept; the first nodes of `beams.tree`.
-    """
+    """The result of a pass for a search."""
 
     beams: Beams
-    tokens: tuple[int, ...]
-    cached: tuple[int, ...]
-    kept: tuple[int, ...]
+    tokens: tuple[int, ...]  # to commit, maybe none; at the end all of the best hypothesis
+    cached: tuple[int, ...]  # nodes whose KV is committed (see `KVSlab.commit`)
+    kept: tuple[int, ...]  # nodes whose KV is kept, the first of `beams.tree`
     steps: int
 
 
 def scores_of(
     draft: BeamDraft, logits: Tensor, sampler: Sampler, output_ids: Sequence[int]
 ) -> Scores:
-    """The scores that a search reads, from one pass.
+    """The scores that a search reads, from the logits [n, V] after the draft's last n nodes.
 
     Masks, bias and penalties act on log-probabilities, as in `generate`.
-
-    Args:
-        logits: [n, V] logits after its last n nodes.
     """
     first = len(draft.tree) - len(logits)
 

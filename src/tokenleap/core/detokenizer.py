@@ -28,18 +28,11 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase | None, skip_special_tokens: b
 
 
 class Decode(Protocol):
-    """A function that turns token ids into text."""
-
-    def __call__(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """The text of these token ids."""
-        ...
+    def __call__(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """The tokenizer's `decode`, without `clean_up_tokenization_spaces`.
-
-    It runs for every token, so it takes the fastest path that gives the same text.
-    """
+    """The tokenizer's `decode` without `clean_up_tokenization_spaces`, by its fastest path."""
     kind = type(tokenizer)
     wrapped = kind.decode, getattr(kind, "_decode", None)
     if wrapped == (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode):
@@ -56,10 +49,7 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 class _Beginning:
-    """How much of a stop string a text ends in, by Knuth, Morris and Pratt (1977).
-
-    The work is linear in the text, however long the stop string is.
-    """
+    """How much of a stop string a text ends in, in linear time (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
@@ -84,14 +74,9 @@ class _Beginning:
 
 
 class Detokenizer:
-    """Turns the tokens of one output into text, piece by piece.
+    """Turns the tokens of one output into text, piece by piece; without a tokenizer, into none.
 
-    Text that ends in an unfinished character is held back until the character is complete. Text
-    that may be the beginning of a stop string is held back too. Returned text is therefore final.
-
-    Args:
-        tokenizer: the model's tokenizer; with None the text is always empty.
-        include_stop: whether the stop string that was met stays in the text.
+    Unfinished characters and what may begin a stop string are held back: returned text is final.
     """
 
     def __init__(
@@ -148,7 +133,6 @@ class Detokenizer:
         return self._release(0)
 
     def _piece(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens. A single token, which is the usual case, comes from the cache."""
         if len(token_ids) != 1:
             return self._decode(token_ids)
         token = token_ids[0]

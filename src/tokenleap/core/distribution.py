@@ -273,9 +273,6 @@ class OneHots(Sequence[Distribution]):
         return self._made[index]
 
 
-# Truncation of a distribution by min-p, top-k and top-p, called by `sampler.Sampler`.
-
-
 _NUCLEUS_CANDIDATES = 1024
 """Number of most probable tokens that `nucleus` tries before it sorts the whole vocabulary."""
 

@@ -27,8 +27,7 @@ FIRST_NAME, _NAME = "foretoken", "tokenleap"
 
 _Fields = TypeVar("_Fields")
 
-MAX_DEPTH = 100
-"""Levels of JSON: what copies or compares a value later recurses, too."""
+MAX_DEPTH = 100  # levels of JSON: what copies or compares a value later recurses, too
 
 _MAX_BYTES = 1 << 30
 

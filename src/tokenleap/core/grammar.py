@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenleap.core.references import common_prefix
-from tokenleap.core.structured import Form, checked_source, library
+from tokenleap.core.structured import StructuredOutputs, checked_source, library
 from tokenleap.core.trial import first_line, matcher_of, on_stack
 from tokenleap.errors import ConfigError, RequestError
 
@@ -31,16 +31,13 @@ __all__ = ["Grammar", "Grammars"]
 
 STACK = 16 << 20
 """Bytes of the stack on which grammars are compiled: four times that of their trial."""
-KEPT = 16
-"""Most compiled grammars that are kept for the next request with the same form."""
+KEPT = 16  # most compiled grammars that are kept for the next request with the same form
 
 
 class Grammars:
     """Compiles grammars over one model's tokens; indexes the vocabulary once, on first use.
 
-    Args:
-        eos_token_ids: the tokens that may follow a complete output. Without any, only
-            `Grammar.forced` is useful.
+    `eos_token_ids` may follow a complete output. Without any, only `Grammar.forced` is useful.
     """
 
     def __init__(
@@ -55,8 +52,7 @@ class Grammars:
         self._indexing = threading.Lock()
         self._matcher = lru_cache(maxsize=KEPT)(self._compiled)
 
-    def compile(self, outputs: Form) -> Grammar:
-        """Compile a grammar for one request."""
+    def compile(self, outputs: StructuredOutputs) -> Grammar:
         try:
             matcher = self._matcher(checked_source(outputs))
         except ConfigError as error:
@@ -96,8 +92,7 @@ class Grammars:
 class Grammar:
     """The grammar of one request, for any continuation of its prompt.
 
-    It keeps the matcher's state after the last query. The next query rolls back to the common
-    prefix and advances from there.
+    The matcher keeps its state after a query. The next one rolls back to the common prefix.
     """
 
     def __init__(self, new: Callable[[], Any], vocab_size: int) -> None:
@@ -107,11 +102,9 @@ class Grammar:
         self._tokens: list[int] = []  # output tokens the matcher has consumed
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
-        """The tokens that may come next.
+        """The tokens that may come next, [V] bool; None if the output so far is not allowed.
 
-        Returns:
-            [V] bool, or None if the grammar does not allow the output so far. End-of-sequence
-            tokens are allowed where the output is complete.
+        End-of-sequence tokens are allowed where the output is complete.
         """
         if not self._move_to(output_ids):
             return None

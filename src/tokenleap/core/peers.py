@@ -23,7 +23,6 @@ def num_processes(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of this process among those that `torchrun` has started; 0 without it."""
     return _number(environment, "RANK")
 
 
@@ -33,10 +32,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 class OutOfStepError(AssertionError):
-    """The processes of one model do not compute the same things.
-
-    No request can be blamed and nothing can go on, so nothing catches it.
-    """
+    """The processes of one model do not compute the same things; nothing catches it."""
 
 
 class Peers:

@@ -1,4 +1,4 @@
-"""`References`: texts beside the prompt that drafts may quote, such as retrieved documents."""
+"""What else a request reads: texts that drafts may quote, and an encoder-decoder's source."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ Index = TypeVar("Index")
 
 @dataclass(frozen=True, eq=False)
 class References:
-    """Texts in the target's tokens; the target does not read them.
+    """Texts in the target's tokens, which it does not read.
 
-    The requests that were made with the same texts share one object, which belongs to them: it is
-    freed with the last of them, and with it everything that drafters have indexed of it.
+    Requests made with the same texts share one object; it and its indexes are freed with the last.
     """
 
     texts: tuple[tuple[int, ...], ...] = ()
@@ -38,25 +37,17 @@ class References:
         return index
 
 
-NO_REFERENCES = References()
-"""The references of a request without any."""
-
-
-# `Source`: what an encoder-decoder reads, such as a sentence to translate or audio.
+NO_REFERENCES = References()  # the references of a request without any
 
 
 @dataclass(frozen=True)
 class Source:
-    """The encoder's input; sources with the same input are equal.
-
-    Args:
-        features: [bins, frames] of audio; None for a text.
-        digest: of the features (see `of_audio`), which are compared by it; empty for a text.
-    """
+    """The encoder's input; sources with the same input are equal."""
 
     tokens: tuple[int, ...] = ()
+    # [bins, frames] of audio
     features: Tensor | None = field(default=None, compare=False, repr=False)
-    digest: str = ""
+    digest: str = ""  # of the features, which are compared by it
 
     @classmethod
     def of_audio(cls, features: Tensor) -> Source:
@@ -76,14 +67,8 @@ class Source:
         return len(self.tokens) if self.features is None else int(self.features.shape[-1])
 
 
-# The common prefix of two token sequences.
-#
-# Drafters and grammars that keep state per token call it to find how far to roll back (invariant
-# 4).
-
-
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix, in tokens."""
+    """Its length: so far, state that is kept per token stays as it is (invariant 4)."""
     length = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

@@ -28,16 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["DecodingRules", "OutputRules", "Timestamps", "TokenSet", "ends_with"]
 
 
-# `TokenSet`: tokens that are forbidden together, by one operation on a row of logits.
-
-
 class TokenSet:
-    """A set of tokens, and their places in a row of logits.
+    """A set of tokens, and their places in a row of logits; others forbid nothing there.
 
     Some models suppress hundreds of tokens at every position. So the places are kept.
-
-    Args:
-        tokens: token ids. Those outside a row of logits forbid nothing there.
     """
 
     def __init__(self, tokens: Iterable[int]) -> None:
@@ -86,14 +80,10 @@ Ngram = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Timestamps:
-    """Whisper's rule of timestamps, the tokens after `none`: they come in pairs, and ascend.
-
-    Args:
-        most_first: the largest timestamp at the beginning of an output, from 0; None for any.
-    """
+    """Whisper's rule of timestamps, the tokens after `none`: they come in pairs, and ascend."""
 
     none: int
-    most_first: int | None = None
+    most_first: int | None = None  # the largest at the beginning of an output, from 0; None for any
 
     def apply(self, logits: Tensor, output: Sequence[int], eos: int) -> None:
         """Mask what may not follow, as `WhisperTimeStampLogitsProcessor`; arguments as there."""
@@ -118,34 +108,22 @@ class Timestamps:
 class DecodingRules:
     """The rules of one model, under the names of Transformers' `GenerationConfig`.
 
-    Args:
-        begin_suppress_tokens: tokens that do not come first, or not first after a forced one.
-        forced_eos_token_id: the last tokens allowed once `max_tokens` is reached; () for any.
-        min_length: end-of-sequence tokens are forbidden before this many tokens, those of the
-            decoder's prompt included.
-        min_new_tokens: as `min_length` without the prompt, and in its place; None if not set.
-        no_repeat_ngram_size: n-grams of this length do not come twice; 0 for no such rule.
-        encoder_no_repeat_ngram_size: n-grams of this length in the source do not come at all. The
-            source of a decoder-only model is its prompt.
-        encoder_repetition_penalty: multiplies the positive logits of the source's tokens, and
-            divides the negative ones.
-        sequence_bias: what is added to the logit of a sequence's last token after the others.
-        exponential_decay_length_penalty: after the first number of tokens, the logits of
-            end-of-sequence tokens grow with the powers of the second.
+    The source of a decoder-only model is its prompt.
     """
 
     bad_words_ids: tuple[Ngram, ...] = ()
     suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()  # also not first after a forced one
     forced_bos_token_id: int | None = None
-    forced_eos_token_id: tuple[int, ...] = ()
-    min_length: int = 0
-    min_new_tokens: int | None = None
+    forced_eos_token_id: tuple[int, ...] = ()  # once `max_tokens` is reached; () for any
+    min_length: int = 0  # tokens before the end, those of the decoder's prompt included
+    min_new_tokens: int | None = None  # instead of `min_length`, without the prompt
     no_repeat_ngram_size: int = 0
-    encoder_no_repeat_ngram_size: int = 0
-    encoder_repetition_penalty: float = 1.0
+    encoder_no_repeat_ngram_size: int = 0  # n-grams of the source do not come at all
+    encoder_repetition_penalty: float = 1.0  # multiplies positive logits of its tokens
     repetition_penalty: float = 1.0
-    sequence_bias: tuple[tuple[Ngram, float], ...] = ()
+    sequence_bias: tuple[tuple[Ngram, float], ...] = ()  # added to the last token's logit
+    # from which token on, and the growth of the end's logits
     exponential_decay_length_penalty: tuple[int, float] | None = None
     timestamps: Timestamps | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -154,7 +132,6 @@ class DecodingRules:
     def of(
         config: GenerationConfig | None, eos_token_ids: Sequence[int], vocab_size: int
     ) -> DecodingRules:
-        """The rules of a generation config; those of a model without one are neutral."""
         given: dict[str, Any] = {"eos_token_ids": tuple(eos_token_ids)}
         sampled = REFUSED_SAMPLED if getattr(config, "do_sample", False) else {}
         for name, neutral in {**REFUSED, **sampled}.items():
@@ -180,7 +157,7 @@ class DecodingRules:
     def for_output(
         self, prompt_ids: Sequence[int], source: Source | None, max_tokens: int
     ) -> OutputRules | None:
-        """The rules as they hold for one output; None if none of its logits ever changes."""
+        """None if none of the output's logits ever changes."""
         read = prompt_ids if source is None else source.tokens
         rules = OutputRules(self, prompt_ids, read, max_tokens)
         return rules if rules.active else None
@@ -193,25 +170,21 @@ class DecodingRules:
 
     @cached_property
     def suppressed(self) -> TokenSet:
-        """`suppress_tokens`."""
         return TokenSet(self.suppress_tokens)
 
     @cached_property
     def suppressed_first(self) -> TokenSet:
-        """`suppress_tokens` and `begin_suppress_tokens`."""
         return TokenSet((*self.suppress_tokens, *self.begin_suppress_tokens))
 
     @cached_property
     def bad_phrases(self) -> tuple[Ngram, ...]:
-        """The bad words of more than one token."""
         return tuple(word for word in self.bad_words_ids if len(word) > 1)
 
 
 class OutputRules:
     """The rules as they hold for one output.
 
-    Args:
-        source_ids: the source's tokens; empty if it is not text, and the prompt without a source.
+    `source_ids` are empty for audio, and the prompt's without a source.
     """
 
     def __init__(
@@ -230,7 +203,6 @@ class OutputRules:
 
     @property
     def active(self) -> bool:
-        """Whether there is a rule that may change a logit."""
         rules = self._rules
         sizes = rules.no_repeat_ngram_size, rules.encoder_no_repeat_ngram_size
         tokens = rules.bad_words_ids, rules.suppress_tokens, rules.begin_suppress_tokens
@@ -244,7 +216,7 @@ class OutputRules:
 
     @property
     def repetition_penalty(self) -> float:
-        """The model's own; 1 if it has none. The sampler applies it."""
+        """The model's own, which the sampler applies."""
         return self._rules.repetition_penalty
 
     @property
@@ -263,11 +235,7 @@ class OutputRules:
         return not any(token in banned for banned in self._banned(output_ids))
 
     def shift(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
-        """Apply what comes before the repetition penalty: biases, and the source's penalty.
-
-        Args:
-            logits: [V] logits of a position; they are changed.
-        """
+        """Apply what precedes the repetition penalty to logits [V], which are changed."""
         if self._rules.sequence_bias:
             text, bias = [*self._prompt, *output_ids], torch.zeros_like(logits)
             for sequence, value in self._rules.sequence_bias:
@@ -282,14 +250,7 @@ class OutputRules:
         return logits
 
     def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
-        """Mask what may not come next.
-
-        Args:
-            logits: [V] logits of a position; they are changed.
-
-        Returns:
-            [V] the logits: -inf where a token is forbidden, 0 where it is forced.
-        """
+        """Mask logits [V], which are changed: -inf where forbidden, 0 where forced."""
         if forced := self._forced(len(output_ids)):
             logits.fill_(-torch.inf)
             logits[list(forced)] = 0
@@ -306,7 +267,7 @@ class OutputRules:
         return logits
 
     def _hurry(self, logits: Tensor, num_output: int) -> None:
-        """Make the end more probable, as `exponential_decay_length_penalty` says."""
+        """Apply `exponential_decay_length_penalty`."""
         start, factor = self._rules.exponential_decay_length_penalty or (num_output, 1.0)
         tokens = [token for token in self._rules.eos_token_ids if token < len(logits)]
         if num_output > start and tokens:
@@ -352,7 +313,6 @@ class OutputRules:
 
 
 def _frozen(name: str, value: Any) -> Any:
-    """The value of a field of a generation config as `DecodingRules` has it."""
     try:
         return _KINDS[name](value)
     except (TypeError, ValueError, OverflowError):
@@ -436,12 +396,10 @@ def _check_tokens(given: dict[str, Any], vocab_size: int) -> None:
 
 
 def _last(text: Sequence[int], length: int) -> Ngram:
-    """The last tokens of a text; all of a shorter one."""
     return tuple(text[max(0, len(text) - length) :])
 
 
 def ends_with(text: Sequence[int], ending: Ngram) -> bool:
-    """Whether the last tokens of a text are these."""
     return _last(text, len(ending)) == ending
 
 
@@ -457,7 +415,6 @@ def _completions(text: list[int], size: int) -> Iterator[int]:
 
 
 def _places(text: list[int], token: int) -> Iterator[int]:
-    """Where a token occurs in a text."""
     place = -1
     for _ in range(text.count(token)):  # much faster than to look at each token here
         place = text.index(token, place + 1)

@@ -30,9 +30,8 @@ __all__ = ["BadWords", "Sampler", "TreeDistributions", "check_finite", "check_to
 class Sampler:
     """Turns the logits of one position into p under a request's sampling parameters.
 
-    Args:
-        prompt_ids: the prompt; the repetition penalty applies to its tokens too.
-        rules: what the model's generation config rules out; None if that is nothing.
+    `rules` is what the model's generation config rules out. The repetition penalty applies to the
+    prompt's tokens, too.
     """
 
     def __init__(
@@ -100,12 +99,11 @@ class Sampler:
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether masks, bias, grammar, penalties or the model's own rules change the logits."""
         return self.params_change_logits or self.has_masks
 
     @cached_property
     def params_change_logits(self) -> bool:
-        """Whether bias, grammar, penalties or rules change the logits, besides `has_masks`."""
+        """Whether anything besides the masks changes the logits."""
         params = self.params
         masks = params.logit_bias or params.allowed_token_ids is not None or params.min_tokens
         shifts = self.rules is not None and self.rules.shifts
@@ -126,13 +124,9 @@ class Sampler:
         return bias
 
     def shaped(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
-        """The logits after masks, bias and penalties, before temperature.
+        """The logits [V] after masks, bias and penalties, before temperature.
 
-        Args:
-            logits: [V] logits of one position.
-
-        Returns:
-            [V] logits in float32, or in float64 if the input is float64.
+        They are in float32, or in float64 if the input is.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not self.changes_logits:
@@ -176,11 +170,7 @@ class Sampler:
         temperature: float | None = None,
         limits: Limits | None = None,
     ) -> Distribution:
-        """The distribution at one position: p for the target's logits, q for a draft model's.
-
-        Args:
-            logits: [V] logits of the position.
-        """
+        """p from the target's logits [V], or q from a draft model's."""
         temperature = self.params.temperature if temperature is None else temperature
         shaped = self.shaped(logits, output_ids)
         if temperature < GREEDY_BELOW:
@@ -210,10 +200,7 @@ class Sampler:
         )
 
     def untempered(self, logits: Tensor, output_ids: Sequence[int]) -> Distribution:
-        """The distribution at temperature 1, without truncation; arguments as in `shaped`.
-
-        Lossy rules compare these probabilities in greedy decoding.
-        """
+        """The distribution at temperature 1, without truncation (for lossy rules)."""
         return Distribution.of(self.shaped(logits, output_ids).softmax(-1))
 
 
@@ -235,8 +222,7 @@ class TreeDistributions:
     Args:
         logits: [1 + n, V] logits after every node of the tree, root first.
         output_ids: tokens generated so far, including the root if it was generated.
-        argmax: [1 + n] the token of the largest logit after every node, the smallest token id on
-            a tie; None if the network does not compute it.
+        argmax: [1 + n] the token of the largest logit, the smallest id on a tie; None if unknown.
     """
 
     def __init__(
@@ -261,11 +247,9 @@ class TreeDistributions:
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is 0, so that every p is one-hot."""
         return self._sampler.params.greedy
 
     def __getitem__(self, node: int) -> Distribution:
-        """The distribution p of the token that follows `node`."""
         if self._argmax is not None:
             return self._one_hot(node, self._argmax[node])
         if node not in self._distributions:
@@ -283,7 +267,6 @@ class TreeDistributions:
         return self._sampler.distribution(self._logits[node], output)
 
     def untempered(self, node: int) -> Distribution:
-        """The distribution after `node` at temperature 1, without truncation (for lossy rules)."""
         return self._sampler.untempered(self._logits[node], self._output(node))
 
     def _output(self, node: int) -> list[int]:
@@ -297,7 +280,6 @@ class TreeDistributions:
         return self._argmax is not None or node in self._distributions
 
     def prob(self, node: int, token: int) -> float:
-        """Probability p(token) after `node`."""
         if self._argmax is not None:
             return float(self._argmax[node] == token)
         return self[node].prob(token)
@@ -307,12 +289,9 @@ class TreeDistributions:
         return log_probs_of(self._logits[node])
 
     def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
-        """The most likely tokens after every node under the model itself, for traces.
+        """The most likely tokens [1 + n, k] after every node and their probabilities, for traces.
 
         All nodes are computed together, which is faster: the last bits may depend on the tree.
-
-        Returns:
-            [1 + n, k] tokens, the most likely first, and their probabilities.
         """
         best = log_probs_of(self._logits).topk(min(count, self._logits.shape[-1]), dim=-1)
         return best.indices, best.values.exp()
@@ -331,8 +310,7 @@ Word = tuple[int, ...]
 class BadWords:
     """Sequences of tokens that no output completes.
 
-    A word that the prompt begins and the output ends is not among them: only the output counts, as
-    in vLLM. (Transformers' `bad_words_ids` count the prompt, too.)
+    Only the output counts, as in vLLM; Transformers' `bad_words_ids` count the prompt, too.
     """
 
     def __init__(self, words: Iterable[Word]) -> None:
@@ -347,18 +325,10 @@ class BadWords:
         self._everywhere = torch.tensor(sorted(self._tokens), dtype=torch.long)
 
     def keep(self, token: int, output_ids: Sequence[int]) -> bool:
-        """Whether the largest logit of a position stays the largest."""
         return token not in self._tokens and token not in self._endings(output_ids)
 
     def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
-        """Mask what would complete a word.
-
-        Args:
-            logits: [V] logits of a position; they are changed.
-
-        Returns:
-            [V] the logits: -inf where a token is forbidden.
-        """
+        """Mask what would complete a word in logits [V], which are changed."""
         logits[self._everywhere.to(logits.device)] = -torch.inf
         if endings := self._endings(output_ids):
             logits[endings] = -torch.inf
@@ -370,15 +340,8 @@ class BadWords:
         return [word[-1] for word in found if ends_with(output_ids, word[:-1])]
 
 
-# Checks of logits and token ids, with errors that say what to change.
-
-
 def check_finite(logit: Tensor) -> None:
-    """Check that the largest logit of a position is finite.
-
-    Args:
-        logit: [] the largest logit.
-    """
+    """Check the largest logit [] of a position."""
     if not math.isfinite(logit):
         raise RequestError(
             f"the largest logit is {float(logit)}, so no token can be drawn: if you set "
@@ -388,7 +351,6 @@ def check_finite(logit: Tensor) -> None:
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Check that all token ids of a parameter lie in the vocabulary."""
     for token in token_ids:
         if token >= vocab_size:
             raise ConfigError(

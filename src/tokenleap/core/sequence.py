@@ -21,7 +21,6 @@ _keys = count()
 
 
 def new_key() -> int:
-    """A key that no sequence has had."""
     return next(_keys)
 
 
@@ -29,27 +28,22 @@ def new_key() -> int:
 class Scope:
     """Which earlier requests a request may read what was kept of, and which later ones may read it.
 
-    Args:
-        salt: requests with different salts have nothing in common, neither the KV of prompts nor
-            what drafters remember (vLLM's `cache_salt`).
-        private: drafters remember nothing of other requests for this one, and nothing of it when
-            it has ended.
+    Requests with different salts have nothing in common, neither the KV of prompts nor what
+    drafters remember (vLLM's `cache_salt`). Of and for a private one, drafters remember nothing.
     """
 
     salt: str = ""
     private: bool = False
 
 
-SHARED = Scope()
-"""The scope of requests that are not kept apart."""
+SHARED = Scope()  # the scope of requests that are not kept apart
 
 
 class SequenceState:
     """A sequence as it is now; `Request` lets it grow.
 
-    Attributes:
-        references: texts that drafters may quote, besides what the request reads and writes.
-        prediction: the text that its output is expected to repeat; see `Request`.
+    `references` are texts that drafters may quote, and `prediction` is the text that its output is
+    expected to repeat.
     """
 
     def __init__(
@@ -74,7 +68,7 @@ class SequenceState:
 
     @property
     def input_ids(self) -> Sequence[int]:
-        """The input of the output: the text that the encoder reads, or else the prompt."""
+        """The text that the encoder reads, or else the prompt."""
         return self.prompt_ids if self.source is None else self.source.tokens
 
     @property
@@ -91,7 +85,6 @@ class SequenceState:
 
     @property
     def output_ids(self) -> list[int]:
-        """Tokens generated so far."""
         return self.token_ids[len(self.prompt_ids) :]
 
     @property
@@ -104,7 +97,6 @@ class SequenceState:
         return Draft.empty(self.root) if self.beams is None else self.beams.draft
 
     def with_noise(self, noise: Noise) -> Self:
-        """The same request with other noise, for a drafter that needs noise of its own."""
         other = copy(self)
         other.noise = noise
         return other

@@ -17,8 +17,7 @@ COLOURS = {"draft": 28, "correction": 32, "bonus": None, "plain": None}
 _CSS = {"draft": "#008700", "correction": "#0087d7", "bonus": "", "plain": ""}
 """The same colours."""
 
-_MOST = 80
-"""Characters of a text that a `repr` shows."""
+_MOST = 80  # characters of a text that a `repr` shows
 
 
 def shortened(text: str) -> str:
@@ -30,7 +29,6 @@ def shortened(text: str) -> str:
 
 
 def colours_as_text(parts: Iterable[tuple[str, str]]) -> Text:
-    """Texts and their origins, for Rich."""
     from rich.text import Text
 
     styles = {name: "" if code is None else f"color({code})" for name, code in COLOURS.items()}
@@ -38,7 +36,6 @@ def colours_as_text(parts: Iterable[tuple[str, str]]) -> Text:
 
 
 def colours_as_html(parts: Iterable[tuple[str, str]]) -> str:
-    """Texts and their origins, as a block of HTML."""
     spans = []
     for text, origin in parts:
         colour = f' style="color: {_CSS[origin]}"' if _CSS[origin] else ""

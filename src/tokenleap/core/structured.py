@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
 from pydantic import BeforeValidator, Field, model_validator
@@ -24,7 +24,7 @@ from tokenleap.core.config import Config
 from tokenleap.core.files import levels
 from tokenleap.errors import ConfigError, in_one_line
 
-__all__ = ["Form", "Structured", "StructuredOutputs", "checked_source", "library", "what_is_wrong"]
+__all__ = ["Structured", "StructuredOutputs", "checked_source", "library", "what_is_wrong"]
 
 
 class StructuredOutputs(Config):
@@ -41,7 +41,7 @@ class StructuredOutputs(Config):
 
     Raises:
         ConfigError: not exactly one form is given, it cannot be compiled, or it is too large or too
-            complex (`core.form` and `core.trial` have the limits).
+            complex (`core.structured` and `core.trial` have the limits).
     """
 
     json_schema: Mapping[str, Any] | str | None = Field(default=None, alias="json")
@@ -95,44 +95,19 @@ The field always stores `StructuredOutputs`.
 # This file needs neither PyTorch nor NumPy, so options are checked without waiting for them.
 
 
-MAX_LENGTH = 256 << 10
-"""Most characters of a form."""
-MAX_VALUES = 10_000
-"""Most objects, lists and values in a schema, and most choices."""
-MAX_DEPTH = 128
-"""Most levels of objects and lists in a schema; llguidance has this limit, too."""
+MAX_LENGTH = 256 << 10  # most characters of a form
+MAX_VALUES = 10_000  # most objects, lists and values in a schema, and most choices
+MAX_DEPTH = 128  # most levels of objects and lists in a schema; llguidance has this limit, too
 MAX_DEFINITIONS = 1000
 """Most rules and terminals of a grammar, and most definitions that a schema refers to."""
 
 _TOO_DEEP = f"json: a schema has at most {MAX_DEPTH} levels: nest it less."
-_TRIVIAL = 1000
-"""Choices that are shorter than this together need no trial."""
+_TRIVIAL = 1000  # choices that are shorter than this together need no trial
 _DEFINITION = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*[^:\n]{0,80}:", re.MULTILINE)
 
 
-class Form(Protocol):
-    """The form an output must have: the part of `StructuredOutputs` that this file needs."""
-
-    disable_any_whitespace: bool
-
-    @property
-    def kind(self) -> str:
-        """One of "json", "regex", "choice", "grammar" and "json_object"."""
-        ...
-
-    @property
-    def value(self) -> Any:
-        """The schema, the expression, the choices or the grammar."""
-        ...
-
-
-def checked_source(outputs: Form) -> str:
-    """The grammar of a form in llguidance's own format.
-
-    Raises:
-        ConfigError: the form is too large, is refused by llguidance or takes it too long; or
-            llguidance is not installed.
-    """
+def checked_source(outputs: StructuredOutputs) -> str:
+    """The grammar of a form in llguidance's own format, within the limits."""
     library()
     try:
         made = _source(outputs)
@@ -147,7 +122,7 @@ def checked_source(outputs: Form) -> str:
     return made
 
 
-def _source(outputs: Form) -> str:
+def _source(outputs: StructuredOutputs) -> str:
     matcher, kind, value = library().LLMatcher, outputs.kind, outputs.value
     compact = {"whitespace_flexible": not outputs.disable_any_whitespace}
     match kind:
@@ -207,11 +182,7 @@ def _checked_schema(given: Mapping[str, Any] | str) -> Any:
 
 
 def library() -> Any:
-    """The module `llguidance`.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The module `llguidance`, or a `ConfigError` if it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -237,13 +208,9 @@ _NO_TRIAL = "the process that tries out forms did not start"
 
 @lru_cache(maxsize=128)
 def what_is_wrong(grammar: str) -> str | None:
-    """Why a grammar cannot be used, in one line; None if it can. Answers are kept.
+    """Why a grammar in llguidance's format cannot be used, in one line; None if it can.
 
-    Args:
-        grammar: in llguidance's own format.
-
-    Raises:
-        ConfigError: the trial did not come about.
+    Answers are kept. A trial that does not come about is a `ConfigError`.
     """
     if not sys.executable or getattr(sys, "frozen", False):  # no Python to start
         return trial.wrong(grammar)
@@ -295,7 +262,6 @@ class _Process:
         )
 
     def _answer(self) -> bytes | None:
-        """The next line; None if there is none."""
         assert self._popen.stdout is not None
         killer = threading.Timer(_PATIENCE, self._kill)
         killer.daemon = True
@@ -309,7 +275,6 @@ class _Process:
         self._popen.kill()
 
     def end(self) -> None:
-        """End it; nothing happens if it has ended."""
         self._popen.kill()
         self._popen.wait()
         self.forget()

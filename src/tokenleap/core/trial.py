@@ -27,12 +27,10 @@ __all__ = ["MAX_MEGABYTES", "MAX_SECONDS", "first_line", "main", "matcher_of", "
 
 T = TypeVar("T")
 
-MAX_SECONDS = 2
-"""Most seconds of CPU that a trial may take."""
+MAX_SECONDS = 2  # most seconds of CPU that a trial may take
 MAX_MASK_SECONDS = 0.5
 """Most seconds of CPU for all masks of a trial but the first. All requests wait for a mask."""
-MAX_MEGABYTES = 128
-"""Most memory that a trial may take, beyond what the process has already."""
+MAX_MEGABYTES = 128  # most memory that a trial may take, beyond what the process has already
 MAX_ITEMS = 5000
 """Most items that llguidance's parser may make for one mask. An ambiguous grammar makes more of
 them with every token, and the time for one grows too: at half this number a mask took up to 30 ms.
@@ -52,7 +50,6 @@ _WALKS, _STEPS = 2, 64
 
 
 def on_stack(size: int, act: Callable[[], T]) -> T:
-    """Run this in a thread with a stack of so many bytes."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -132,7 +129,6 @@ def first_line(matcher: Any) -> str:
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
     if hasattr(os, "nice"):
         os.nice(5)  # the passes of running requests go first
@@ -154,7 +150,6 @@ def main() -> None:
 
 
 def _limit() -> None:
-    """Limit the next trial, where the system can do that."""
     try:
         import resource
     except ImportError:  # Windows

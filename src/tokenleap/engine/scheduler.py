@@ -309,7 +309,7 @@ class Prefill:
         assert source is not None, "requests of an encoder-decoder have one"
         known = self._known_state(_beginning(request))
         if known is not None:
-            self._target.share_state(key, known)
+            self._target.set_state(key, known)
             if not request.metrics.preemptions:
                 request.metrics.cached_source_tokens = len(source)
             return 0

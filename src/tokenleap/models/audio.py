@@ -25,11 +25,7 @@ _Samples: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class AudioReader:
-    """Computes the features of one recording.
-
-    Args:
-        folder: the model's, which may say how; None, or one that does not, takes Whisper's own way.
-    """
+    """Computes the features of one recording, as the folder says or else Whisper's own way."""
 
     def __init__(self, folder: Path | None, num_bins: int, num_frames: int) -> None:
         self._num_frames = num_frames
@@ -66,7 +62,6 @@ class AudioReader:
 
 
 def _checked_samples(samples: Any) -> _Samples:
-    """The samples as an array."""
     try:
         given = np.asarray(samples)
         numbers = given.astype(np.float32)
@@ -98,13 +93,7 @@ TASKS = ("transcribe", "translate")
 
 @dataclass(frozen=True)
 class WhisperStart:
-    """The fields of a generation config about the first tokens, under its own names.
-
-    Args:
-        forced: tokens after the first one, if neither language nor task is given; None is a
-            language to detect.
-        timestamps: the rule of outputs with timestamps; None if the model has none.
-    """
+    """The fields of a generation config about the first tokens, under its own names."""
 
     start: int
     language: str | None
@@ -112,13 +101,12 @@ class WhisperStart:
     lang_to_id: Mapping[str, int]
     task_to_id: Mapping[str, int]
     is_multilingual: bool
-    forced: tuple[int | None, ...]
+    forced: tuple[int | None, ...]  # without language and task; None is a language to detect
     timestamps: Timestamps | None
     return_timestamps: bool
 
     @staticmethod
     def of(start: int, config: Any, model_config: Any) -> WhisperStart:
-        """The settings of a generation config and a model's config."""
         none = getattr(config, "no_timestamps_token_id", None)
         most = getattr(config, "max_initial_timestamp_index", None)
         listed = getattr(config, "forced_decoder_ids", None) or getattr(
@@ -140,7 +128,6 @@ class WhisperStart:
     def tokens(
         self, language: Any, task: Any, detect: Callable[[Sequence[int]], int], *, timestamps: bool
     ) -> tuple[int, ...]:
-        """The first tokens."""
         if not self.is_multilingual and (language is not None or task is not None):
             raise PromptError("language and task: this model knows English only: leave them out.")
         if timestamps and self.timestamps is None:
@@ -182,9 +169,6 @@ class WhisperStart:
             known = [name for name in TASKS if name in self.task_to_id]
             raise PromptError(f"task: must be one of {', '.join(known) or 'none'}, got {task!r}.")
         return self.task_to_id[task]
-
-
-# The token that an encoder-decoder's output begins after. `LLMEngine` asks for it.
 
 
 def decoder_start(model: PreTrainedModel, config: GenerationConfig | None = None) -> int:

@@ -27,8 +27,7 @@ __all__ = ["rendered"]
 _MOST = 1 << 25
 """Characters of a value, written out; a prompt of a million tokens has a fifth of them."""
 
-_MOST_IN_ALL = 1 << 30
-"""Characters that are made in all, those of discarded values included."""
+_MOST_IN_ALL = 1 << 30  # characters that are made in all, those of discarded values included
 
 _SECONDS = 10.0
 
@@ -120,7 +119,6 @@ def _made(name: str, values: Sequence[Any]) -> int:
 
 
 def _width(values: Iterable[Any]) -> int:
-    """The greatest number among arguments."""
     flat = (x for each in values for x in (each if isinstance(each, tuple) else (each,)))
     return max((abs(x) for x in flat if isinstance(x, int)), default=0)
 

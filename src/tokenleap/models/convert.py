@@ -48,10 +48,7 @@ def converted_bytes(file: GgufFile) -> int:
 
 
 def convert_gguf(file: GgufFile, folder: Path) -> None:
-    """Convert a GGUF file to a Hugging Face folder with float32 safetensors.
-
-    The weights are the exact dequantized values, which 16-bit formats would round.
-    """
+    """Convert a GGUF file to a Hugging Face folder with the exact dequantized values, float32."""
     with progress(
         f"Converting {file.path.name}", "half a minute per GB", file.elements * 4
     ) as report:
@@ -61,7 +58,6 @@ def convert_gguf(file: GgufFile, folder: Path) -> None:
 
 
 def convert_settings(file: GgufFile, folder: Path) -> PreTrainedModel:
-    """Write the configuration and the tokenizer of a GGUF file into a folder."""
     with guarded(f"cannot convert {file.path}"):
         model = empty_model(file)
         _save_configs(file, model, folder)
@@ -99,7 +95,6 @@ def _save_configs(file: GgufFile, model: PreTrainedModel, folder: Path) -> None:
 
 
 def _write_weights(weights: GgufWeights, folder: Path, report: Callable[[int], None]) -> None:
-    """Dequantize every weight and write it under its Hugging Face name."""
     from safetensors.torch import save_file
 
     shards = list(_shards(weights.shapes))
@@ -143,8 +138,7 @@ def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
 _Sources: TypeAlias = tuple[GgufTensor, ...]
 """The tensors that make up a weight: one, or the gates and the ups of all experts."""
 
-_PIECE_ELEMENTS = 2**23
-"""Values that are dequantized at once."""
+_PIECE_ELEMENTS = 2**23  # values that are dequantized at once
 
 _EXPERTS = ".experts."
 _GATE_UP = "gate_up_proj"
@@ -171,11 +165,9 @@ class GgufWeights:
         return sum(tensor.num_bytes for tensor in self._file.tensors)
 
     def kind(self, name: str) -> gguf.GGMLQuantizationType:
-        """How a weight's numbers are stored."""
         return self._sources[name][0].kind
 
     def is_float(self, name: str) -> bool:
-        """Whether a weight's numbers are not quantized."""
         return self._sources[name][0].is_float
 
     def blocks(self, name: str) -> Bytes:
@@ -211,7 +203,6 @@ class GgufWeights:
 
 
 def _sources(file: GgufFile, model: PreTrainedModel) -> dict[str, _Sources]:
-    """The tensors of every weight, by Hugging Face name."""
     wanted = _gguf_names(file, model)
     present = {tensor.name: tensor for tensor in file.tensors}
     needed = {each for names in wanted.values() for each in names}
@@ -247,7 +238,6 @@ def _gguf_names(file: GgufFile, model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _check_shape(file: GgufFile, sources: _Sources, expected: tuple[int, ...]) -> None:
-    """Check that tensors have the shape of the model's parameter."""
     tensor = sources[0]
     shapes = [source.shape for source in sources]
     if len(sources) > 1:
@@ -278,13 +268,9 @@ def _pieces(tensor: GgufTensor, first: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _rotary_halves(weight: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
-    """Reorder each head's rows from GGUF's order to Hugging Face's.
+    """Put the rows of heads [heads * head size, ...] that rotate together half a head apart.
 
-    Two rows rotate together. GGUF stores them side by side (a0 b0 a1 b1), Hugging Face half a head
-    apart (a0 a1 b0 b1).
-
-    Args:
-        weight: Query or key projection, [heads * head size, anything].
+    GGUF stores them side by side (a0 b0 a1 b1), Hugging Face as a0 a1 b0 b1.
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
@@ -324,8 +310,7 @@ _SPECIAL = {
 # Token types whose text must not change: normal, control, user-defined.
 _CHECKED_TYPES = {1, 3, 4}
 _PROBE = "  Two  spaces, 12 apples\n\n\tand 3.14 more;\r\n it's I'LL (é🎉中文) "
-_MAX_TOKEN = 4096
-"""Characters of a token: Transformers tries all its parts, two by two."""
+_MAX_TOKEN = 4096  # characters of a token: Transformers tries all its parts, two by two
 _HINT = "use the model's safetensors folder instead"
 
 
@@ -366,7 +351,6 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _check_vocabulary(file: GgufFile) -> None:
-    """Check the types and lengths of what makes up the vocabulary."""
     tokens = file.get("tokenizer.ggml.tokens")
     if not _are(str, tokens) or max(map(len, tokens), default=_MAX_TOKEN + 1) > _MAX_TOKEN:
         raise file.wrong("tokenizer.ggml.tokens")
@@ -389,7 +373,6 @@ def _are(kind: type, values: Any) -> bool:
 
 
 def _backend(file: GgufFile) -> Any:
-    """The tokenizer that Transformers makes of the file's vocabulary."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     given = {name: file.get(f"tokenizer.ggml.{key}") for name, key in _VOCABULARY.items()}
@@ -411,8 +394,7 @@ def _split_digits(backend: Any) -> None:
 def _keep_leading_spaces(backend: Any, prefix: bool) -> None:
     """Insert a space before the text even if it starts with one, as SentencePiece does.
 
-    Transformers 5.23 does not, so it loses the leading space of a text. It also ignores that some
-    vocabularies have no such prefix.
+    Transformers 5.23 does not, and ignores that some vocabularies have no such prefix.
     """
     from tokenizers import decoders, normalizers
 

@@ -32,8 +32,7 @@ __all__ = [
     "weight_files",
 ]
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of the tensors of a model's files, by name."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # of the tensors of a model's files, by name
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -174,13 +173,11 @@ class _Tokenizer(_Part):
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder has a readable config and all the weight files it should have."""
     read_config(folder)
     weight_files(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's `config.json`."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
@@ -200,14 +197,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Check what a folder's `tokenizer_config.json` says, if there is one."""
     path = folder / "tokenizer_config.json"
     if path.is_file():
         _check(_Tokenizer, path, _read_object(path))
 
 
 def check_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Check the types and ranges of a configuration, in Transformers' words."""
     for name in (None, "text_config", "decoder", "encoder"):
         part = config if name is None else config.get(name)
         if isinstance(part, Mapping):
@@ -239,8 +234,7 @@ def check_sizes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> None:
 _SLACK = 4
 """Models whose layers share weights have more than their files: at most so many times as many."""
 
-_PACKED = 32
-"""Most weights of a quantized model in a number of its files: bits in an int32."""
+_PACKED = 32  # most weights of a quantized model in a number of its files: bits in an int32
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -252,7 +246,6 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _least(config: Mapping[str, Any]) -> int:
-    """The fewest numbers that a model of these sizes has."""
     layers, width = _most(config, _LAYERS), _most(config, _WIDTHS)
     experts = _most(config, _EXPERTS) * _most(config, ("moe_intermediate_size",))
     inner = experts or _most(config, ("intermediate_size",))
@@ -262,13 +255,11 @@ def _least(config: Mapping[str, Any]) -> int:
 
 
 def _most(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The greatest of these fields; 0 if there is none."""
     found = (config.get(name) for name in names)
     return max((size for size in found if isinstance(size, int)), default=0)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a folder's weights."""
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():

@@ -38,14 +38,13 @@ __all__ = [
 ]
 
 
-# The configuration of a GGUF file's model, in Transformers' words. `convert` calls it.
+# The configuration of a GGUF file's model, in Transformers' words.
 #
 # Transformers' own reader parses the whole vocabulary for it, which takes ten seconds, and loses
 # some settings.
 
 
-_THETA = 10_000.0
-"""llama.cpp's, for files that do not say it."""
+_THETA = 10_000.0  # llama.cpp's, for files that do not say it
 
 _SAMPLING = {
     "temperature": "temp",
@@ -58,7 +57,6 @@ _SAMPLING = {
 
 
 def config_of(file: GgufFile) -> PretrainedConfig:
-    """The configuration of a file that `GgufFile.open` has checked."""
     from transformers import AutoConfig
 
     about = file.about
@@ -101,7 +99,6 @@ def _number(file: GgufFile, name: str) -> Any:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding."""
     embedding = next((each for each in file.tensors if each.name == "token_embd.weight"), None)
     if embedding is None:
         raise ModelError(
@@ -111,7 +108,6 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _head_dim(file: GgufFile, given: dict[str, Any]) -> int:
-    """The width of a head."""
     sizes = {_number(file, name) for name in ("attention.key_length", "rope.dimension_count")}
     sizes.discard(None)
     if not all(isinstance(size, int) for size in sizes):
@@ -124,7 +120,6 @@ def _head_dim(file: GgufFile, given: dict[str, Any]) -> int:
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
-    """The rotary embedding's parameters."""
     kind, theta = file.setting("rope.scaling.type"), _base(file, "rope.freq_base")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if kind == "linear":
@@ -172,9 +167,7 @@ def sampling_of(file: GgufFile) -> dict[str, Any]:
 
 # The architectures of GGUF files: what llama.cpp calls a setting, and what Transformers does.
 #
-# A setting that is not listed here could change what a model computes. A file that has one is
-# refused (`gguf.py`). `gguf.py` makes configurations, and `convert.py` reads
-# tensors.
+# A setting that is not listed here could change what a model computes: a file with one is refused.
 
 
 REQUIRED_SETTINGS = {
@@ -208,30 +201,23 @@ _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture, in the words of both libraries.
-
-    Attributes:
-        required: Further settings that every file has, and their fields in the configuration.
-        fields: Fields that llama.cpp has in its code, by the fields that the file gives.
-        pairs: Whether query and key rows that rotate together lie side by side in the file.
-            Transformers has them half a head apart.
-        native: Whether the native runtime runs it, with the file's quantization if the sizes fit.
-        norms_from_one: Whether the file stores the weights of norms plus one.
-    """
+    """An architecture, in the words of both libraries."""
 
     name: str
     model_type: str
+    # further settings, and their fields in the configuration
     required: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
     converted: Collection[str] = ()
+    # those that llama.cpp has in its code, by those that the file gives
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _given: {}
-    pairs: bool = False
+    pairs: bool = False  # rows that rotate together lie side by side, not half a head apart
+    # whether the native runtime runs it, quantized as the file is if sizes fit
     native: bool = False
-    norms_from_one: bool = False
+    norms_from_one: bool = False  # the file stores the weights of norms plus one
 
     @property
     def known(self) -> set[str]:
-        """All settings that a file may have."""
         return {
             *REQUIRED_SETTINGS,
             *SHARED_SETTINGS,
@@ -365,8 +351,6 @@ def gguf_parts(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file."""
-
     file: Path
     name: str
     kind: gguf.GGMLQuantizationType
@@ -376,19 +360,14 @@ class GgufTensor:
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
         return int(np.prod(self.shape))
 
     @property
     def is_float(self) -> bool:
-        """Whether its numbers are not quantized."""
         return self.kind in _FLOATS
 
     def rows(self, first: int = 0, stop: int | None = None) -> Bytes:
-        """The bytes of some rows, or all, [rows, bytes of a row].
-
-        They are read, not mapped: pages of a mapped file would count as memory.
-        """
+        """The bytes of some rows, or all; read, not mapped, since mapped pages count as memory."""
         count = self.shape[0]
         width, stop = self.num_bytes // count, count if stop is None else stop
         size = (stop - first) * width
@@ -443,8 +422,6 @@ class _Reader(gguf.GGUFReader):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open GGUF file."""
-
     path: Path
     reader: gguf.GGUFReader
     tensors: tuple[GgufTensor, ...]
@@ -475,16 +452,13 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """GGUF's name of the model's architecture."""
         return str(self.get("general.architecture"))
 
     @property
     def elements(self) -> int:
-        """The number of elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
     def get(self, key: str) -> Any:
-        """The value of a metadata key, or None if the file does not have it."""
         field = self.reader.get_field(key)
         try:
             return None if field is None else field.contents()
@@ -496,7 +470,7 @@ class GgufFile:
         return ModelError(f"{self.path} has a wrong value for {key}; get the file again")
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token such as "eos", or None if the file does not have it."""
+        """The id of a special token such as "eos"."""
         key = f"tokenizer.ggml.{name}_token_id"
         found = self.get(key)
         tokens = self.reader.get_field("tokenizer.ggml.tokens")
@@ -510,18 +484,15 @@ class GgufFile:
         return self.get(f"{self.architecture}.{name}")
 
     def has(self, name: str) -> bool:
-        """Whether the file has one of the architecture's settings."""
         return f"{self.architecture}.{name}" in self.reader.fields
 
     @property
     def settings(self) -> set[str]:
-        """The architecture's settings that the file has."""
         prefix = f"{self.architecture}."
         return {key.removeprefix(prefix) for key in self.reader.fields if key.startswith(prefix)}
 
     @property
     def about(self) -> Architecture:
-        """Its architecture."""
         found = named(self.architecture, self.settings)
         if found is None:
             supported = ", ".join(dict.fromkeys(each.name for each in ARCHITECTURES))

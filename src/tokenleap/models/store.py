@@ -76,16 +76,11 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The kind of a cache folder, and what makes it out of date.
+    """The kind of a cache folder, and what makes it out of date."""
 
-    Attributes:
-        name: "model" for a Hugging Face folder, "packed" for packed weights.
-        identity: Of the files that it was made from; empty if the folder's name tells.
-    """
-
-    name: str = "model"
+    name: str = "model"  # "model" for a Hugging Face folder, "packed" for packed weights
     version: int = FORMAT_VERSION
-    identity: str = ""
+    identity: str = ""  # of the files that it was made from; empty if the folder's name tells
 
 
 MODEL = Kind()
@@ -93,26 +88,18 @@ MODEL = Kind()
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One model in the cache.
+    """One model in the cache."""
 
-    Attributes:
-        name: An alias, or the name given to a converted GGUF file or to packed weights.
-        source: Where the model came from: a package requirement, the path of a GGUF file, or the
-            folder whose weights were packed.
-    """
-
-    name: str
+    name: str  # an alias, or the name given to a converted file or to packed weights
     folder: Path
     size_bytes: int
-    source: str
+    source: str  # a requirement, a GGUF file, or the folder that was packed
     kind: str = MODEL.name
     runs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """The content of `manifest.json`: source, kind, and files."""
-
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     source: str
@@ -125,7 +112,6 @@ class _Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> _Manifest | None:
-        """A folder's manifest, or None if it is missing or unreadable."""
         try:
             return validated(cls, read_json(folder / _MANIFEST))
         except (OSError, ValueError):
@@ -133,16 +119,10 @@ class _Manifest:
 
     @property
     def made_as(self) -> Kind:
-        """The kind of folder, as it was made."""
         return Kind(self.kind, self.format_version, self.identity)
 
     def damaged(self, folder: Path, *, anew: bool = False) -> list[str]:
-        """The files of a folder that are not what they were when it was made.
-
-        Args:
-            anew: Whether to compare all of them with their checksums, and not only those that have
-                changed since they were compared.
-        """
+        """The files that are not what they were; all compared with their checksums if `anew`."""
         known = {} if anew else _verified(folder)
         states = {name: _state(folder / name) for name in self.files}
         wrong = [name for name, size in self.files.items() if states[name][:1] != [size]]
@@ -229,8 +209,7 @@ def key_of(text: str) -> str:
 def find(name: str, kind: Kind = MODEL) -> Path | None:
     """A model's folder, or None if it is not cached, damaged or not of this kind.
 
-    It compares the sizes of the files with the manifest, and files that have changed with their
-    checksums.
+    Sizes are compared with the manifest, and files that have changed with their checksums.
     """
     folder = _models_dir() / name
     manifest = _Manifest.read(folder)
@@ -240,13 +219,9 @@ def find(name: str, kind: Kind = MODEL) -> Path | None:
 
 
 def check(name: str) -> list[str] | None:
-    """Compare all files of a model in the cache with their checksums.
+    """The files of a cached model that do not have their checksums; the model is made again.
 
-    A model with damaged files is made again when it is loaded next.
-
-    Returns:
-        The names of damaged files; None if the model has no checksums, because an older version
-        made it, and all sizes are right.
+    None if an older version made it without checksums, and all sizes are right.
     """
     folder = _known(name).folder
     manifest = _Manifest.read(folder)
@@ -255,7 +230,6 @@ def check(name: str) -> list[str] | None:
 
 
 def cached() -> list[CachedModel]:
-    """Every model in the cache, in alphabetical order of names."""
     models = []
     for folder in sorted(_models_dir().glob("[!.]*")):
         manifest = _Manifest.read(folder)
@@ -293,9 +267,7 @@ def build(
 ) -> Path:
     """Build a model's folder, unless another process does so in the meantime.
 
-    Args:
-        fill: Called with a scratch folder, deleted afterwards, and the folder to fill. Returns
-            notes for the manifest.
+    `fill` gets a scratch folder, deleted afterwards, and the folder to fill; it returns notes.
     """
     with _locked(name):
         # Another process may have finished it while this one waited for the lock.
@@ -318,7 +290,6 @@ def build(
 def fill_in(
     building: Path, source: str, fill: Callable[[Path, Path], dict[str, str]], kind: Kind
 ) -> Path:
-    """Fill a new folder in `building`; arguments as in `build`."""
     scratch, product = building / "scratch", building / "product"
     scratch.mkdir()
     product.mkdir()
@@ -386,7 +357,6 @@ def _discard(folder: Path) -> None:
 
 
 def _discard_older(folder: Path, beginning: str) -> None:
-    """Delete the other folders whose names begin like this."""
     for older in _models_dir().glob(f"{beginning}*"):
         if older != folder:
             with suppress(FileNotFoundError):  # another process has deleted it
@@ -410,9 +380,6 @@ def _seal(folder: Path, source: str, notes: dict[str, str], kind: Kind) -> None:
     _note_verified(folder, {name: _state(path) for name, path in paths.items()})
 
 
-# Errors of the cache's disk: it is full, or cannot be written. `store` and `fetch` use them.
-
-
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # safetensors, tokenizers and pip report a full disk only in their messages.
 _FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
@@ -427,12 +394,10 @@ class FullDiskError(CacheError):
 
 
 def tells_of_full_disk(message: str) -> bool:
-    """Whether the message of an error says that the disk is full."""
     return any(text in message for text in _FULL_TEXTS)
 
 
 def full_disk() -> OSError:
-    """The operating system's own error for a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -465,9 +430,6 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-# Whether the files of a model are still the same. The cache's names and entries tell by it.
-
-
 def identity_of(files: Collection[Path]) -> str:
     """Text that differs when one of the files has changed.
 
@@ -481,13 +443,7 @@ def identity_of(files: Collection[Path]) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-# Progress on stderr: a bar on a terminal, one plain line elsewhere.
-#
-# Downloads, conversions and the building of corpora report with it.
-
-
 def say(line: str) -> None:
-    """Print one line on stderr; stdout belongs to the caller."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -503,7 +459,6 @@ def bytes_text(count: int) -> str:
 
 @contextmanager
 def progress(doing: str, usually: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of long work."""
     if not sys.stderr.isatty():
         say(f"{doing} ({bytes_text(total_bytes)}, usually {usually}) ...")
         yield lambda _done: None

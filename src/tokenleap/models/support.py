@@ -27,7 +27,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 
 REBUILT_ATTENTION = {"bloom", "falcon", "mpt"}
-"""Types of models whose attention `runtime.own_attention` computes."""
+"""Types of models whose attention `runtime/module.py` computes."""
 
 _AUDIO = "of the models that read audio, only Whisper is supported"
 _PARTS = "its layers have other parts than those of BART and T5"
@@ -53,10 +53,7 @@ REFUSED_SOURCES = {
 
 
 def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
-    """Maximum tokens of a row: the model's own limit, or `max_model_len`.
-
-    The rows of an encoder-decoder hold the decoder's tokens.
-    """
+    """Most tokens of a row (the decoder's): the model's own limit, or `max_model_len`."""
     own = _own_context(config.get_text_config())
     if max_model_len is None:
         return own or 2**31 - 1
@@ -67,10 +64,7 @@ def context_length(config: PreTrainedConfig, max_model_len: int | None) -> int:
 
 
 def _own_context(config: PreTrainedConfig) -> int | None:
-    """Most positions of the decoder; None if it has no limit, as T5, whose positions are relative.
-
-    Whisper gives its two stacks limits of their own, and MPT has another name for it.
-    """
+    """Most positions of the decoder; None without a limit, as T5, whose positions are relative."""
     fields = ("max_target_positions", "max_position_embeddings", "max_seq_len")
     found = (getattr(config, field, None) for field in fields)
     own: int | None = next((limit for limit in found if limit), None)

@@ -38,14 +38,11 @@ __all__ = [
 
 IMPLEMENTATION = "tokenleap"
 
-KEY_BLOCK = 512
-"""Attention reads keys in multiples of this."""
+KEY_BLOCK = 512  # attention reads keys in multiples of this
 
-SHORT_SPAN = 128
-"""Attention over up to so many positions may read so many keys, less than a block."""
+SHORT_SPAN = 128  # attention over up to so many positions may read so many keys, less than a block
 
-ROW_MULTIPLE = 4
-"""Query rows are padded to a multiple of this."""
+ROW_MULTIPLE = 4  # query rows are padded to a multiple of this
 
 UNSUPPORTED = ("position_bias", "head_mask")
 """Arguments by which some architectures change attention. Ignoring one would silently change the
@@ -105,11 +102,7 @@ def slab_attention(
 
 
 def grouped_mask(mask: Tensor, nodes: int, group: int) -> Tensor:
-    """The mask that `attend_grouped` takes, [B, 1, padded_rows(group * N), S].
-
-    Args:
-        mask: [B, 1, N or more, S], added to the scores.
-    """
+    """The mask of `attend_grouped`, [B, 1, padded_rows(group * N), S], from [B, 1, >= N, S]."""
     rows = mask[:, :, :nodes].repeat(1, 1, group, 1)
     # Padding rows see all keys, because a softmax over no keys would be NaN.
     return F.pad(rows, (0, 0, 0, padded_rows(rows.shape[2]) - rows.shape[2]))
@@ -120,16 +113,9 @@ def attend_grouped(
 ) -> Tensor:
     """Attention in which all query heads of a key head are rows of one matrix product.
 
-    So each key is read once for all of them, and a few nodes need little padding. The result has
-    the same bits as that of `slab_attention`.
-
-    Args:
-        query: [B, N, H, D].
-        key: [B, G, S, D].
-        value: [B, G, S, D].
-
-    Returns:
-        [B, N, H * D].
+    So each key is read once for all of them, and a few nodes need little padding. The result
+    [B, N, H * D] has the same bits as that of `slab_attention`. Queries are [B, N, H, D], keys and
+    values [B, G, S, D].
     """
     batch, nodes, heads, width = query.shape
     groups = key.shape[1]
@@ -156,17 +142,8 @@ def attend_scored(
     The scores s become c tanh(s / c) with a cap c. A sink is one more score per head, which takes a
     part of the softmax and has no value. The scores are made here. PyTorch's attention then takes
     them as the mask of queries that are zero, because its softmax and its sum over the keys keep
-    invariant 7.
-
-    Args:
-        query: [B, H, R, D]; R is a multiple of `ROW_MULTIPLE`.
-        key: [B, G, S, D].
-        value: [B, G, S, D].
-        mask: [B, 1, R, S].
-        sinks: [H], or None.
-
-    Returns:
-        [B, H, R, D].
+    invariant 7. Queries and result are [B, H, R, D], with R a multiple of `ROW_MULTIPLE`, keys and
+    values [B, G, S, D], the mask is [B, 1, R, S], and sinks are [H].
     """
     batch, heads, rows, width = query.shape
     groups = key.shape[1]
@@ -195,16 +172,8 @@ def attend_by_head(
 ) -> Tensor:
     """Attention in which each query head has keys of its own; it copies at most the query.
 
-    The result has the same bits as that of `attend_grouped`.
-
-    Args:
-        query: [B, N, H, D].
-        key: [B, H, S, D].
-        value: [B, H, S, D].
-        mask: [B, 1 or H, padded_rows(N), S], added to the scores.
-
-    Returns:
-        [B, N, H * D].
+    The result has the shape and the bits of `attend_grouped`. Keys and values are [B, H, S, D], the
+    mask is [B, 1 or H, padded_rows(N), S].
     """
     nodes = query.shape[1]
     if missing := padded_rows(nodes) - nodes:

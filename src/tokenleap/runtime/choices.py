@@ -17,13 +17,10 @@ __all__ = [
 ]
 
 QUANTIZATIONS = ("int8", "int4")
-AUTO = "auto"
-"""A GGUF file keeps its quantization, and other weights stay as they are."""
-NONE = "none"
-"""Weights as they are, those of a GGUF file dequantized."""
+AUTO = "auto"  # a GGUF file keeps its quantization, and other weights stay as they are
+NONE = "none"  # weights as they are, those of a GGUF file dequantized
 QUANTIZATION_OPTIONS = (AUTO, NONE, *QUANTIZATIONS)
-OWN = "gguf"
-"""`Target.quantization` of a GGUF file that keeps its quantization."""
+OWN = "gguf"  # `Target.quantization` of a GGUF file that keeps its quantization
 DRAFTING = "int4-draft"
 """`Target.quantization` of a draft model in int4 whose output layer is in int4, too.
 Users write "int4" as `draft_quantization`."""

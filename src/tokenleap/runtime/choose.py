@@ -1,4 +1,4 @@
-"""Picks the network that computes a model's passes, and the kind of slab that it needs."""
+"""Picks the network that computes a model's passes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ def _why_not_native(
 def _torch_network(
     model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None, runtime: str
 ) -> Network:
-    """The network in PyTorch's operations; arguments as in `network_for`."""
     if runtime == "lean" and not is_llama(model):
         raise ConfigError(
             "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3, and not all their "
@@ -128,7 +127,6 @@ def check_sharding(quantization: str | None, runtime: str, size: int) -> None:
 
 
 def _seq2seq_network(model: PreTrainedModel, quantization: str | None, runtime: str) -> Network:
-    """The network of an encoder-decoder."""
     takes = ("auto", "native", "torch", "lean")
     if runtime not in takes:
         raise ConfigError(
@@ -149,9 +147,8 @@ def head_network(
 ) -> Network:
     """The network of a drafting head that works for a target.
 
-    Args:
-        quantization: "int8" or "none". None chooses: int8 for a native head whose weights would be
-            bfloat16, or whose target is quantized.
+    Without a quantization, it is int8 for a native head whose weights would be bfloat16, or whose
+    target is quantized.
     """
     dtype, device = weights.embedding.dtype, weights.embedding.device
     native = isinstance(target, NativeDecoder) and wrong_sizes(weights) is None

@@ -16,7 +16,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def available_cores(groups: Path = _OWN, root: Path = _ROOT) -> int:
-    """Cores that this process may use, at least 1; a quota of 1.5 cores counts as 2."""
+    """Cores that this process may use; a quota of 1.5 cores counts as 2."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -63,11 +63,9 @@ def _lines(path: Path) -> list[str]:
 
 
 _NAME = "GOMP_SPINCOUNT"
-_COUNT = "20000"
-"""About 0.2 ms, which covers the time between two passes."""
+_COUNT = "20000"  # about 0.2 ms, which covers the time between two passes
 
-_bounds: list[str] = []
-"""The bounds that this process has set."""
+_bounds: list[str] = []  # the bounds that this process has set
 
 
 def bound_spinning() -> None:

@@ -43,30 +43,23 @@ _LEAST = 0.05
 _LEAST_SLOPE = 0.001
 """The least that each further node costs, in passes over one node: no draft is free."""
 
-_ROW = 0.02
-"""`row` where it was not measured, in passes over one node."""
+_ROW = 0.02  # `row` where it was not measured, in passes over one node
 
 _GUESS = {nodes: 1.0 + 1.5 * (nodes - 1) / 63 for nodes in (1, 2, 4, 8, 16, 32, 64)}
 """f where it was not measured: cost by number of nodes, in passes over one node. It is low on
 purpose: a draft that seems too expensive is never tried, and then its cost is never measured."""
 
-_SHORTEST = 1e-9
-"""Least seconds of a pass: a coarse clock may measure 0, and costs are divisors."""
+_SHORTEST = 1e-9  # least seconds of a pass: a coarse clock may measure 0, and costs are divisors
 
 
 class CostCurve:
     """Expected seconds of a pass. All controllers of a target share one curve.
 
     f is linear between its points. Beyond the last one, it is proportional to the number of nodes.
-
-    Args:
-        points: measured seconds by the number of nodes of a single row, or by (rows, nodes).
-            Without them the curve is a guess in passes over one node, until the first observed
-            pass scales it to seconds.
-
-    Attributes:
-        agreed: gives all processes the seconds that the first one measured, so that they decide
-            alike. Whatever a controller measures goes through it.
+    Points are measured seconds by the nodes of a single row, or by (rows, nodes). Without them the
+    curve is a guess in passes over one node, until the first observed pass scales it to seconds.
+    `agreed` gives all processes the seconds that the first one measured: whatever a controller
+    measures goes through it.
     """
 
     def __init__(
@@ -147,7 +140,6 @@ class CostCurve:
         return alone + self._row * (rows - 1), drafted
 
     def _alone(self, positions: float) -> float:
-        """f, the curve of a single row."""
         nodes, seconds = self._nodes, self._seconds
         if positions > nodes[-1]:
             return seconds[-1] * positions / nodes[-1]

@@ -35,17 +35,11 @@ __all__ = [
 _INT8_WIDTH = 16
 """The input width must be a multiple of this: the kernel reads past the end of other rows."""
 
-_PACK_HINT_ROWS = 8
-"""Number of input rows that oneDNN chooses the layout for."""
+_PACK_HINT_ROWS = 8  # number of input rows that oneDNN chooses the layout for
 
 
 class PackedLinear(nn.Module):
-    """`y = x W^T + b` with W in oneDNN's blocked layout; the same mathematics as `nn.Linear`.
-
-    Args:
-        weight: [out, in], float32 or bfloat16.
-        bias: [out] or None.
-    """
+    """`nn.Linear` with its weight [out, in], float32 or bfloat16, in oneDNN's blocked layout."""
 
     LEAST_ROWS: ClassVar[int] = 2
     """See `Network.least_nodes`: a single row may get another kernel, and other bits."""
@@ -62,7 +56,6 @@ class PackedLinear(nn.Module):
     """T5's MLP looks for a dtype to convert its input to. There is nothing to convert."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 
@@ -71,11 +64,7 @@ class Int8Linear(nn.Module):
     """`y = x W^T + b` with W in int8 and one scale per output; x keeps its dtype (W8A16).
 
     It reads half the bytes of bfloat16. It is faster for up to about four input rows, and slower
-    for many.
-
-    Args:
-        weight: [out, in], `in` a multiple of 16.
-        bias: [out] or None.
+    for many. `in` is a multiple of 16.
     """
 
     LEAST_ROWS: ClassVar[int] = 1
@@ -95,11 +84,9 @@ class Int8Linear(nn.Module):
         self.quantized = steps.round().clamp(-127, 127).to(torch.int8).contiguous()
         self.bias = None if bias is None else bias.detach()
 
-    weight: None = None
-    """See `PackedLinear.weight`."""
+    weight: None = None  # see `PackedLinear.weight`
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
         flat = x.reshape(-1, self.in_features)
         y = torch._weight_int8pack_mm(flat, self.quantized, self.scales)
         y = y.view(*x.shape[:-1], self.out_features)
@@ -118,7 +105,6 @@ def linear_layer(
 def check_quantization(
     quantization: str | None, device: torch.device, option: str = "quantization"
 ) -> None:
-    """Refuse a quantization that is unknown or does not run on this device."""
     if quantization is None:
         return
     if quantization not in (*QUANTIZATIONS, DRAFTING):
@@ -174,10 +160,7 @@ def _pack_children(module: nn.Module, linear: type[PackedLinear | Int8Linear]) -
 
 
 def share(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model's module tree over the same tensors.
-
-    Replacing modules of the copy does not change the original.
-    """
+    """A copy of the model's module tree over the same tensors, to replace modules in."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():  # packed weights are attributes, not parameters
         shared.update((id(x), x) for x in vars(module).values() if isinstance(x, Tensor))

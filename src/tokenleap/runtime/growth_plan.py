@@ -14,16 +14,10 @@ __all__ = ["GrowthDraw", "GrowthPlan"]
 
 @dataclass(frozen=True)
 class GrowthPlan:
-    """How trees of most probable or of drawn tokens grow, level by level.
+    """How trees of most probable or of drawn tokens grow, level by level."""
 
-    Args:
-        widths: children of each node that gets any, at depths 0 (the root), 1, ...
-        beam: nodes of a level that get children: those with the highest path probabilities. None
-            means all of them.
-    """
-
-    widths: tuple[int, ...]
-    beam: int | None = None
+    widths: tuple[int, ...]  # children of each node that gets any, at depths 0 (the root), 1, ...
+    beam: int | None = None  # most nodes of a level that get children: the most probable paths
 
     @property
     def frontiers(self) -> list[int]:
@@ -48,7 +42,7 @@ class GrowthDraw:
             their clarity (`drafters.growth`).
     """
 
-    noise: Noise
+    noise: Noise  # of the request, with depths counted from the root
     temperature: float
     limits: Limits
-    coupled: bool
+    coupled: bool  # the noise is the target's: probabilities are clarities (`drafters.drawing`)

@@ -54,14 +54,10 @@ _SIZES = {"sliding_attention": "sliding_window", _CHUNKED: "attention_chunk_size
 
 @dataclass(frozen=True)
 class Window:
-    """The positions up to a node's own that a layer sees.
-
-    Args:
-        chunked: whether the text is cut into chunks of `size` tokens, and a node sees its own chunk
-            only. Otherwise it sees itself and the `size` - 1 tokens before it.
-    """
+    """The positions up to a node's own that a layer sees."""
 
     size: int
+    # a node sees its own chunk of `size` tokens only, not `size` - 1 before it
     chunked: bool = False
 
     def first(self, positions: Tensor) -> Tensor:
@@ -95,25 +91,20 @@ def layer_windows(config: PreTrainedConfig) -> tuple[Window | None, ...]:
 
 
 def resized(window: Window | None, size: int) -> Window | None:
-    """A window of the same kind with this size; None stays None."""
     return None if window is None else replace(window, size=size)
 
 
 def resize_windows(config: PreTrainedConfig, size: int) -> None:
-    """Give all windows of a configuration this size."""
     for kind in windows_by_kind(config):
         setattr(config, _SIZES[kind], size)
 
 
 @dataclass(frozen=True)
 class RowNodes:
-    """The n nodes of one row.
+    """The n nodes of one row, whose KV is in adjacent slots.
 
-    Args:
-        start: slot of the first node's KV; the other nodes' slots follow.
-        prefixes: [n] how many of the row's first slots each node sees.
-        tails: [n] the slots that each node sees after its prefix, ascending. A node's own slot is
-            in its prefix or in its tail. Empty if no node has a tail, as in a chain.
+    A node sees so many of the row's first slots, its prefix, and the slots of its tail, ascending;
+    its own slot is in one of them. There are no tails if no node has one, as in a chain.
     """
 
     start: int
@@ -127,10 +118,7 @@ class RowNodes:
 
 
 def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
-    """The nodes of a tree after `length` committed tokens, without the first `num_computed`.
-
-    A node sees the committed tokens, its ancestors and itself.
-    """
+    """The nodes of a tree after `length` committed tokens, without the first `num_computed`."""
     start = length + num_computed
     if tree.is_chain:
         stop = length + len(tree)
@@ -148,10 +136,7 @@ def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
 
 
 def masked_nodes(tokens: Sequence[int], mask_token: int, num_masks: int, length: int) -> RowNodes:
-    """Tokens after `length` committed ones, and a block of masks after them.
-
-    A token sees what precedes it, and itself. Every mask sees all tokens and all masks.
-    """
+    """Tokens after `length` committed ones, and a block of masks, which all see each other."""
     first_mask = length + len(tokens)
     stop = first_mask + num_masks
     return RowNodes(
@@ -164,22 +149,15 @@ def masked_nodes(tokens: Sequence[int], mask_token: int, num_masks: int, length:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """One pass over B adjacent rows of the slab, with at most N nodes each and T in all.
-
-    Args:
-        nodes: N. It exceeds the longest row if the network needs padding.
-        span: S, the number of slots that attention reads, a multiple of `KEY_BLOCK`.
-        states: [T, E] the nodes' states, row by row, for a drafting head that reads a state beside
-            each token; None for a language model.
-    """
+    """One pass over B adjacent rows of the slab, with at most N nodes each and T in all."""
 
     rows: Sequence[RowNodes]
     first: int
-    nodes: int
-    span: int
+    nodes: int  # N; it exceeds the longest row if the network needs padding
+    span: int  # S, the slots that attention reads, a multiple of `KEY_BLOCK`
     dtype: torch.dtype
     device: torch.device
-    states: Tensor | None = None
+    states: Tensor | None = None  # [T, E] row by row, for a drafting head that reads states
 
     def last_nodes(self, most: int | None, least: int = 0) -> list[int]:
         """[L] indices of the last `most` nodes of each row among the T nodes; all with None.
@@ -221,8 +199,7 @@ class PassInputs:
     def mask(self) -> Tensor:
         """[B, 1, padded_rows(N), S]: 0 where a node sees a slot, -inf elsewhere.
 
-        Padding sees the slots up to the row's `start`, because a softmax over no slots would be
-        NaN.
+        Padding sees the slots up to the row's `start`: a softmax over no slots would be NaN.
         """
         size = padded_rows(self.nodes)
         prefixes = torch.tensor([row.start + 1 for row in self.rows])[:, None].repeat(1, size)
@@ -256,15 +233,13 @@ class PassInputs:
 
     @cached_property
     def _narrower(self) -> dict[Window, Tensor]:
-        """Masks that `mask_within` has made."""
         return {}
 
     @cached_property
     def used(self) -> Tensor | None:
         """[T] which of the B N places are nodes, ascending.
 
-        None if all places are computed: without padding, or with a single row, whose padding is
-        computed, too.
+        None if all places are computed: without padding, or with a single row, padding included.
         """
         counts = [len(row) for row in self.rows]
         if len(self.rows) == 1 or min(counts) == self.nodes:
@@ -291,16 +266,7 @@ class PassInputs:
 
 
 def look_up(tokens: Tensor, embedding: Tensor, more: Tensor | None) -> Tensor:
-    """The rows of tokens in two tables, the second of which may be missing.
-
-    Args:
-        tokens: [...] ids below V + L.
-        embedding: [V, E].
-        more: [L, E] those of the ids from V on.
-
-    Returns:
-        [..., E].
-    """
+    """The rows [..., E] of tokens in [V, E] or, from id V on, in [L, E], which may be missing."""
     if more is None:
         return F.embedding(tokens, embedding)
     known = F.embedding(tokens.clamp(max=len(embedding) - 1), embedding)
@@ -314,11 +280,7 @@ def _chosen(tokens: Tensor, known: Tensor, more: Tensor, first: int) -> Tensor:
 
 
 class ExtendedEmbedding(nn.Module):
-    """An embedding module of V tokens, with more tokens after them.
-
-    Args:
-        rows: [L, E] what it would return for the others.
-    """
+    """An embedding module of V tokens, with more tokens [L, E] after them."""
 
     def __init__(self, inner: nn.Module, rows: Tensor) -> None:
         super().__init__()
@@ -333,19 +295,14 @@ class ExtendedEmbedding(nn.Module):
         return weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] ids below V + L -> [..., E]."""
         known: Tensor = self.inner(tokens.clamp(max=self.first - 1))
         return _chosen(tokens, known, self.rows, self.first)
 
 
 def extended(embedding: nn.Module, rows: Tensor) -> tuple[ExtendedEmbedding, int]:
-    """An embedding module with more tokens.
+    """An embedding module with more tokens [L, E], and the first of their ids.
 
-    Args:
-        rows: [L, E] what it is to return for the next ids.
-
-    Returns:
-        The module, which shares the weights of the vocabulary, and the first of these ids.
+    It shares the weights of the vocabulary.
     """
     if isinstance(embedding, ExtendedEmbedding):
         known = embedding.rows

@@ -10,7 +10,7 @@ A row may also carry state that is written once and never rolled back, such as t
 of an encoder-decoder's cross-attention. It is moved, copied and freed with its row.
 
 `passes.py` manages the rows. During a pass, `lean.py` calls `write`, Transformers modules call
-`update`, and native code writes to the addresses of the buffers (`kv_slab.py`).
+`update`, and native code writes to the addresses of the buffers.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class OverBudget(SlabFull):
 class SlabBuffers:
     """The keys and values of all rows and layers, and the state of rows.
 
-    Attributes:
-        kept: how many nodes after them each row keeps for its next tree.
-        limit: most cells (rows x positions) to allocate. Row state counts as the cells that would
-            take its bytes. With None, the slab grows as long as there is memory.
+    `kept` is how many nodes after its tokens each row keeps for its next tree. `limit` is the most
+    cells (rows x positions) to allocate, if any. Row state counts as the cells that would take its
+    bytes.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,6 @@ class SlabBuffers:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _state_cells(self, more_bytes: int = 0) -> int:
-        """The cells of `limit` that row state takes."""
         taken = self.state_bytes + more_bytes
         return -(-taken // self.cell_bytes) if taken and self.cell_bytes else 0
 
@@ -91,8 +89,7 @@ class SlabBuffers:
     def reserve(self, layers: Sequence[int], like: Tensor) -> None:
         """Make the buffers of these layers, for a network that writes to their addresses.
 
-        Args:
-            like: [1, G, 1, D] in the dtype and on the device of the buffers.
+        `like` is [1, G, 1, D] in the dtype and on the device of the buffers.
         """
         for layer in layers:
             if layer not in self._keys:
@@ -116,7 +113,6 @@ class SlabBuffers:
         return states.new_zeros(self._rows, heads, self._positions, width)
 
     def _grow(self, positions: int) -> None:
-        """Make room for this many positions in every row in use."""
         self._fit(max(1, len(self.lengths)), max(positions, self._positions_in_use))
 
     @property
@@ -127,17 +123,14 @@ class SlabBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of everything, used or not."""
         return self.cells * self.cell_bytes + self.state_bytes
 
     @property
     def cells(self) -> int:
-        """Cells (rows x positions) that are allocated."""
         return self._rows * self._positions
 
     @torch.inference_mode()
     def shrink(self) -> None:
-        """Free the memory that no row uses."""
         self._resize(max(1, len(self.lengths)), self._positions_in_use)
 
     @property
@@ -150,7 +143,6 @@ class SlabBuffers:
         return whole_blocks(self.longest)
 
     def _fit(self, rows: int, positions: int) -> None:
-        """Grow to at least this size, and to twice the rows if possible."""
         ample = self._rows if rows <= self._rows else max(rows, 2 * self._rows)
         longest = max(positions, self._positions)
         shapes = ((ample, longest), (rows, longest), (rows, positions))
@@ -241,11 +233,7 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def remove_row(self, row: int) -> int:
-        """Free a row. The last row moves into its place.
-
-        Returns:
-            The index that the moved row had, or `row` if it was the last one.
-        """
+        """Free a row. The last row moves into its place; returns the index that this one had."""
         last = len(self.lengths) - 1
         if row != last:
             self.copy_row(last, row)
@@ -263,7 +251,6 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def copy_row(self, source: int, row: int) -> None:
-        """Replace what `row` holds by what `source` holds: committed and kept KV, and state."""
         self.lengths[row], self.kept[row] = self.lengths[source], self.kept[source]
         stop = self.lengths[row] + self.kept[row]
         for buffers in (self._keys, self._values):
@@ -283,17 +270,14 @@ class KVSlab(SlabBuffers, Cache):
             self.shrink()  # unused buffers take memory that the state needs
 
     def state(self, row: int) -> Sequence[Tensor]:
-        """The row's state; empty if it has none."""
         return self._states[row]
 
     def commit(self, row: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
         """Keep the KV of these nodes of the last pass, in this order, and discard the others.
 
-        Args:
-            nodes: indices into the row's tree, ascending, starting with the root (0). Empty only
-                if `kept` is not, or if the row ends.
-            kept: more indices, ascending, after `nodes`. Their tokens are not committed; they are
-                the first nodes of the row's next tree.
+        Both are indices into the row's tree, ascending. `nodes` starts with the root (0), and is
+        empty only if `kept` is not, or if the row ends. `kept` ones, after them, are the first
+        nodes of the next tree.
         """
         start = self.lengths[row]
         together = [*nodes, *kept] if kept else nodes
@@ -310,7 +294,6 @@ class KVSlab(SlabBuffers, Cache):
                 buffer[row, :, start : start + len(nodes)] = moved
 
     def rollback(self, row: int, length: int) -> None:
-        """Discard the KV after the first `length` tokens."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row], self.kept[row] = length, 0
 
@@ -319,14 +302,10 @@ class KVSlab(SlabBuffers, Cache):
     def begin(
         self, first: int, starts: Sequence[int], counts: Sequence[int], num_nodes: int
     ) -> int:
-        """Prepare a pass over B adjacent rows.
+        """Prepare a pass over B adjacent rows; returns S, the slots that `write` will return.
 
-        Args:
-            starts: [B] the slot of each row's first new node. It lies after the committed tokens,
-                and after the nodes of earlier passes that are still needed, such as kept ones.
-
-        Returns:
-            S, the number of slots that `write` and `update` will return, a multiple of `KEY_BLOCK`.
+        `starts` are the slots of the rows' first new nodes, after the committed tokens and the
+        nodes of earlier passes that are still needed. S is a multiple of `KEY_BLOCK`.
         """
         self._span = whole_blocks(max(starts) + num_nodes)
         if self._span > self._positions:
@@ -419,7 +398,6 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def append(self, row: int, block: KVBlock) -> None:
-        """Commit KV that `read` returned, after the row's committed tokens."""
         start = self.lengths[row]
         stop = start + block[0][0].shape[1]
         if stop > self._positions:

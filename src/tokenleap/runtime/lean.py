@@ -34,8 +34,7 @@ from tokenleap.runtime.network import Need, PassOutput
 
 __all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
 
-Linear: TypeAlias = Callable[[Tensor], Tensor]
-"""[T, in] -> [T, out]."""
+Linear: TypeAlias = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 
 
 class LinearLayer(Protocol):
@@ -46,18 +45,11 @@ class LinearLayer(Protocol):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
-        ...
+    def forward(self, x: Tensor) -> Tensor: ...
 
 
 class DenseLinear:
-    """`y = x W^T + b` through `F.linear`, which needs no packed weights on a GPU.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-    """
+    """`y = x W^T + b` through `F.linear`, which needs no packed weights on a GPU."""
 
     LEAST_ROWS: ClassVar[int] = 1
 
@@ -65,7 +57,6 @@ class DenseLinear:
         self._weight, self._bias = weight.detach(), bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
         return F.linear(x, self._weight, self._bias)
 
 
@@ -81,12 +72,11 @@ class _Layer(DecoderLayer[Linear, Linear]):
 class LeanDecoder:
     """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
 
-    Args:
-        weights: its weights. Embedding and norms are shared, and linear layers are converted.
+    Embedding and norms are shared, and linear layers are converted.
     """
 
     def __init__(self, weights: DecoderWeights, linear: type[LinearLayer]) -> None:
-        self._least_nodes = linear.LEAST_ROWS
+        self.least_nodes = linear.LEAST_ROWS
         self._rotary = weights.rotary
         self._heads, self._key_heads = weights.heads, weights.key_heads
         self._width, self._scaling, self._epsilon = weights.width, weights.scaling, weights.epsilon
@@ -107,12 +97,7 @@ class LeanDecoder:
     exact_trees = False
 
     @property
-    def least_nodes(self) -> int:
-        return self._least_nodes
-
-    @property
     def num_layers(self) -> int:
-        """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
 
     def first_layers(self, count: int) -> LeanDecoder:
@@ -170,7 +155,7 @@ class LeanDecoder:
         if not need.logits:
             return PassOutput(None, hidden=hidden)
         if need.last is not None:
-            x = x[inputs.last_nodes(need.last, self._least_nodes)]
+            x = x[inputs.last_nodes(need.last, self.least_nodes)]
         return PassOutput(self._head(self._normalised(x, self._norm)), hidden=hidden)
 
     def _begin(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:

@@ -66,22 +66,16 @@ class Activation(IntEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """The numbers by which a model differs from Llama. The defaults are Llama's.
-
-    Args:
-        residual_scale: factor of what attention and MLP add to the residual stream.
-        logit_cap: c: the logits x become c tanh(x / c); 0 for none.
-        whole_norms: whether the queries of all heads are normalised together, and the keys.
-    """
+    """The numbers by which a model differs from Llama. The defaults are Llama's."""
 
     embedding_scale: float = 1.0
     learnt_scale: float = 1.0
-    residual_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of what attention and MLP add
     logit_scale: float = 1.0
-    logit_cap: float = 0.0
+    logit_cap: float = 0.0  # c: the logits x become c tanh(x / c); 0 for none
     score_cap: float = 0.0
     activation: Activation = Activation.SILU
-    whole_norms: bool = False
+    whole_norms: bool = False  # queries of all heads are normalised together
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits, of the products of hidden states and output layer."""
@@ -95,21 +89,17 @@ class Family:
 
     Layers without rotary angles (SmolLM3) and windows are found in the modules and the
     configuration.
-
-    Args:
-        merged: whether query, key and value are one linear layer, and gate and up one.
-        activation: the field of the configuration that names it, and its name.
-        caps_logits: whether the configuration may have a cap for the logits.
     """
 
     norms: Norms = Norms()
-    merged: bool = False
+    merged: bool = False  # query, key and value are one linear layer, and gate and up one
     norms_from_one: bool = False
     whole_norms: bool = False
+    # the field of the configuration that names it, and its name
     activation: tuple[str, str] = ("hidden_act", "silu")
     multipliers: bool = False
     scaled_embedding: bool = False
-    caps_logits: bool = False
+    caps_logits: bool = False  # the configuration may have a cap for the logits
     caps_scores: bool = False
 
     @property
@@ -232,12 +222,7 @@ def is_llama(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class LinearWeights:
-    """`y = x W^T + b`.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-    """
+    """`y = x W^T + b` with a weight [out, in] and a bias [out] or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -268,40 +253,28 @@ class DecoderLayer(Generic[Linear, Merged]):
 
     A new part is a field here, a row of `linear_modules` or `norm_modules`, and a field of `Layer`
     in native/pass.h with the code that reads it. E is the hidden size, H the number of query heads,
-    G that of key heads, D the width of a head, and I the intermediate size.
-
-    Args:
-        qkv: E -> (H + 2 G) D; linear layers with the same input are merged.
-        output: H D -> E.
-        gate_up: E -> 2 I.
-        down: I -> E.
-        attention_norm: [E], or None if the attention reads the residual stream as it is.
-        query_norm: [D], or None if the architecture does not normalise heads; [H D] if it does so
-            with all of them at once (`Traits.whole_norms`).
-        key_norm: as `query_norm`; [G D] for all of them.
-        mlp_norm: [E], or None as for the attention.
-        attention_after: [E] of a norm of what the attention adds to the residual stream, or None.
-        mlp_after: [E] of a norm of what the MLP adds, or None.
+    G that of key heads, D the width of a head, and I the intermediate size. Linear layers with the
+    same input are merged. Norms that an architecture does not have are None.
     """
 
-    qkv: Merged
-    output: Linear
-    gate_up: Merged
-    down: Linear
-    attention_norm: Tensor | None = None
+    qkv: Merged  # E -> (H + 2 G) D
+    output: Linear  # H D -> E
+    gate_up: Merged  # E -> 2 I
+    down: Linear  # I -> E
+    attention_norm: Tensor | None = None  # [E]
+    # [D]; [H D] if all heads are normalised at once (`whole_norms`)
     query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    mlp_norm: Tensor | None = None
-    attention_after: Tensor | None = None
-    mlp_after: Tensor | None = None
+    key_norm: Tensor | None = None  # [D] or [G D]
+    mlp_norm: Tensor | None = None  # [E]
+    attention_after: Tensor | None = None  # [E] of a norm of what the attention adds
+    mlp_after: Tensor | None = None  # [E] of a norm of what the MLP adds
     window: Window | None = None
     rotates: bool = True
 
 
 LayerWeights: TypeAlias = DecoderLayer[LinearWeights, LinearWeights]
 
-LAYER_NORMS = tuple(Family().norm_modules)
-"""The fields of `DecoderLayer` that are norms."""
+LAYER_NORMS = tuple(Family().norm_modules)  # the fields of `DecoderLayer` that are norms
 
 
 @dataclass(frozen=True)
@@ -311,18 +284,12 @@ class JointInput:
     The state takes the place of the embedding at the beginning of the residual stream. The first
     layer's attention reads both, `[norm(embedding); norm(state)]`, so its `qkv` is 2 E -> (H + 2 G)
     D and its `attention_norm` is not used.
-
-    Args:
-        embedding_norm: [E] weight of the embedding's RMSNorm.
-        state_norm: [E] weight of the state's RMSNorm.
-        norm_output: whether the states handed on, which are the hidden states after the last
-            layer, are those after the final norm.
     """
 
-    embedding_norm: Tensor
-    state_norm: Tensor
+    embedding_norm: Tensor  # [E], of the RMSNorm
+    state_norm: Tensor  # [E], of the RMSNorm
     norm_before_residual: bool
-    norm_output: bool
+    norm_output: bool  # the states handed on are those after the final norm
 
 
 @dataclass(frozen=True)
@@ -346,22 +313,17 @@ class DecoderWeights(Protocol):
     scaling: float
     epsilon: float
     num_layers: int
-    embedding: Tensor
-    """[V, E], in the dtype of the KV and of the inputs of linear layers."""
+    embedding: Tensor  # [V, E], in the dtype of the KV and of the inputs of linear layers
     norm: Tensor | None
     """[E] of the final norm; None if the output layer reads the residual stream as it is."""
-    head: LinearWeights
-    """E -> Vo."""
+    head: LinearWeights  # E -> Vo
     rotary: Rotary
-    local_rotary: Rotary | None
-    """Of layers with a window, if these have another one."""
+    local_rotary: Rotary | None  # of layers with a window, if these have another one
     traits: Traits
     joint: JointInput | MixedInput | None
     """None for a language model, whose residual stream begins with the embedding."""
 
-    def layer(self, index: int) -> LayerWeights:
-        """The weights of a layer."""
-        ...
+    def layer(self, index: int) -> LayerWeights: ...
 
 
 class LlamaWeights:
@@ -409,12 +371,7 @@ class LlamaWeights:
 
 
 class Rotary:
-    """Rotary angles, computed by the model's own rotary embedding.
-
-    Args:
-        module: the rotary embedding; it knows the frequencies and the scaling.
-        kind: which kind of layers, if the embedding has angles for several.
-    """
+    """Rotary angles of one kind of layers, computed by the model's own rotary embedding."""
 
     def __init__(self, module: Any, device: torch.device, kind: str | None = None) -> None:
         self._module, self._kind = module, () if kind is None else (kind,)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from tokenleap.errors import CompatibilityError
@@ -25,11 +25,7 @@ __all__ = ["Bias", "ModuleNetwork", "rebuild"]
 
 
 class ModuleNetwork:
-    """A Transformers module (see `Network`).
-
-    Args:
-        model: this network's own copy of the module tree (see `share`). It is changed.
-    """
+    """A Transformers module, its own copy of the tree (see `share`), which it changes."""
 
     name: str = "module"
     exact_trees = False
@@ -51,12 +47,10 @@ class ModuleNetwork:
     def packed(
         cls, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] = PackedLinear
     ) -> ModuleNetwork:
-        """A network on faster linear layers (see `pack`)."""
         return cls(pack(model, linear), linear.LEAST_ROWS)
 
     @classmethod
     def sharing(cls, model: PreTrainedModel) -> ModuleNetwork:
-        """A network on the model's own linear layers."""
         return cls(share(model))
 
     @classmethod
@@ -70,14 +64,12 @@ class ModuleNetwork:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return int(self._model.config.get_text_config().num_hidden_layers)
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`; padding is computed, too."""
         keep = {"logits_to_keep": 1} if self._skips_logits and not need.logits else {}
         bias = nullcontext() if self._bias is None else self._bias.of(inputs)
-        with bias, _HiddenStates(self._model, need.hidden) as hidden:
+        with bias, _recorded(self._model, need.hidden) as hidden:
             output = self._model(
                 input_ids=inputs.tokens,
                 position_ids=inputs.positions,
@@ -114,19 +106,18 @@ class ModuleNetwork:
         return first
 
     def first_layers(self, count: int) -> Self:
-        """See `Network.first_layers`."""
         model = share(self._model)
         del decoder_layers(model)[count:]
         model.config.get_text_config().num_hidden_layers = count
         return self._like(model)
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
-        """See `Network.without`."""
         model = share(self._model)
         layers = decoder_layers(model)
         for kind, indices in (("attention", attention), ("mlp", mlp)):
             for index in indices:
-                _skip(layers[index], kind)
+                layer = layers[index]
+                setattr(layer, _name_of(layer, kind), Skipped(returns_weights=kind == "attention"))
         return self._like(model)
 
     def _like(self, model: PreTrainedModel) -> Self:
@@ -134,54 +125,33 @@ class ModuleNetwork:
         return type(self)(model, self.least_nodes)
 
 
-class _HiddenStates:
-    """Records the hidden states of layers while a module runs.
+@contextmanager
+def _recorded(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
+    """Layer id (see `Need`) -> [B, N, E], which the pass fills in."""
+    found: dict[int, Tensor] = {}
+    stack: Sequence[nn.Module] = list(decoder_layers(model)) if layers else ()
 
-    Args:
-        layers: layer ids (see `Need`). If there are none, no hooks are installed.
-    """
+    def entering(layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[layer] = args[0] if args else kwargs["hidden_states"]
 
-    def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
-        self._model, self._layers = model, layers
-        self._hooks: list[RemovableHandle] = []
-        self._found: dict[int, Tensor] = {}
+    def leaving(layer: int, _: nn.Module, __: Any, output: Any) -> None:
+        found[layer] = output[0] if isinstance(output, tuple) else output
 
-    def __enter__(self) -> dict[int, Tensor]:
-        """Layer id -> [B, N, E]; the pass fills it in."""
-        if self._layers:
-            stack = decoder_layers(self._model)
-            for layer in self._layers:
-                if layer < len(stack):
-                    note = self._entering(layer)
-                    hook = stack[layer].register_forward_pre_hook(note, with_kwargs=True)
-                else:
-                    hook = stack[-1].register_forward_hook(self._leaving(layer))
-                self._hooks.append(hook)
-        return self._found
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+    hooks = [
+        stack[layer].register_forward_pre_hook(partial(entering, layer), with_kwargs=True)
+        if layer < len(stack)
+        else stack[-1].register_forward_hook(partial(leaving, layer))
+        for layer in layers
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
             hook.remove()
-
-    def _entering(self, layer: int) -> Callable[..., None]:
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._found[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return note
-
-    def _leaving(self, layer: int) -> Callable[..., None]:
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            self._found[layer] = output[0] if isinstance(output, tuple) else output
-
-        return note
 
 
 class Skipped(nn.Module):
-    """Replaces a sublayer and adds nothing to the residual stream.
-
-    Args:
-        returns_weights: whether to return a pair of output and attention weights.
-    """
+    """Replaces a sublayer and adds nothing to the residual stream."""
 
     KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "attention": ("self_attn", "attn", "attention"),
@@ -194,7 +164,6 @@ class Skipped(nn.Module):
         self._returns_weights = returns_weights
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
-        """Zeros of the input's shape."""
         nothing = torch.zeros_like(hidden_states)
         return (nothing, None) if self._returns_weights else nothing
 
@@ -207,10 +176,6 @@ def _name_of(layer: nn.Module, kind: str) -> str:
     raise CompatibilityError(
         f"{type(layer).__name__} has no submodule named {' or '.join(names)} to skip or compile."
     )
-
-
-def _skip(layer: nn.Module, kind: str) -> None:
-    setattr(layer, _name_of(layer, kind), Skipped(returns_weights=kind == "attention"))
 
 
 # Attention over the KV slab for modules without Transformers' attention interface.
@@ -281,10 +246,7 @@ def rebuild(model: PreTrainedModel) -> Bias | None:
 
 
 class _Wrapped(nn.Module):
-    """Computes what an attention module does, with its projections."""
-
-    WRAPS: str
-    """Name of the module's class."""
+    WRAPS: str  # name of the module's class
 
     def __init__(self, module: nn.Module, bias: Bias) -> None:
         super().__init__()

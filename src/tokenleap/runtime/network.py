@@ -3,7 +3,7 @@
 A network gets the nodes of a pass and the KV slab. It writes the nodes' KV to the slab and returns
 a `PassOutput`. For CPUs there are three networks: `native/` is the Llama family in C++, `lean.py`
 some of it in few PyTorch operations, and `module.py` runs any Transformers module; on a GPU, these
-two run. Encoder-decoders, which also are a `source_network.SourceNetwork`, run in
+two run. Encoder-decoders, which also are a `SourceNetwork`, run in
 `native/seq2seq.py` or in the PyTorch operations of `seq2seq/`. `choose.py` picks one.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 from weakref import WeakSet
 
 from torch import Tensor
@@ -21,9 +21,6 @@ from tokenleap.core.references import Source
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "CHAIN_CANDIDATES",
@@ -47,16 +44,13 @@ __all__ = [
 class Need:
     """Outputs of a pass besides the KV that it writes; others are not computed.
 
-    Args:
-        last: they are needed for the last `last` nodes of each row; None means for all.
-        hidden: layer ids whose hidden states are needed, ascending. Id k means the residual stream
-            entering layer k, and the number of layers means the one entering the final norm (the
-            convention of speculators and vLLM).
+    A layer id k means the residual stream entering layer k, and the number of layers the one
+    entering the final norm (the convention of speculators and vLLM).
     """
 
     logits: bool = True
-    last: int | None = None
-    hidden: tuple[int, ...] = ()
+    last: int | None = None  # logits of the last `last` nodes of each row; None means of all
+    hidden: tuple[int, ...] = ()  # layer ids, ascending
 
 
 LOGITS = Need()
@@ -64,18 +58,12 @@ LOGITS = Need()
 
 @dataclass(frozen=True)
 class PassOutput:
-    """Results of a pass for T nodes, L of which were to have logits (`Need.last`).
+    """Results of a pass for T nodes, L of which were to have logits (`Need.last`)."""
 
-    Args:
-        logits: [L, V], or None if not needed.
-        argmax: [L] the token of the largest logit, the first of equals. None if the network does
-            not compute it along with the logits.
-        hidden: layer id -> [T, E] in the model's dtype, for the layers asked for.
-    """
-
-    logits: Tensor | None
+    logits: Tensor | None  # [L, V]
+    # [L], the first of equals; None if not computed with the logits
     argmax: Sequence[int] | None = None
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer id -> [T, E]
 
     def rows(self, nodes: slice, scored: slice) -> PassOutput:
         """The output for some adjacent ones of the T nodes and of the L; its tensors are views."""
@@ -115,22 +103,17 @@ class Network(Protocol):
         ...
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        ...
+    def num_layers(self) -> int: ...
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
         """Run one pass; `KVSlab.begin` has prepared the slab for it."""
         ...
 
     def extend(self, rows: Tensor) -> int:
-        """Give embeddings to the next token ids after the vocabulary, for later passes.
+        """Give embeddings [L, E] to the next token ids after the vocabulary, for later passes.
 
         The target never writes such a token, so nodes that have one are never accepted. Parts of
         this network (`first_layers`, `without`) that exist already may not know them.
-
-        Args:
-            rows: [L, E] what the embedding layer is to return.
         """
         ...
 
@@ -145,46 +128,28 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class GrowthLimit:
-    """Where the growth of one tree ends.
-
-    Args:
-        nodes: no level is added to so many nodes. None: there is no such limit.
-        scored: most drafted nodes that are computed; each takes a KV slot.
-        min_token_prob: nothing is drafted below a token of a smaller probability.
-        min_path_prob: nothing is drafted below a path of a smaller probability.
-        draw: how it draws its tokens; None for the most probable ones.
-    """
+    """Where the growth of one tree ends."""
 
     depth: int
-    nodes: int | None
-    scored: int
-    min_token_prob: float = 0.0
-    min_path_prob: float = 0.0
-    draw: GrowthDraw | None = None
+    nodes: int | None  # no level is added to so many nodes
+    scored: int  # most drafted nodes that are computed; each takes a KV slot
+    min_token_prob: float = 0.0  # nothing is drafted below less probable tokens
+    min_path_prob: float = 0.0  # nor below less probable paths
+    draw: GrowthDraw | None = None  # None for the most probable tokens
 
 
 @dataclass(frozen=True)
 class GrownTree:
-    """A tree of n drafted nodes, parents first.
-
-    Args:
-        parents: [n] index of a drafted node, or -1 for a child of the root.
-        probabilities: [n] of each token given its ancestors; NaN if the network returned NaN. Of
-            drawn tokens before truncation, or as `GrowthDraw.coupled` says.
-        logits: [L, V] of the nodes with children and other nodes, if siblings were drawn without
-            replacement.
-        rows: [n] the row of `logits` from which each node was drawn.
-        shown: [n] their probabilities before truncation, with rounding errors of their own.
-        undecided: whether rounding errors might have changed a draw. The tree is then empty, and
-            has to be drawn level by level.
-    """
+    """A tree of n drafted nodes, parents first."""
 
     tokens: Sequence[int]
-    parents: Sequence[int]
+    parents: Sequence[int]  # [n] index of a drafted node, or -1 for a child of the root
+    # [n] given the ancestors, before truncation or see `GrowthDraw.coupled`; NaN if logits are
     probabilities: Sequence[float]
-    logits: Tensor | None = None
-    rows: Sequence[int] = ()
-    shown: Sequence[float] = ()
+    logits: Tensor | None = None  # [L, V] of nodes with children, if siblings were drawn
+    rows: Sequence[int] = ()  # [n] the row of `logits` that each node was drawn from
+    shown: Sequence[float] = ()  # [n] probabilities before truncation
+    # rounding might have changed a draw: the tree is empty, and has to be drawn level by level
     undecided: bool = False
 
     @property
@@ -214,16 +179,11 @@ class GrowingNetwork(ABC):
     ) -> list[GrownTree]:
         """Draft one tree after the last node of each row that has nodes.
 
-        Args:
-            token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
-
-        Returns:
-            [R] the trees.
+        `token_ids` [V] are the tokens that logits stand for, if not 0, 1, ...
         """
 
 
-CHAIN_CANDIDATES = 16
-"""Tokens of a level that transitions are added to, the most probable ones."""
+CHAIN_CANDIDATES = 16  # tokens of a level that transitions are added to, the most probable ones
 MOST_ADDED = 60.0
 """The most that transitions add to a logit: its exponential is a finite number of 32 bits."""
 
@@ -235,16 +195,11 @@ class ChainingNetwork(ABC):
     def best_chain(
         self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
     ) -> tuple[list[int], list[float]] | None:
-        """The most probable token of each level, each after the one before.
+        """The [K] most probable tokens, each after the one before, and their probabilities.
 
-        Args:
-            logits: [K, V] of all levels.
-            transitions: A and W [V, E]: after a token u, the logit of w gets A_u^T W_w more (up to
-                `MOST_ADDED`) if w is among the best `CHAIN_CANDIDATES` of its level; None if
-                nothing is added.
-
-        Returns:
-            [K] tokens and [K] their probabilities; None if it cannot, for these types and sizes.
+        Logits are [K, V]. Transitions are A and W [V, E]: after a token u, the logit of w gets
+        A_u^T W_w more (up to `MOST_ADDED`) if w is among the best `CHAIN_CANDIDATES` of its level.
+        None if it cannot, for these types and sizes.
         """
 
 
@@ -260,11 +215,7 @@ class ContinuingNetwork(Network, Protocol):
         ...
 
     def feed(self, states: Tensor) -> int:
-        """Set what the nodes of the next pass begin with; for networks that `between` returned.
-
-        Args:
-            states: [T, E] hidden states of the first of these layers.
-        """
+        """Set the hidden states [T, E] that the nodes of the next pass begin with."""
         ...
 
 
@@ -273,10 +224,7 @@ class WindowedNetwork(Network, Protocol):
     """A network some of whose layers may see only what is near (`inputs.py`)."""
 
     def narrowed(self, size: int) -> Self:
-        """The network with windows of `size` tokens in place of its own, on the same weights.
-
-        A check of a few tokens then reaches beyond them.
-        """
+        """The network with windows of `size` tokens, which checks of a few tokens reach beyond."""
         ...
 
 
@@ -284,43 +232,25 @@ class WindowedNetwork(Network, Protocol):
 
 
 class RowState(NamedTuple):
-    """Keys and values that the decoder reads of one source of n positions.
+    """Keys and values that the decoder reads of one source of n positions; never changed."""
 
-    The tensors are never changed, so rows may share them.
-
-    Args:
-        keys: [layers, H, span, D] of its cross-attention.
-        values: [layers, H, span, D].
-        mask: [span], 0 where there is a source position, and -inf in the padding after.
-        encoded: [n, E] what the encoder returned, for a drafter that reads it; [0, E] if there is
-            none (see `SourceNetwork.keeps_encoded`).
-    """
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor
-    encoded: Tensor
+    keys: Tensor  # [layers, H, span, D] of the cross-attention
+    values: Tensor  # [layers, H, span, D]
+    mask: Tensor  # [span], 0 where there is a source position, -inf in the padding after
+    encoded: Tensor  # [n, E] for a drafter that reads it (`keeps_encoded`), or [0, E]
 
 
 class SourceNetwork(ABC):
     """A network whose rows read a source through cross-attention: an encoder-decoder.
 
     Each row that takes part in a pass has the source's `RowState` as its state in the slab.
-
-    Attributes:
-        source_limit: most tokens of a source; None if there is no limit. Audio has exactly so many
-            frames.
-        source_vocab_size: token ids of a source are smaller; 0 if the model reads audio.
-        num_bins: height of the features of audio; None if the model reads text.
-        encoder_readers: drafters without an encoder of their own, as long as they exist. They add
-            themselves when they are built.
     """
 
-    source_limit: int | None
-    source_vocab_size: int
-    num_bins: int | None
+    source_limit: int | None  # most tokens; audio has exactly so many frames
+    source_vocab_size: int  # 0 if the model reads audio
+    num_bins: int | None  # of the features of audio; None if the model reads text
     encoded_size: int
-    encoder_readers: WeakSet[object]
+    encoder_readers: WeakSet[object]  # living drafters without an encoder of their own
 
     @property
     def keeps_encoded(self) -> bool:
@@ -328,24 +258,15 @@ class SourceNetwork(ABC):
         return len(self.encoder_readers) > 0
 
     def encode(self, source: Source) -> RowState:
-        """Encode a source for the decoder."""
         return self.read(self.encoded(source), keep=self.keeps_encoded)
 
     @abstractmethod
     def encoded(self, source: Source) -> Tensor:
-        """Run the encoder over one source alone, so that the bits depend on nothing else.
-
-        Returns:
-            [n, E].
-        """
+        """Run the encoder over one source alone, so that its bits [n, E] depend on nothing else."""
 
     @abstractmethod
     def read(self, encoded: Tensor, *, keep: bool = False) -> RowState:
-        """The decoder's state from an encoder's output, its own or another model's.
-
-        Args:
-            encoded: [n, E].
-        """
+        """The decoder's state from an encoder's output [n, E], its own or another model's."""
 
     @property
     @abstractmethod
@@ -353,5 +274,4 @@ class SourceNetwork(ABC):
         """A short source, which the rows of checks and measurements read."""
 
     @abstractmethod
-    def state_bytes(self, source: Source) -> int:
-        """Bytes of the state that `encode` returns."""
+    def state_bytes(self, source: Source) -> int: ...

@@ -1,7 +1,7 @@
 """Models whose packed weights are files in the cache, mapped into memory.
 
-A quantized model is packed once. `packed.py` rounds the weights of a folder or a GGUF file to int8
-or int4, and `packed.py` packs a GGUF file with its own quantization.
+A quantized model is packed once: the weights of a folder or a GGUF file are rounded to int8 or
+int4, or a GGUF file keeps its own quantization.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -73,37 +73,20 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _Fill: TypeAlias = Callable[[Path, Path], dict[str, str]]
+_Build: TypeAlias = Callable[[str, str, int, _Fill, store.Kind, str | None], Path]
+"""`store.build`, or what takes its arguments."""
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model whose linear layers are packed and mapped.
-
-    Args:
-        module: its modules, with the weights of the embedding and of the final norm only.
-        logits: [3, V] of the unpacked model's modules for the last three of `probe_tokens`; None if
-            nothing was rounded that could spoil it.
-    """
+    """A model whose linear layers are packed and mapped."""
 
     folder: Path
     module: PreTrainedModel
     weights: MappedDecoder
     quantization: str
+    # [3, V] of the unpacked modules for the last of `probe_tokens`; None if nothing was rounded
     logits: Tensor | None
-
-
-class _Build(Protocol):
-    """`store.build`, or what takes its arguments."""
-
-    def __call__(
-        self,
-        name: str,
-        source: str,
-        needed_bytes: int,
-        fill: _Fill,
-        kind: store.Kind,
-        replaces: str | None,
-    ) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -133,9 +116,8 @@ def open_packed(
 ) -> PackedModel | None:
     """A model with mapped weights, which are packed now if they are not in the cache.
 
-    Returns:
-        None if the native runtime does not run this model with these options, or if something is
-        wrong with it: loading it as a whole then says what.
+    None if the native runtime does not run it with these options, or if something is wrong with it:
+    loading it as a whole then says what.
     """
     if runtime not in ("auto", "native") or device.type != "cpu" or dtype not in FORMATS:
         return None
@@ -164,11 +146,9 @@ def open_packed(
 def _opened(
     pack: Callable[[], tuple[Path, Path]], dtype: torch.dtype, form: str, *, again: bool = True
 ) -> PackedModel:
-    """A packed model.
+    """A packed model; `pack` makes its packed files if needed.
 
-    Args:
-        pack: makes its packed files if needed. It returns the folder of its configuration and
-            tokenizer, and that of its packed files.
+    It returns the folder of its configuration and tokenizer, and that of its packed files.
     """
     folder, files = pack()
     try:
@@ -192,7 +172,6 @@ def _opened(
 
 
 def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
-    """A Hugging Face folder, and its packed files."""
     try:
         config = checked_config(folder)
         if not set(config.get("architectures") or [""]) <= set(FAMILIES):
@@ -259,8 +238,7 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
 def _kept(recipe: _Recipe, build: _Build) -> Path:
     """A folder of packed files in the cache, made now if it is not there.
 
-    Its name tells the files that it was made from. So no process maps layers of an older version
-    and of a newer one.
+    Its name tells the files that it was made from. So no process maps layers of two versions.
     """
     origin, before = recipe.origin, recipe.identity()
     dtype_name = str(recipe.dtype).removeprefix("torch.")
@@ -278,7 +256,6 @@ def _kept(recipe: _Recipe, build: _Build) -> Path:
 
 
 def _fits(module: PreTrainedModel, source: WeightSource) -> bool:
-    """Whether the source has every weight of the modules, in the right shape."""
     expected = {name: tuple(each.shape) for name, each in module.named_parameters()}
     if module.config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -299,11 +276,10 @@ def _num_bytes(module: PreTrainedModel, form: str) -> int:
 #
 # A few tokens pass through the model's modules at the same time, each of which is given its weights
 # when the tokens reach it. Their logits are kept with the packed weights: they show whether
-# quantization spoils the model (see `probing.py`). `packed.py` keeps the files.
+# quantization spoils the model (see `probing.py`).
 
 
-HEAD_ROWS = 8192
-"""Rows of the output layer that are packed at once; a multiple of `PANEL`."""
+HEAD_ROWS = 8192  # rows of the output layer that are packed at once; a multiple of `PANEL`
 
 _SHOWN_BYTES = 200_000_000
 """Models whose weights take less are packed within a second, without a word."""
@@ -324,9 +300,7 @@ class NotFiniteError(ModelError):
 class RoundingPacker:
     """Writes the packed files of a model, while a few tokens pass through its modules.
 
-    Args:
-        module: its modules, which are of no use afterwards: each layer is given its weights when
-            the tokens reach it.
+    The modules, of no use afterwards, are given their weights when the tokens reach them.
     """
 
     def __init__(
@@ -340,7 +314,6 @@ class RoundingPacker:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Write the files."""
         source, body = self._source, self._module.model
         with packing_progress(source, self._quantization) as self._report:
             embedding = self._read("model.embed_tokens.weight")
@@ -359,12 +332,10 @@ class RoundingPacker:
             write(rest_file(self._folder), tensors, {"head": head})
 
     def _fill(self, index: int, layer: nn.Module, _inputs: object) -> None:
-        """Read the weights of a layer before it runs."""
         names = [name for name, _ in layer.named_parameters()]
         fill(layer, {name: self._read(f"model.layers.{index}.{name}") for name in names})
 
     def _finish(self, index: int, layer: nn.Module, _inputs: object, _outputs: object) -> None:
-        """Pack a layer when it has run."""
         write_layer(self._folder, index, self._packing.layer(index))
         empty(layer)
         return_freed()
@@ -409,12 +380,10 @@ def _ignored(_done: int) -> None:
 #
 # A layer whose numbers no format has is dequantized and rounded to int8. Layers that are one in the
 # native runtime (query, key and value; gate and up) are several if their kinds differ. Beside one
-# in floats, they are all dequantized. `packed.py` keeps the files.
+# in floats, they are all dequantized.
 
 
 class GgufPacker:
-    """Writes the packed files of a GGUF file."""
-
     def __init__(self, source: GgufWeights, module: PreTrainedModel, folder: Path) -> None:
         self._source, self._module, self._folder = source, module, folder
         self._tied = bool(module.config.tie_word_embeddings)
@@ -424,7 +393,6 @@ class GgufPacker:
         self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
 
     def run(self) -> str:
-        """Write the files."""
         done = 0.0
         with packing_progress(self._source, "its quantization") as report:
             for index in range(self._module.config.num_hidden_layers):

@@ -1,8 +1,7 @@
 """`Passes`: forward passes of one network over the rows of its KV slab.
 
 `Target` runs a language model with it, and a drafting head (`drafters/heads/`) is a small network
-of its own kind. This file does not know about models, sampling, acceptance or drafting. `passes.py`
-manages the rows, and `passes.py` what they read.
+of its own kind. This file does not know about models, sampling, acceptance or drafting.
 """
 
 from __future__ import annotations
@@ -38,15 +37,11 @@ from tokenleap.runtime.network import (
 __all__ = ["INTERNAL_KEY", "Passes", "Rows", "SourceRows"]
 
 
-# `Rows`: the rows of a KV slab, addressed by keys. `Passes` adds passes to it.
-
-
 INTERNAL_KEY = -1
 """Rows that belong to no request, such as those of checks and measurements, have this key and
 smaller ones. Requests have keys from 0."""
 
-MARGIN = ROW_MULTIPLE - 1
-"""Positions after a row's tokens that padding may write to."""
+MARGIN = ROW_MULTIPLE - 1  # positions after a row's tokens that padding may write to
 
 
 class Rows:
@@ -58,13 +53,11 @@ class Rows:
         self._keys: list[int] = []  # key of each slab row
 
     def add(self, key: int) -> None:
-        """Open an empty row."""
         assert key not in self._keys
         self._slab.add_row()
         self._keys.append(key)
 
     def remove(self, key: int) -> None:
-        """Close a row."""
         row = self._row(key)
         moved = self._slab.remove_row(row)
         self._keys[row] = self._keys[moved]
@@ -85,7 +78,6 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Rows in use."""
         return len(self._keys)
 
     def cached(self, key: int) -> int:
@@ -93,7 +85,7 @@ class Rows:
         return self._slab.lengths[self._row(key)]
 
     def kept(self, key: int) -> int:
-        """Number of nodes whose KV the row keeps for its next tree (see `KVSlab.commit`)."""
+        """Nodes whose KV the row keeps for its next tree (see `KVSlab.commit`)."""
         return self._slab.kept[self._row(key)]
 
     @property
@@ -102,11 +94,10 @@ class Rows:
         return self._slab.longest
 
     def commit(self, key: int, nodes: Sequence[int], kept: Sequence[int] = ()) -> None:
-        """Keep the KV of these nodes of the last pass (see `KVSlab.commit`)."""
+        """See `KVSlab.commit`."""
         self._slab.commit(self._row(key), nodes, kept)
 
     def rollback(self, key: int, length: int) -> None:
-        """Discard the KV after the first `length` tokens."""
         self._slab.rollback(self._row(key), length)
 
     def read(self, key: int, start: int, stop: int) -> KVBlock:
@@ -118,11 +109,9 @@ class Rows:
         self._slab.append(self._row(key), block)
 
     def set_state(self, key: int, state: Sequence[Tensor]) -> None:
-        """Give a row tensors that are written once and never rolled back (see `KVSlab`)."""
         self._slab.set_state(self._row(key), state)
 
     def state(self, key: int) -> Sequence[Tensor]:
-        """The row's state; empty if it has none."""
         return self._slab.state(self._row(key))
 
     def _row(self, key: int) -> int:
@@ -131,7 +120,6 @@ class Rows:
     # Memory
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Keep the KV slab within this many bytes."""
         cells = num_bytes // self._slab.cell_bytes
         if cells < KEY_BLOCK:
             least = KEY_BLOCK * self._slab.cell_bytes / MIB
@@ -144,7 +132,6 @@ class Rows:
             self._slab.shrink()
 
     def shrink(self) -> None:
-        """Free the memory that no row uses."""
         self._slab.shrink()
 
     @property
@@ -166,21 +153,14 @@ class Rows:
 
     @property
     def slab(self) -> KVSlab:
-        """The slab that holds the rows."""
         return self._slab
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one token's KV."""
         return self._slab.cell_bytes
 
 
-# `SourceRows`: rows that read a source, if the network is that of an encoder-decoder.
-
-
 class SourceRows(Rows):
-    """The rows of a network's KV slab, and the sources that they read."""
-
     def __init__(self, network: Network, slab: KVSlab, max_model_len: int) -> None:
         super().__init__(slab, max_model_len)
         self.network = network
@@ -188,12 +168,11 @@ class SourceRows(Rows):
 
     @property
     def source_network(self) -> SourceNetwork | None:
-        """The network of an encoder-decoder; None of a decoder-only model."""
+        """None of a decoder-only model."""
         return self.network if isinstance(self.network, SourceNetwork) else None
 
     @property
     def reads_source(self) -> bool:
-        """Whether rows need a source: the model is an encoder-decoder."""
         return self.source_network is not None
 
     def add(self, key: int) -> None:
@@ -212,14 +191,11 @@ class SourceRows(Rows):
 
     def encode(self, key: int, source: Source) -> None:
         """Read a source: run the encoder, and give the row the state that its decoder reads."""
-        self.share_state(key, self._encoded(source))
+        self.set_state(key, self._encoded(source))
 
     @torch.inference_mode()
     def encoded(self, key: int, source: Source) -> Tensor:
-        """[n, E] what the encoder makes of a source: of this row, if it has that, else anew.
-
-        A row has it if the network `keeps_encoded`, unless its state was made before that.
-        """
+        """[n, E] what the encoder makes of a source: of this row, if it has that, else anew."""
         if key in self and self.has_source(key) and len(kept := self.row_state(key).encoded):
             return kept
         return self._needed_source_network().encoded(source)
@@ -227,18 +203,13 @@ class SourceRows(Rows):
     @torch.inference_mode()
     def read_encoded(self, key: int, encoded: Tensor) -> None:
         """Give the row the state that its decoder reads of another model's encoder [n, E]."""
-        self.share_state(key, self._needed_source_network().read(encoded))
-
-    def share_state(self, key: int, state: RowState) -> None:
-        """Give a row the state of a source that was read before, as `row_state` returned it."""
-        self.set_state(key, state)
+        self.set_state(key, self._needed_source_network().read(encoded))
 
     def row_state(self, key: int) -> RowState:
-        """The state of the source that the row has read."""
         return RowState(*self.state(key))
 
     def has_source(self, key: int) -> bool:
-        """Whether the row has read its source; True of a decoder-only model."""
+        """True of a decoder-only model."""
         return not self.reads_source or bool(self.state(key))
 
     def state_bytes(self, source: Source | None) -> int:
@@ -284,11 +255,7 @@ class Passes(SourceRows):
         return other
 
     def allocate(self, states: Tensor | None = None) -> None:
-        """Make one pass, so that the KV slab knows the size of a token's KV.
-
-        Args:
-            states: [1, E] the state of a token, for a drafting head.
-        """
+        """Make one pass, so that the KV slab knows the size of a token's KV."""
         self.add(INTERNAL_KEY)
         self.prefill(INTERNAL_KEY, [0], states=states)
         self.remove(INTERNAL_KEY)
@@ -303,15 +270,10 @@ class Passes(SourceRows):
         states: Tensor | None = None,
         read_logits: Callable[[Tensor], object] | None = None,
     ) -> Mapping[int, Tensor]:
-        """Compute and commit the KV of these tokens in chunks.
+        """Compute and commit the KV of these tokens in chunks; returns layer id -> [n, E].
 
-        Args:
-            states: [n, E] their states, for a drafting head.
-            read_logits: given the logits [chunk, V] after the tokens of each chunk, which are valid
-                until it returns; with None they are not computed.
-
-        Returns:
-            Layer id -> [n, E].
+        `states` [n, E] are for a drafting head. `read_logits` is given the logits [chunk, V] of
+        each chunk, valid until it returns; with None they are not computed.
         """
         need = Need(logits=read_logits is not None, hidden=hidden_layers)
         size = PREFILL_CHUNK if read_logits is None else SCORED_CHUNK
@@ -342,19 +304,17 @@ class Passes(SourceRows):
         need: Need = LOGITS,
         states: Sequence[Tensor] | None = None,
     ) -> list[PassOutput]:
-        """One forward pass over one tree per row.
+        """One forward pass over one tree per row, whose KV is written after the committed tokens.
 
-        The KV of all nodes is written after the committed tokens. `commit` then keeps a path.
+        `commit` then keeps a path.
 
         Args:
             num_computed: per row, how many of the tree's first nodes the row's last pass computed
                 (a drafter grows its tree level by level). None means those that the row keeps.
-            states: per row, the states [n + 1 - num_computed, E] of the nodes computed, for a
-                drafting head.
+            states: per row, those of the nodes computed, for a drafting head.
 
         Returns:
-            Per row, the output for the n + 1 - num_computed nodes computed. It is valid until the
-            next pass.
+            Per row, the output for the n + 1 - num_computed nodes computed, until the next pass.
         """
         computed = num_computed or [self.kept(key) for key in keys]
         outputs = self._forward(keys, self._tree_nodes(keys, trees, computed), need, states)
@@ -373,10 +333,8 @@ class Passes(SourceRows):
         """One pass over the pending tokens of each row and a block of masks after them.
 
         Every mask sees the committed tokens, the pending ones, and all masks of its row. The KV of
-        pending tokens is written as by `verify`, that of the masks must not be committed.
-
-        Returns:
-            Per row, the logits [num_masks, V] of its masks, valid until the next pass.
+        masks must not be committed. Returns per row the logits [num_masks, V], valid until the next
+        pass.
         """
         nodes = [
             masked_nodes(tokens, mask_token, count, self.cached(key))
@@ -395,13 +353,10 @@ class Passes(SourceRows):
         token_ids: Tensor | None = None,
         states: Sequence[Tensor] | None = None,
     ) -> list[GrownTree] | None:
-        """Draft a tree per row, in one call (see `GrowingNetwork`).
+        """Draft a tree per row, in one call (see `GrowingNetwork`); KV is written as by `verify`.
 
-        The KV of pending and drafted nodes is written after the committed tokens, as by `verify`.
-
-        Args:
-            token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
-            states: per row, the states [n, E] of the pending tokens, for a drafting head.
+        `token_ids` [V] are the tokens that logits stand for, if not 0, 1, ...; `states` per row [n,
+        E].
         """
         if not isinstance(self.network, GrowingNetwork):
             return None
@@ -420,7 +375,6 @@ class Passes(SourceRows):
     def _tree_nodes(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[RowNodes]:
-        """Per row, the nodes of its tree after its committed tokens."""
         return [
             tree_nodes(tree, skipped, self.cached(key))
             for key, tree, skipped in zip(keys, trees, num_computed, strict=True)
@@ -433,7 +387,6 @@ class Passes(SourceRows):
         need: Need,
         states: Sequence[Tensor] | None,
     ) -> list[PassOutput]:
-        """Run one pass; return the output of each row's nodes."""
         inputs = self._inputs(keys, nodes, states, [0] * len(keys))
         self.num_passes += 1
         output = self.network.forward(inputs, self._slab, need)
@@ -452,8 +405,7 @@ class Passes(SourceRows):
         """Prepare a pass, with room in the slab for as many more nodes per row as `behind` says.
 
         A pass covers adjacent rows, so that the slab need not copy any. Rows in between that have
-        no nodes take part as padding, unless the network leaves padding out. KV of padding is never
-        committed.
+        no nodes take part as padding, unless the network leaves padding out.
         """
         lengths = self._slab.lengths
         work = {self._row(key): row for key, row in zip(keys, nodes, strict=True)}
@@ -480,5 +432,4 @@ def _joined(states: Sequence[Tensor]) -> Tensor:
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:
-    """The places of several groups that lie one after the other."""
     return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

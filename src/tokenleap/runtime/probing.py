@@ -39,8 +39,6 @@ do not see all of those whose slots and positions differ."""
 
 
 class Packed(Protocol):
-    """The part of `PackedModel` that the checks use."""
-
     @property
     def logits(self) -> Tensor | None: ...
 
@@ -54,27 +52,17 @@ class Probed(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def with_network(self, network: Network) -> Self:
-        """The same rows under another network over the same layers."""
-        ...
+    def with_network(self, network: Network) -> Self: ...
 
     def with_own_rows(self, num_layers: int | None = None) -> Self: ...
 
-    def add(self, key: int) -> None:
-        """Open a row."""
-        ...
+    def add(self, key: int) -> None: ...
 
-    def encode(self, key: int, source: Source) -> None:
-        """Let a row of an encoder-decoder read a source."""
-        ...
+    def encode(self, key: int, source: Source) -> None: ...
 
-    def remove(self, key: int) -> None:
-        """Close a row."""
-        ...
+    def remove(self, key: int) -> None: ...
 
-    def prefill(self, key: int, tokens: Sequence[int]) -> object:
-        """Compute and commit these tokens."""
-        ...
+    def prefill(self, key: int, tokens: Sequence[int]) -> object: ...
 
     def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[PassOutput]: ...
 
@@ -85,11 +73,8 @@ def probe(
 ) -> bool:
     """Check a tree against the model's own forward pass, and whether invariant 7 holds here.
 
-    Args:
-        quantized: whether the target's weights are quantized. The tree is then compared with a
-            chain through the target itself.
-        packed: the model's packed weights, if its module does not have them. What lies beyond an
-            attention window is then compared with the target's own chains only.
+    The tree of a quantized target is compared with a chain through the target itself, and what lies
+    beyond a packed one's windows, too.
     """
     exact = _check_tree(target, model, packed, quantized=quantized)
     windows = [w for w in _layer_windows(model) if w and w.size < target.max_model_len]
@@ -131,11 +116,7 @@ def _check_tree(
     quantized: bool,
     window: int | None = None,
 ) -> bool:
-    """Check a tree, as `probe` says.
-
-    Returns:
-        Whether a path of the tree had the bits of a chain, if the network promises that.
-    """
+    """Check a tree; returns whether a path had the bits of a chain, if that is promised."""
     name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
     a, b, c, *path = _tokens(target.vocab_size, 5 if window is None else 7)
     parents = (-1, 0, 0, *range(2, len(path) + 1))
@@ -230,10 +211,7 @@ def _own_logits(target: Probed, model: Any, inputs: Tensor) -> Tensor:
 def _logits(
     target: Probed, context: Sequence[int], tree: TokenTree, chunk: int | None = None
 ) -> Tensor:
-    """[n+1, V] logits of a tree after a context, in a row that is closed again.
-
-    The context is computed in chunks of a size, or at once.
-    """
+    """[n+1, V] logits of a tree after a context in chunks, in a row that is closed again."""
     size = chunk or len(context)
     with _rows(target, 1) as keys:
         for start in range(0, len(context), size):
@@ -243,7 +221,6 @@ def _logits(
 
 @contextmanager
 def _rows(target: Probed, count: int) -> Iterator[list[int]]:
-    """Open rows, and close them again."""
     keys: list[int] = []
     try:
         for place in range(count):
@@ -269,11 +246,9 @@ def _same_bits(target: Probed, tokens: Sequence[int]) -> bool:
     return torch.equal(_beside_a_long_row(target, tokens[:2], chain(tokens[2:3])), narrow)
 
 
-_LONGEST = 65
-"""Nodes of the longest passes over drafts that are compared: 64 tokens and their root."""
+_LONGEST = 65  # nodes of the longest passes over drafts that are compared: 64 tokens and their root
 
-_CHUNKS = (256, 64, 63)
-"""Sizes of the chunks in which the same prompt is computed."""
+_CHUNKS = (256, 64, 63)  # sizes of the chunks in which the same prompt is computed
 
 _LONG_PASSES: dict[Hashable, bool] = {}
 """Findings by all that shapes depend on: these passes take most of the probe's time."""

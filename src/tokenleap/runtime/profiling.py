@@ -19,15 +19,12 @@ SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 """Nodes of the passes over one row. The native kernels read a weight once for up to 6 or 12 nodes,
 so costs rise steeply above these numbers."""
 
-ROWS = (4, 16)
-"""Rows of the passes over several rows, with one node each."""
+ROWS = (4, 16)  # rows of the passes over several rows, with one node each
 
-CONTEXT = 128
-"""Committed tokens of each row."""
+CONTEXT = 128  # committed tokens of each row
 
 ROUNDS = 5
-MAX_SECONDS = 2.0
-"""No pass is started after this time, unless its size was not timed yet."""
+MAX_SECONDS = 2.0  # no pass is started after this time, unless its size was not timed yet
 
 
 @torch.inference_mode()
@@ -35,8 +32,7 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
     """Time passes of several sizes; the curve takes the median of each size over a few rounds.
 
     Each round times all sizes in turn, because a shared machine may be twice as fast in the next
-    second. A small model takes half a second. For a large one, sizes that do not fit into
-    `MAX_SECONDS` are left out: the curve extrapolates to them and is corrected in use.
+    second. Sizes that do not fit into `MAX_SECONDS` are left out: the curve extrapolates to them.
     """
     keys = [INTERNAL_KEY - row for row in range(max(ROWS))]
     others = target.num_rows

@@ -50,8 +50,7 @@ WAIT = timedelta(minutes=10)
 class Group(Peers):
     """All processes of a model; each of them must call the same methods in the same order.
 
-    Args:
-        host: a group of the same processes for what is not on a device.
+    `host` is a group of the same processes for what is not on a device.
     """
 
     def __init__(self, devices: Any, host: Any) -> None:
@@ -68,7 +67,6 @@ class Group(Peers):
         return box.item()
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """See `Peers.from_first`."""
         box: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -111,7 +109,6 @@ class Group(Peers):
         return torch.cat(self._gathered(part).unbind(), dim=-1)
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """[size, ...]."""
         first, *others = part.shape
         parts, own = part.new_empty((self.size * first, *others)), part.contiguous()
         with _answers(self.size):
@@ -159,11 +156,7 @@ what comes of each process's inputs, which the last ones have to take from all i
 
 
 class ShardedNetwork(ModuleNetwork):
-    """A `ModuleNetwork` on the shards of this process.
-
-    Args:
-        model: this network's own copy of the module tree (see `share`). It is changed.
-    """
+    """A `ModuleNetwork` on the shards of this process."""
 
     def __init__(self, model: PreTrainedModel, least_nodes: int, group: Group) -> None:
         super().__init__(model, least_nodes)
@@ -171,7 +164,6 @@ class ShardedNetwork(ModuleNetwork):
 
     @classmethod
     def of(cls, model: PreTrainedModel, group: Group) -> ShardedNetwork:
-        """The network of a module as Transformers has loaded it, which is not changed."""
         linear = linear_layer(model.dtype, model.device, None)
         assert linear in (PackedLinear, None), "without quantization"
         local = share(model)
@@ -183,7 +175,6 @@ class ShardedNetwork(ModuleNetwork):
         return type(self)(model, self.least_nodes, self._group)
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`."""
         self._group.check(_digest(inputs.rows, inputs.first, need))
         return super().forward(inputs, slab, need)
 
@@ -191,8 +182,7 @@ class ShardedNetwork(ModuleNetwork):
 class ShardedLinear(nn.Module):
     """`y = x W^T + b` on the rows or columns of W that this process has."""
 
-    weight: None = None
-    """See `PackedLinear.weight`."""
+    weight: None = None  # see `PackedLinear.weight`
 
     def __init__(self, linear: nn.Linear, kind: str, group: Group, *, packed: bool) -> None:
         super().__init__()
@@ -250,7 +240,6 @@ def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _digest(rows: Sequence[RowNodes], first: int, need: Need) -> int:
-    """Digest of what a pass computes, below 2^32."""
     parts: Any = [
         (row.start, *row.tokens, -1, *row.positions, -1, *row.prefixes, -1, *map(tuple, row.tails))
         for row in rows

@@ -93,10 +93,9 @@ class Target(Passes):
 
     @property
     def vocabulary_weights(self) -> VocabularyWeights | None:
-        """Weights [V, E] of the embedding and of the output layer, for drafting heads.
+        """Weights [V, E] of embedding and output layer, for drafting heads; None if there are none.
 
-        They are loaded again if they are not tied and the model has been freed. None if the model
-        has no such layers, or cannot be loaded again.
+        They are loaded again if they are not tied and the model has been freed.
         """
         found = self._vocabulary_weights()
         return vocabulary_weights(self.reload()) if found is None and self.reload else found
@@ -105,8 +104,8 @@ class Target(Passes):
 def final_norm(model: Any) -> nn.Module | None:
     """The norm between the last layer and the output layer, or None if it is not known.
 
-    In every supported decoder-only model it is the last of the norms beside the layers. An
-    encoder-decoder may have none there, or a norm of the embeddings.
+    In a decoder-only model it is the last of the norms beside the layers. An encoder-decoder may
+    have none there, or a norm of the embeddings.
     """
     if model.config.is_encoder_decoder:
         return describe(model).final_norm
@@ -127,7 +126,6 @@ def logits_bias(model: Any) -> Tensor | None:
 
 
 def vocabulary_weights(model: Any) -> VocabularyWeights | None:
-    """Weights [V, E] of a model's embedding and of its output layer; None if it has no such."""
     layers = _vocabulary_layers(model)
     if not all(layers):
         return None
@@ -136,7 +134,6 @@ def vocabulary_weights(model: Any) -> VocabularyWeights | None:
 
 
 def _vocabulary_layers(model: Any) -> tuple[Any, Any]:
-    """The embedding of the tokens that the model writes, and the output layer."""
     reader = model.get_decoder() if model.config.is_encoder_decoder else model
     return reader.get_input_embeddings(), model.get_output_embeddings()
 
@@ -144,8 +141,8 @@ def _vocabulary_layers(model: Any) -> tuple[Any, Any]:
 def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
     """Access to the weights of the embedding and of the output layer, as long as they are there.
 
-    Tied ones are kept, since every network keeps the embedding anyway. Others are not: a network's
-    packed copy of the output layer may be the only one that is needed.
+    Tied ones are kept, as by every network. Others are not: a packed copy may be all that is
+    needed.
     """
     layers = _vocabulary_layers(model)
     sharded = all(layers) and isinstance(layers[0].weight, DTensor)

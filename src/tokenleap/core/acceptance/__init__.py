@@ -1,7 +1,6 @@
 """Acceptance rules: which drafted tokens are kept, and which token comes after them.
 
-Each rule has its own file. This registry is the only place that knows the rules by name;
-`SpeculativeConfig` looks them up here.
+This registry is the only place that knows the rules by name. `SpeculativeConfig` looks them up.
 """
 
 from __future__ import annotations

@@ -1,14 +1,4 @@
-"""The coupled rule: seeded sampling that does not depend on the drafter (invariant 7).
-
-The target's token at position t is `argmax(log p + noise)`, and the noise is a function of seed and
-t alone. A drafted token is accepted if it is that token. Every committed token is therefore the
-token that plain decoding draws. Another drafter, draft length or batch does not change the output.
-
-The acceptance rate for a one-hot q is that of speculative sampling. For a sampled q it is slightly
-lower: with D the total variation distance of p and q, the Gumbel coupling accepts with probability
-at least (1 - D) / (1 + D), and speculative sampling with 1 - D. Daliri et al., "Coupling without
-Communication and Drafter-Invariant Speculative Decoding".
-"""
+"""The acceptance rules: a class for each, lossless ones first."""
 
 from __future__ import annotations
 
@@ -48,7 +38,18 @@ __all__ = [
 
 
 class Coupled(AcceptanceRule):
-    """Seeded sampling that does not depend on the drafter: lossless, for all chains and trees."""
+    """Seeded sampling that does not depend on the drafter: lossless, for all chains and trees.
+
+    The target's token at position t is `argmax(log p + noise)`, and the noise is a function of seed
+    and t alone. A drafted token is accepted if it is that token. Every committed token is therefore
+    the token that plain decoding draws. Another drafter, draft length or batch does not change the
+    output.
+
+    The acceptance rate for a one-hot q is that of speculative sampling. For a sampled q it is
+    slightly lower: with D the total variation distance of p and q, the Gumbel coupling accepts with
+    probability at least (1 - D) / (1 + D), and speculative sampling with 1 - D. Daliri et al.,
+    "Coupling without Communication and Drafter-Invariant Speculative Decoding".
+    """
 
     name: ClassVar[str] = "coupled"
     lossless: ClassVar[bool] = True
@@ -78,17 +79,21 @@ class Coupled(AcceptanceRule):
         return p[0].overlap(q)
 
 
-# Speculative sampling: accept with probability min(1, p/q), else draw from the residual.
-#
-# Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1. Trees
-# use the multi-round form of SpecInfer (Miao et al., algorithm 2): siblings are tried in turn, and
-# each is compared with the residual distribution that the one before it left. By invariant 2 this
-# is lossless for independent siblings, for siblings drawn without replacement and for deterministic
-# siblings.
+class _Exact(AcceptanceRule):
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """Sum of min(p, q), as for any draft of one token (Leviathan et al., theorem 3.5)."""
+        return p[0].overlap(draft.q_of(1))
 
 
-class Rejection(AcceptanceRule):
-    """Speculative sampling: accept with probability min(1, p/q), else draw from the residual."""
+class Rejection(_Exact):
+    """Speculative sampling: accept with probability min(1, p/q), else draw from the residual.
+
+    Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", algorithm 1.
+    Trees use the multi-round form of SpecInfer (Miao et al., algorithm 2): siblings are tried in
+    turn, and each is compared with the residual distribution that the one before it left. By
+    invariant 2 this is lossless for independent siblings, for siblings drawn without replacement
+    and for deterministic siblings.
+    """
 
     name: ClassVar[str] = "rejection"
     lossless: ClassVar[bool] = True
@@ -97,10 +102,6 @@ class Rejection(AcceptanceRule):
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         return accept_by_ratio(draft, p, noise, lenience=1.0)
-
-    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
-        """Sum of min(p, q): theorem 3.5; see `AcceptanceRule.beta`."""
-        return p[0].overlap(draft.q_of(1))
 
 
 def accept_by_ratio(
@@ -131,20 +132,18 @@ def accept_by_ratio(
         node, depth = path[-1], depth + 1
 
 
-# Block verification: accept a chain as a whole instead of token by token.
-#
-# Sun et al., "Block Verification Accelerates Speculative Decoding", algorithm 2. Its mean
-# acceptance length is never below that of speculative sampling. With w_0 = 1 and w_i = min(w_{i-1}
-# * p(x_i) / q(x_i), 1), the prefix of length i passes with probability
-#
-#     h_i = R_i / (R_i + 1 - w_i),   R_i = sum_x max(w_i * p(x | x_1..i) - q(x | x_1..i), 0)
-#
-# (h_gamma = w_gamma), independently for each i. The longest prefix that passes is accepted. The
-# next token is drawn from norm(max(w_i * p - q, 0)), or from p after the whole chain.
+class Block(_Exact):
+    """Accept a chain as a whole instead of token by token: lossless.
 
+    Sun et al., "Block Verification Accelerates Speculative Decoding", algorithm 2. Its mean
+    acceptance length is never below that of speculative sampling. With w_0 = 1 and w_i =
+    min(w_{i-1} * p(x_i) / q(x_i), 1), the prefix of length i passes with probability
 
-class Block(AcceptanceRule):
-    """Accept a chain as a whole instead of token by token: lossless."""
+        h_i = R_i / (R_i + 1 - w_i),   R_i = sum_x max(w_i * p(x | x_1..i) - q(x | x_1..i), 0)
+
+    (h_gamma = w_gamma), independently for each i. The longest prefix that passes is accepted. The
+    next token is drawn from norm(max(w_i * p - q, 0)), or from p after the whole chain.
+    """
 
     name: ClassVar[str] = "block"
     lossless: ClassVar[bool] = True
@@ -170,10 +169,6 @@ class Block(AcceptanceRule):
         reason = f"prefix of {kept} has weight {kept_weight:.3g}"
         return Accepted(path, noise.draw(distribution, kept), (kept + 1,), reason)
 
-    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
-        """Sum of min(p, q), as for any draft of one token; see `AcceptanceRule.beta`."""
-        return p[0].overlap(draft.q_of(1))
-
 
 def _pass_probability(draft: Draft, p: TargetDistributions, i: int, weight: float) -> float:
     """h_i: the probability that the prefix of length i passes; `weight` is w_i."""
@@ -184,26 +179,24 @@ def _pass_probability(draft: Draft, p: TargetDistributions, i: int, weight: floa
     return excess / total if total > 0 else 1.0
 
 
-# K-sequential selection: one scale rho for all siblings, which are independent draws from one q.
-#
-# Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport" (K-SEQ). The k siblings are
-# tried in turn. A sibling x passes with probability min(1, p(x) / (rho * q(x))); averaged over x,
-# this is beta = sum_x min(q(x), p(x) / rho). On average n = (1 - (1 - beta)^k) / beta siblings are
-# tried. If none passes, the token is drawn from the residual distribution
-#
-#     norm(p(x) - n * min(q(x), p(x) / rho))
-#
-# which is a distribution if n <= rho. The smallest such rho in [1, k] has the highest acceptance
-# rate. One sibling has rho = 1, which is plain speculative sampling. In a tree, each level is
-# selected separately.
-
-
 PRECISION = 1e-12
 """How far rho may lie above its optimum. A larger rho accepts less and is still lossless."""
 
 
-class KSequential(AcceptanceRule):
-    """One scale rho for all siblings, which are independent draws from one q: lossless."""
+class KSequential(_Exact):
+    """One scale rho for all siblings, which are independent draws from one q: lossless.
+
+    Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport" (K-SEQ). The k siblings
+    are tried in turn. A sibling x passes with probability min(1, p(x) / (rho * q(x))); averaged
+    over x, this is beta = sum_x min(q(x), p(x) / rho). On average n = (1 - (1 - beta)^k) / beta
+    siblings are tried. If none passes, the token is drawn from the residual distribution
+
+        norm(p(x) - n * min(q(x), p(x) / rho))
+
+    which is a distribution if n <= rho. The smallest such rho in [1, k] has the highest acceptance
+    rate. One sibling has rho = 1, which is plain speculative sampling. In a tree, each level is
+    selected separately.
+    """
 
     name: ClassVar[str] = "k_sequential"
     lossless: ClassVar[bool] = True
@@ -233,10 +226,6 @@ class KSequential(AcceptanceRule):
                 rejected.remove(path[-1])
             node, depth = path[-1], depth + 1
         return Accepted(tuple(path), noise.draw(p[node], depth), tuple(rejected))
-
-    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
-        """Sum of min(p, q), as for any draft of one token; see `AcceptanceRule.beta`."""
-        return p[0].overlap(draft.q_of(1))
 
 
 @dataclass(frozen=True)
@@ -370,15 +359,13 @@ def accept_longest(
     return Accepted(tree.path(last), token, rejected, reason if rejected else "")
 
 
-# Typical acceptance: keep tokens that are not too improbable, given the target's uncertainty.
-#
-# Cai et al., "Medusa", section 2.3.1: a drafted x passes if
-# p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))), with H the entropy of p in nats.
-# Option names and defaults are vLLM's. The rule is lossy, except at temperature 0.
-
-
 class Typical(AcceptanceRule):
-    """Keep tokens that are not too improbable, given the target's uncertainty: lossy."""
+    """Keep tokens that are not too improbable, given the target's uncertainty: lossy.
+
+    Cai et al., "Medusa", section 2.3.1: a drafted x passes if p(x) > min(posterior_threshold,
+    posterior_alpha * exp(-H(p))), with H the entropy of p in nats. Option names and defaults are
+    vLLM's. The rule is lossy, except at temperature 0.
+    """
 
     class Options(Config):
         """Options of `typical`, under vLLM's names.
@@ -409,19 +396,17 @@ class Typical(AcceptanceRule):
         return accept_longest(draft, p, noise, passes, "p below the typical threshold")
 
 
-# Spec-Verification: keep tokens that are among the target's best and close to the very best.
-#
-# Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
-# Generation", equations 8 and 9: a drafted x passes if log p(x) >= log p(the beta-th best) and log
-# p(best) - log p(x) <= tau. With beta = 1 this is greedy verification. At temperature 0 the rule
-# compares the probabilities at temperature 1. It is lossy for beta > 1.
-#
-# With a tau that excludes nothing, it is the top-k criterion of Stern et al., "Blockwise Parallel
-# Decoding for Deep Autoregressive Models", section 5.1; `minimum_block` is their section 5.3.
-
-
 class TopBeta(AcceptanceRule):
-    """Spec-Verification: keep tokens near the target's best ones, as SpecDec does: lossy."""
+    """Spec-Verification: keep tokens near the target's best ones, as SpecDec does: lossy.
+
+    Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
+    Generation", equations 8 and 9: a drafted x passes if log p(x) >= log p(the beta-th best) and
+    log p(best) - log p(x) <= tau. With beta = 1 this is greedy verification. At temperature 0 the
+    rule compares the probabilities at temperature 1. It is lossy for beta > 1.
+
+    With a tau that excludes nothing, it is the top-k criterion of Stern et al., "Blockwise Parallel
+    Decoding for Deep Autoregressive Models", section 5.1; `minimum_block` is their section 5.3.
+    """
 
     class Options(BlockOptions):
         """Options of `top_beta`, besides those of `BlockOptions`.
@@ -460,15 +445,13 @@ class TopBeta(AcceptanceRule):
         return accept_longest(draft, p, noise, passes, reason, options.minimum_block - 1)
 
 
-# Lenient speculative sampling: a factor l on q raises the acceptance rate and is not exact.
-#
-# Leviathan et al., appendix A.5. Sampling compares r with p / (l * q). No token becomes more
-# probable than p / l. At temperature 0 a drafted x passes if p(x) >= l * max p, with p at
-# temperature 1. The rule is lossy for l < 1.
-
-
 class Lenient(AcceptanceRule):
-    """Lenient speculative sampling: the output may exceed p by the factor 1 / l: lossy."""
+    """Lenient speculative sampling: the output may exceed p by the factor 1 / l: lossy.
+
+    Leviathan et al., appendix A.5. Sampling compares r with p / (l * q). No token becomes more
+    probable than p / l. At temperature 0 a drafted x passes if p(x) >= l * max p, with p at
+    temperature 1. The rule is lossy for l < 1.
+    """
 
     class Options(Config):
         """Options of `lenient`.
@@ -506,15 +489,13 @@ class Lenient(AcceptanceRule):
         return p[0].overlap(draft.q_of(1), self.options.lenience) / self.options.lenience
 
 
-# Distance-based acceptance: keep tokens whose ids are close to the target's best one.
-#
-# Stern et al., "Blockwise Parallel Decoding for Deep Autoregressive Models", section 5.2: where the
-# vocabulary is ordered, as for pixel values, a drafted x passes if |x - argmax p| <= epsilon. The
-# rule is lossy for epsilon > 0. `minimum_block` is section 5.3 of the paper.
-
-
 class Distance(AcceptanceRule):
-    """Keep tokens whose ids are close to the target's best one's: lossy."""
+    """Keep tokens whose ids are close to the target's best one's: lossy.
+
+    Stern et al., "Blockwise Parallel Decoding for Deep Autoregressive Models", section 5.2: where
+    the vocabulary is ordered, as for pixel values, a drafted x passes if |x - argmax p| <= epsilon.
+    The rule is lossy for epsilon > 0. `minimum_block` is section 5.3 of the paper.
+    """
 
     class Options(BlockOptions):
         """Options of `distance`, besides those of `BlockOptions`.

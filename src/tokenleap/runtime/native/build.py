@@ -60,8 +60,7 @@ _FLAGS = (
 _INSTALL = "for example with `apt install g++` or `dnf install gcc-c++`"
 _SUFFIXES = (".cpp", ".h")
 _TIMEOUT = 900.0
-_SIZE = 5_000_000
-"""More bytes than the library and the compiler's own files take."""
+_SIZE = 5_000_000  # more bytes than the library and the compiler's own files take
 
 
 class NativeLibraryError(Exception):
@@ -69,7 +68,6 @@ class NativeLibraryError(Exception):
 
 
 def library(*flags: str) -> ctypes.CDLL:
-    """The compiled library."""
     made = _library(*flags)
     if isinstance(made, NativeLibraryError):
         raise made
@@ -77,7 +75,6 @@ def library(*flags: str) -> ctypes.CDLL:
 
 
 def compiler_version() -> str:
-    """The first line that the compiler says about itself."""
     return _run([_compiler(), "--version"]).partition("\n")[0]
 
 
@@ -97,7 +94,6 @@ def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
 
 
 def _loaded_somewhere(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library in the cache, or else in a temporary folder."""
     name, temporary = f"{_key(compiler, flags)}.so", Path(tempfile.gettempdir())
     # The same one for all processes of this user, so that each need not compile.
     own = f"tokenleap-{os.geteuid()}"
@@ -145,8 +141,8 @@ def _own_folder(base: Path, name: str) -> Path:
 def _opened(path: Path, flags: int | None = None) -> int:
     """Open what only this user and root can change, because its code will run.
 
-    Every part of the path is opened in the folder before it, after a check of the owner and the
-    permissions of that open folder. No link is followed.
+    Every part of the path is opened in the folder before it, after a check of that folder's owner
+    and permissions. No link is followed.
     """
     parts = [*reversed(path.parents), path]
     folder = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY  # O_PATH: it may be unreadable
@@ -173,9 +169,7 @@ def _opened(path: Path, flags: int | None = None) -> int:
 def _check_owner(path: Path, state: os.stat_result, *, may_be_sticky: bool) -> None:
     """Refuse what others than this user and root can change.
 
-    Args:
-        may_be_sticky: whether others may write to a folder in which they can replace only what is
-            theirs, such as /tmp.
+    In a sticky folder such as /tmp, others can replace only what is theirs.
     """
     # The owner of "/" is root: in a container, root may have another number.
     if state.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
@@ -222,7 +216,6 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """The properties of the processor that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -271,10 +264,7 @@ FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why the C++ code cannot run the model, on any machine; None if it can.
-
-    The weights may be on the meta device: those of a `skeleton` are packed files.
-    """
+    """Why the C++ code cannot run the model, on any machine; None if it can."""
     if family_of(model) is None:
         return f"it does not support {type(model).__name__}, or not with this configuration"
     if (reason := wrong_place(model, _PLACES)) is not None:
@@ -309,7 +299,7 @@ def why_no_library() -> str | None:
 
 
 def wrong_sizes(weights: DecoderWeights) -> str | None:
-    """Which of the sizes the kernels do not support; None if they support all."""
+    """Which of the sizes the kernels do not support."""
     return wrong_shape(weights.width, weights.hidden_size, weights.inner_size)
 
 

@@ -69,19 +69,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """A decoder for the C++ code.
+    """A decoder for the C++ code."""
 
-    Args:
-        decoder: the structure, to which the layers are not joined yet.
-        reads_states: whether it is a drafting head, which reads a state beside each token.
-    """
-
-    decoder: CDecoder
+    decoder: CDecoder  # the layers are not joined to it yet
     layers: Sequence[CLayer]
     kept: KeptWeights
     angles: AngleTables
     learnt_scale: float = 1.0
-    reads_states: bool = False
+    reads_states: bool = False  # it is a drafting head, which reads a state beside each token
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
 
     def extend(self, rows: Tensor) -> int:
@@ -153,7 +147,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         return other
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`; padding is not computed."""
         made = self._pass(inputs, need)
         with self._lock:
             self._prepare(made.arguments, inputs, slab)
@@ -299,18 +292,11 @@ def checked(loaded: CDLL) -> CDLL:
     return loaded
 
 
-# `NativeDecoder`: the Llama family, and drafting heads with such layers, in C++.
-
-
 class NativeDecoder(NativeNetwork):
     """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
 
-    Args:
-        weights: its weights, in float32 or bfloat16; those of a model for which `why_not_native`
-            returns None. Linear layers are packed copies, unless they are packed already.
-        quantization: "int8", "int4" (with the head in int8), or None; not for packed weights.
-        beside: a network that stays in memory. What has the same bits in its embedding or linear
-            layers is in memory once.
+    Linear layers become packed copies, "int8", "int4" (with the head in int8), or as they are,
+    unless they are packed already. What has the same bits in `beside` is in memory once.
     """
 
     def __init__(
@@ -352,17 +338,10 @@ class NativeDecoder(NativeNetwork):
         return self._with(layers)
 
 
-# `NativeFusion`: the states of a drafting head's committed tokens, by the code in this folder.
-
-
 class NativeFusion:
-    """`fc [norm(h_1); ...; norm(h_A)]` of the hidden states of A layers.
+    """`fc [norm(h_1); ...; norm(h_A)]` of the hidden states of A layers, fc [E, A E].
 
     A state has the same bits for any number of tokens.
-
-    Args:
-        fc: [E, A E] in float32 or bfloat16, the dtype of hidden states; E as in `wrong_sizes`.
-        norms: [A] weights [E] of RMSNorms, or empty.
     """
 
     def __init__(self, fc: Tensor, norms: Sequence[Tensor], epsilon: float) -> None:
@@ -407,9 +386,8 @@ _CORES = available_cores()
 def num_threads() -> int:
     """PyTorch's number; but the one it had when this module was imported is cut to the cores.
 
-    PyTorch chooses by the cores of the machine and does not know the quotas of containers. More
-    threads than that would use up the quota by waiting for each other. To have more than the
-    quota, set `OMP_NUM_THREADS` or call `set_num_threads`.
+    PyTorch does not know the quotas of containers. More threads than that would use up the quota by
+    waiting for each other. To have more, set `OMP_NUM_THREADS` or call `set_num_threads`.
     """
     asked = torch.get_num_threads()
     if asked != _default or "OMP_NUM_THREADS" in os.environ:

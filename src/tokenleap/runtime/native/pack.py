@@ -41,25 +41,18 @@ __all__ = [
 ]
 
 
-PANEL = 32
-"""Outputs of a panel; `PANEL` in formats.h."""
+PANEL = 32  # outputs of a panel; `PANEL` in formats.h
 
-GROUP = 32
-"""Inputs that share a scale in int8 and int4; `GROUP` in formats.h."""
+GROUP = 32  # inputs that share a scale in int8 and int4; `GROUP` in formats.h
 
-_BLOCK_GROUPS = 8
-"""Groups of a K-quant's block; `BLOCK_GROUPS` in k_blocks.h."""
+_BLOCK_GROUPS = 8  # groups of a K-quant's block; `BLOCK_GROUPS` in k_blocks.h
 
-_PIECE = 64
-"""Panels that are packed at once."""
+_PIECE = 64  # panels that are packed at once
 
-_SMALLEST_SCALE = 6e-8
-"""The smallest positive number in float16, the dtype of scales."""
+_SMALLEST_SCALE = 6e-8  # the smallest positive number in float16, the dtype of scales
 
 
 class Format(IntEnum):
-    """How a linear layer's weights are stored."""
-
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
@@ -135,7 +128,6 @@ class PackedWeights:
 
     @property
     def c(self) -> CLinear:
-        """The layer as the kernels take it."""
         bias, form = None if self.bias is None else self.bias.data_ptr(), self.format
         return CLinear(self.weight.data_ptr(), bias, form, self.inputs, self.outputs, form)
 
@@ -161,8 +153,8 @@ def panel_bytes(form: Format, inputs: int) -> int | None:
 def pack(layer: LinearWeights, form: Format) -> PackedWeights:
     """Pack a layer. Outputs are padded with zeros to a multiple of `PANEL`.
 
-    int8 is symmetric, and int4 has a minimum per group. Both round to nearest. They correspond to
-    GGUF's Q8_0 and Q4_1: weights that were loaded from such a file in float32 keep their values.
+    int8 is symmetric, and int4 has a minimum per group; both round to nearest. Weights from a file
+    in GGUF's Q8_0 or Q4_1 keep their values.
     """
     outputs, inputs = layer.weight.shape
     missing = -outputs % PANEL
@@ -179,10 +171,7 @@ def pack(layer: LinearWeights, form: Format) -> PackedWeights:
 
 
 def joined(parts: Sequence[PackedWeights]) -> PackedWeights:
-    """One layer of several that have the same input, one below the other.
-
-    All but the last have whole panels.
-    """
+    """One layer of several with the same input, of which all but the last have whole panels."""
     assert all(part.outputs % PANEL == 0 for part in parts[:-1])
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts))
@@ -192,7 +181,6 @@ def joined(parts: Sequence[PackedWeights]) -> PackedWeights:
 
 
 def _pack(panels: Tensor, form: Format) -> Tensor:
-    """Pack panels [P, 32, K], one after the other."""
     inputs = panels.shape[-1]
     match form:
         case Format.FLOAT32:
@@ -217,7 +205,6 @@ def halves(packed: PackedWeights) -> tuple[PackedWeights, PackedWeights]:
 
 
 def packed_in_turns(gate: PackedWeights, up: PackedWeights) -> PackedWeights:
-    """`in_turns` of layers that are packed already, without biases."""
     assert gate.outputs % PANEL == 0
     both = torch.stack([gate.weight, up.weight], dim=1).flatten(0, 1)
     return replace(gate, weight=both, outputs=2 * gate.outputs)
@@ -237,11 +224,9 @@ def in_turns(gate_up: LinearWeights) -> LinearWeights:
 def pack_steps(form: Format, steps: Tensor, scales: Tensor, least: Tensor | None) -> PackedWeights:
     """Pack a layer that is quantized already, without a bias.
 
-    Args:
-        steps: [N, K] uint8: for int8, what is multiplied with the scale, plus 128; for the others,
-            0 to 15 or 31. N is a multiple of `PANEL` except for an output layer.
-        scales: [N, G] float16, those of the groups.
-        least: [N, G] float16, what is added to the products; None for int8.
+    Steps [N, K] are what is multiplied with the scale, plus 128 for int8; scales and what is added
+    to the products, None for int8, are float16 [N, G]. N is a multiple of `PANEL` but for an output
+    layer.
     """
     outputs, inputs = steps.shape
     missing = (0, 0, 0, -outputs % PANEL)
@@ -332,21 +317,14 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The numbers of B blocks.
+    """The numbers of B blocks."""
 
-    Args:
-        steps: [B, 256] uint8: q.
-        whole: [B, 8, 2] uint8: s and m of a group (Q6_K: s of its halves, as two's complement).
-        factors: [B, 1 or 2] float16: d, and e if the kind has it.
-    """
-
-    steps: Tensor
-    whole: Tensor
-    factors: Tensor
+    steps: Tensor  # [B, 256] uint8: q
+    whole: Tensor  # [B, 8, 2] uint8: s and m of a group (Q6_K: s of its halves)
+    factors: Tensor  # [B, 1 or 2] float16: d, and e if the kind has it
 
 
 def pack_k_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
-    """Pack a layer's blocks; arguments and result as in `pack_blocks`."""
     size, read = _K_QUANTS[kind]
     blocks = read(rows.view(-1, size))
     if not blocks.factors.isfinite().all():
@@ -411,7 +389,6 @@ def _six_bits(blocks: Tensor) -> Tensor:
 
 
 def _factors(blocks: Tensor) -> Tensor:
-    """The float16 numbers in bytes."""
     return blocks.contiguous().view(torch.float16)
 
 
@@ -420,7 +397,7 @@ def _factors(blocks: Tensor) -> Tensor:
 #     Q4_0, Q4_1       -> int4           a scale and a least number (Q4_0: -8 scales) per 32 weights
 #     Q5_1             -> int5           the same
 #     Q8_0, Q5_0       -> int8           a scale per 32 weights
-#     Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see `pack.py`
+#     Q4_K, Q5_K, Q6_K -> q4k, q5k, q6k  see above
 #
 # Everything else is dequantized and rounded to int8, which is finer (`runtime/packed.py`).
 
@@ -440,13 +417,9 @@ FORMAT_OF = {
 
 
 def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
-    """Pack a layer's blocks.
+    """Pack a layer's blocks [N, bytes of a row], contiguous.
 
-    Args:
-        rows: [N, bytes of a row] uint8, contiguous.
-
-    Returns:
-        None if a scale is not finite: the file is damaged, or has numbers beyond float16.
+    None if a scale is not finite: the file is damaged, or has numbers beyond float16.
     """
     if kind in K_FORMATS:
         return pack_k_blocks(kind, rows, inputs)

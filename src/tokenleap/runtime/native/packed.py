@@ -1,6 +1,6 @@
 """The packed weights of a decoder: packed from its modules' weights here, or mapped from files.
 
-`NativeDecoder` reads either. `packed.py` writes and maps files.
+`NativeDecoder` reads either.
 """
 
 from __future__ import annotations
@@ -62,28 +62,21 @@ other inputs. Files do not hold `window` and `rotates`.
 class PackedDecoder(ABC):
     """A decoder whose linear layers are packed."""
 
-    sizes: DecoderWeights
-    """Everything but the linear layers."""
+    sizes: DecoderWeights  # everything but the linear layers
 
     @abstractmethod
-    def head(self) -> PackedWeights:
-        """The output layer."""
+    def head(self) -> PackedWeights: ...
 
     @abstractmethod
     def mix(self) -> PackedWeights | None:
         """The linear layer of a `MixedInput`."""
 
     @abstractmethod
-    def layer(self, index: int) -> PackedLayer:
-        """The weights of a layer."""
+    def layer(self, index: int) -> PackedLayer: ...
 
 
 class Packing(PackedDecoder):
-    """Packs a decoder's weights, a layer at a time.
-
-    Args:
-        quantization: "int8", "int4" (with the head in int8), `DRAFTING`, or None.
-    """
+    """Packs a decoder's weights, a layer at a time."""
 
     def __init__(self, sizes: DecoderWeights, quantization: str | None) -> None:
         self.sizes = sizes
@@ -138,17 +131,14 @@ _IN_PARTS = {"qkv": 3, "gate_up": 2}  # and at most so many parts
 
 
 def layer_file(folder: Path, index: int) -> Path:
-    """The file of a layer."""
     return folder / f"layer-{index:05d}.safetensors"
 
 
 def rest_file(folder: Path) -> Path:
-    """The file of what belongs to no layer."""
     return folder / "rest.safetensors"
 
 
 def write_layer(folder: Path, index: int, layer: PackedLayer) -> None:
-    """Write the file of a layer."""
     norms = {name: getattr(layer, name) for name in LAYER_NORMS}
     given = {name: norm for name, norm in norms.items() if norm is not None}
     linear = {name: getattr(layer, name) for name in _LINEAR}
@@ -210,7 +200,6 @@ class MappedFile:
                 raise self.damaged(name)
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """A tensor."""
         found = self._tensors.get(name)
         if found is None or found.shape != like.shape or not found.is_floating_point():
             raise self.damaged(name)
@@ -225,7 +214,6 @@ class MappedFile:
         return None
 
     def linear(self, name: str, like: LinearWeights) -> PackedWeights:
-        """A packed linear layer."""
         packed = self._part(name)
         if (packed.outputs, packed.inputs) != like.weight.shape:
             raise self.damaged(name)
@@ -288,8 +276,7 @@ class MappedDecoder(PackedDecoder):
     def head(self) -> PackedWeights:
         return self._head
 
-    def mix(self) -> None:
-        """None: a language model reads no states."""
+    def mix(self) -> None: ...
 
     def layer(self, index: int) -> PackedLayer:
         windows, rotates = self.sizes.windows, self.sizes.rotates
@@ -297,7 +284,6 @@ class MappedDecoder(PackedDecoder):
 
 
 def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
-    """The weights of a layer in a file."""
     found: dict[str, Any] = {name: file.optional(name, getattr(like, name)) for name in LAYER_NORMS}
     found |= {name: file.linear(name, getattr(like, name)) for name in _LINEAR}
     found |= {name: file.parts(name, getattr(like, name), most) for name, most in _IN_PARTS.items()}
@@ -322,9 +308,7 @@ _FIRST_BYTES = 256
 class KeptWeights:
     """The tensors that the kernels of a network read. They stay as long as this object.
 
-    Args:
-        beside: the weights of another network, which are looked through for the same ones. They
-            must never change, and stay in memory as long as something here uses them.
+    The same ones are looked for in the weights `beside`, which never change.
     """
 
     def __init__(self, beside: KeptWeights | None = None) -> None:
@@ -334,7 +318,6 @@ class KeptWeights:
             self._beside.setdefault(_kind(tensor), []).append(tensor)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Keep a tensor, and return it."""
         self._tensors.append(tensor)
         return tensor
 
@@ -344,7 +327,6 @@ class KeptWeights:
         return self.keep(next((other for other in alike if _same_bits(tensor, other)), tensor))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """All tensors, in the order in which they were kept."""
         return iter(self._tensors)
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class NativeEncoder(NativeNetwork):
 
     @classmethod
     def of(cls, model: PreTrainedModel, loaded: CDLL, quantization: str | None) -> Self | None:
-        """The encoder of a model; None if the C++ code cannot run it."""
+        """None if the C++ code cannot run the model's encoder."""
         stack = describe_encoder(model)
         if stack is None or wrong_stack(stack, model.dtype) is not None:
             return None
@@ -113,10 +113,7 @@ _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.3}
 class NativeSeq2Seq(EncoderSide, NativeNetwork):
     """An encoder-decoder (see `Network`). Encoders that are not supported run in PyTorch.
 
-    Args:
-        model: a model for which `why_not_native_seq2seq` returns None; it is not changed.
-        quantization: "int8", "int4", `DRAFTING` or None. With "int4", the output layer is int8;
-            with all, what runs in PyTorch is.
+    With "int4", the output layer is int8; with all, what runs in PyTorch is.
     """
 
     def __init__(
@@ -179,12 +176,10 @@ def wrong_stack(parts: Stack, dtype: torch.dtype) -> str | None:
 
 
 def packed_stack(parts: Stack, dtype: torch.dtype, quantization: str | None) -> DecoderParts:
-    """Pack an encoder or a decoder."""
     return _Packing(parts, dtype, quantization).parts()
 
 
 def _width(attention: AttentionParts) -> int:
-    """D, of a head."""
     return attention.query.out_features // attention.heads
 
 
@@ -234,13 +229,11 @@ class _Norm:
         return found if same else None
 
     def _computed(self, x: Tensor) -> Tensor:
-        """[E] -> [E]."""
         centred = x if self.bias is None else x - x.mean()
         normal = centred * (centred.square().mean() + self.epsilon).rsqrt() * self.weight
         return normal if self.bias is None else normal + self.bias
 
     def times(self, factor: float) -> _Norm:
-        """The norm with a factor on its results."""
         bias = None if self.bias is None else self.bias * factor
         return _Norm(self.weight * factor, bias, self.epsilon)
 
@@ -256,10 +249,7 @@ def _activation(layer: LayerParts) -> Activation | None:
 
 
 def _embedding_scale(parts: Stack) -> float | None:
-    """The factor between rows of the embedding's weights and what begins the residual stream.
-
-    None if it is not one factor.
-    """
+    """The factor from rows of the embedding to the beginning of the residual stream, if one."""
     embedding = parts.embedding
     weight = getattr(embedding, "weight", None)
     if weight is None:
@@ -276,15 +266,12 @@ def _gate_up(layer: LayerParts) -> LinearWeights:
 
 
 class _Packing:
-    """Makes the C structures; arguments as in `packed_stack`."""
-
     def __init__(self, parts: Stack, dtype: torch.dtype, quantization: str | None) -> None:
         self._parts, self._dtype, self._kept = parts, dtype, KeptWeights()
         self._format = FORMATS[dtype] if quantization is None else QUANTIZED[quantization]
         self._head_format = Format.INT8 if quantization == "int4" else self._format
 
     def parts(self) -> DecoderParts:
-        """All of it."""
         layers = [self._layer(index, layer) for index, layer in enumerate(self._parts.layers)]
         scale = _embedding_scale(self._parts)
         assert scale is not None

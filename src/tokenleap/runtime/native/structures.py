@@ -42,72 +42,47 @@ __all__ = [
 
 
 class CNorm(Structure):
-    """`Norm`."""
-
     _fields_ = fields_of("Norm")
 
 
 class CLayer(Structure):
-    """`Layer`."""
-
     _fields_ = fields_of("Layer", Linear=CLinear, Norm=CNorm)
 
 
 class CDecoder(Structure):
-    """`Decoder`."""
-
     _fields_ = fields_of("Decoder", Linear=CLinear, Norm=CNorm, Layer=CLayer)
 
 
 class CBuffers(Structure):
-    """`Buffers`."""
-
     _fields_ = fields_of("Buffers")
 
 
 class CSource(Structure):
-    """`Source`."""
-
     _fields_ = fields_of("Source")
 
 
 class CPass(Structure):
-    """`Pass`."""
-
     _fields_ = fields_of("Pass")
 
 
 class CTree(Structure):
-    """`Tree`."""
-
     _fields_ = fields_of("Tree")
 
 
 class CDraw(Structure):
-    """`Draw`."""
-
     _fields_ = fields_of("Draw")
 
 
 class CTrees(Structure):
-    """`Trees`."""
-
     _fields_ = fields_of("Trees", Tree=CTree)
 
 
 class CBlockChain(Structure):
-    """`BlockChain`."""
-
     _fields_ = fields_of("BlockChain")
 
 
 class CFusion(Structure):
-    """`Fusion`."""
-
     _fields_ = fields_of("Fusion", Linear=CLinear)
-
-
-# Makes the C structures of a decoder's weights.
 
 
 def structures(packed: PackedDecoder, kept: KeptWeights) -> tuple[CDecoder, list[CLayer]]:
@@ -122,7 +97,6 @@ class _Structures:
         self._packed, self._sizes, self._kept = packed, packed.sizes, kept
 
     def decoder(self) -> CDecoder:
-        """Everything but the layers."""
         sizes = self._sizes
         traits = asdict(sizes.traits)
         del traits["learnt_scale"]  # rows have it already (`Network.extend`)
@@ -159,7 +133,6 @@ class _Structures:
         }
 
     def layer(self, index: int) -> CLayer:
-        """A layer."""
         weights = self._packed.layer(index)
         window = weights.window
         assert window is None or not window.chunked, "no model of the Llama family has chunks"
@@ -204,11 +177,7 @@ class _Structures:
         return None if weight is None else self._kept.keep(weight.float().contiguous()).data_ptr()
 
 
-# The arrays that the structures of a call point to (`structures.py`); for `network.py`.
-
-
-_MOST_CHILDREN = 64
-"""See `Ranking::MOST` in ranking.h."""
+_MOST_CHILDREN = 64  # see `Ranking::MOST` in ranking.h
 _NO_LIMIT = 2**31 - 1
 _LOW = 2**64 - 1
 
@@ -256,11 +225,7 @@ class TreeArrays:
         )
 
     def grown(self, logits: Tensor) -> list[GrownTree]:
-        """The trees, when they have grown.
-
-        Args:
-            logits: [rows, V] those of all passes.
-        """
+        """The trees, when they have grown, with the logits [rows, V] of all passes."""
         return [self._tree(index, tree, logits) for index, tree in enumerate(self._trees)]
 
     def _tree(self, index: int, tree: CTree, logits: Tensor) -> GrownTree:
@@ -343,11 +308,7 @@ class NodeArrays:
         return {"tokens": self._tokens.buffer_info()[0], **found}
 
 
-# Tables of rotary angles, as the C++ code reads them.
-
-
-_ANGLES = 256
-"""Angles are computed for this many positions at once."""
+_ANGLES = 256  # angles are computed for this many positions at once
 
 
 class AngleTables:
@@ -361,7 +322,6 @@ class AngleTables:
 
     @property
     def positions(self) -> int:
-        """How many positions the tables have."""
         return self.cos.shape[1]
 
     def reach(self, positions: int) -> None:

@@ -28,7 +28,6 @@ from tokenleap.runtime.lean import DenseLinear, Linear, LinearLayer
 from tokenleap.runtime.llama import LinearWeights
 from tokenleap.runtime.network import Need, PassOutput, RowState, SourceNetwork
 from tokenleap.runtime.seq2seq.structure import (
-    AttentionParts,
     DecoderLayerParts,
     LayerParts,
     Structure,
@@ -36,37 +35,21 @@ from tokenleap.runtime.seq2seq.structure import (
 )
 
 __all__ = [
-    "CrossKeys",
-    "CrossStates",
-    "Elementwise",
     "EncoderSide",
-    "Layer",
     "Seq2SeqNetwork",
     "TorchEncoder",
     "are_same",
-    "head_of",
-    "layer_of",
-    "padded_state",
     "probe_source",
-    "source_layer_of",
     "states_of",
 ]
 
 
-# The decoder layers of `Seq2SeqNetwork`, made of the parts that `structure.py` found.
-
-
-Elementwise: TypeAlias = Callable[[Tensor], Tensor]
-"""[T, E] -> [T, E]: a norm or an activation."""
+Elementwise: TypeAlias = Callable[[Tensor], Tensor]  # [T, E] -> [T, E]: a norm or an activation
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: see `DecoderLayerParts`.
-
-    Args:
-        index: the layer's index in the slab and in row states.
-    """
+    """One decoder layer: see `DecoderLayerParts`; `index` is its place in slab and row states."""
 
     index: int
     attention_norm: Elementwise
@@ -84,7 +67,6 @@ class Layer:
     computes: bool = True
 
     def mlp(self, x: Tensor) -> Tensor:
-        """[T, E] -> [T, E]."""
         up = self.up(x)
         if not self.gated:
             return self.down(self.activation(up))
@@ -93,7 +75,6 @@ class Layer:
 
 
 def layer_of(index: int, parts: DecoderLayerParts, kind: type[LinearLayer]) -> Layer:
-    """One layer; `index` is its place."""
     # `forward` itself, because `nn.Module.__call__` would add overhead ten times a layer.
     attention, cross = parts.attention, parts.cross
     return Layer(
@@ -119,11 +100,6 @@ def _down_of(parts: LayerParts, kind: type[LinearLayer]) -> Linear:
     return down if parts.up[0].weight.dtype == dtype else lambda x: down(x.to(dtype))
 
 
-def source_layer_of(cross: AttentionParts, kind: type[LinearLayer]) -> Linear:
-    """[n, E] -> [n, 2 H D]: keys and values of source positions."""
-    return _joint((cross.key, cross.value), kind)
-
-
 def _joint(linears: tuple[nn.Linear, ...], kind: type[LinearLayer]) -> Linear:
     """One product in place of several with the same input."""
     weights = LinearWeights.of(*linears)
@@ -142,33 +118,14 @@ def head_of(head: nn.Linear, more: Tensor | None, kind: type[LinearLayer]) -> Li
 
 @dataclass(frozen=True)
 class CrossKeys:
-    """The cross-attention of B rows, over a span of S source positions with padding.
+    """The cross-attention of B rows, over a span of S source positions with padding."""
 
-    Args:
-        keys: [L, B, H, S, D].
-        values: [L, B, H, S, D].
-        mask: [B, 1, 1, S], added to the scores.
-    """
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor
-
-
-def padded_state(keys: Tensor, values: Tensor, encoded: Tensor) -> RowState:
-    """The state of a source with n positions.
-
-    Args:
-        keys: [L, H, n, D].
-        values: [L, H, n, D].
-    """
-    positions = keys.shape[2]
-    mask = keys.new_zeros(positions)
-    return _widened(RowState(keys, values, mask, encoded), key_span(positions))
+    keys: Tensor  # [L, B, H, S, D]
+    values: Tensor  # [L, B, H, S, D]
+    mask: Tensor  # [B, 1, 1, S], added to the scores
 
 
 def _widened(state: RowState, span: int) -> RowState:
-    """The same state with more padding."""
     missing = span - len(state.mask)
     if not missing:
         return state
@@ -202,7 +159,6 @@ def states_of(inputs: PassInputs, slab: KVSlab) -> list[RowState | None]:
 
 
 def are_same(found: Sequence[RowState | None], known: Sequence[RowState | None]) -> bool:
-    """Whether these are the same tensors."""
     if len(found) != len(known):
         return False
     pairs = zip(found, known, strict=True)
@@ -245,11 +201,7 @@ _PROBE_TOKENS = 5
 
 
 class TorchEncoder:
-    """An encoder in PyTorch's operations: the Transformers module.
-
-    Args:
-        linear: the class of linear layers to use; None keeps the model's own.
-    """
+    """The Transformers module of an encoder, on linear layers of another class if there is one."""
 
     def __init__(
         self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None
@@ -295,12 +247,7 @@ class _Sizes:
 
 
 class EncoderSide(SourceNetwork):
-    """The encoder's side of an encoder-decoder's network (see `SourceNetwork`).
-
-    Args:
-        linear: the class of linear layers that read what the encoder returns; None keeps the
-            model's own.
-    """
+    """The encoder's side of an encoder-decoder's network (see `SourceNetwork`)."""
 
     def __init__(
         self,
@@ -315,7 +262,8 @@ class EncoderSide(SourceNetwork):
         cross = parts.layers[0].cross
         self._cross_heads = cross.heads
         self._cross_width = cross.query.out_features // cross.heads
-        self._sources = [source_layer_of(layer.cross, kind) for layer in parts.layers]
+        # [n, E] -> [n, 2 H D]: keys and values of source positions
+        self._sources = [_joint((each.cross.key, each.cross.value), kind) for each in parts.layers]
         self.encoded_size = cross.key.in_features
         self.encoder_readers = WeakSet()
         sizes, self._probe_source = _Sizes.of(model), probe_source(model)
@@ -332,7 +280,9 @@ class EncoderSide(SourceNetwork):
             0, 2, 3, 1, 4
         )
         kept = encoded if keep else encoded[:0].clone()
-        return padded_state(both[:, 0].contiguous(), both[:, 1].contiguous(), kept)
+        keys, values = both[:, 0].contiguous(), both[:, 1].contiguous()
+        state = RowState(keys, values, keys.new_zeros(len(encoded)), kept)
+        return _widened(state, key_span(len(encoded)))
 
     @property
     def probe_source(self) -> Source:
@@ -346,12 +296,7 @@ class EncoderSide(SourceNetwork):
 
 
 class Seq2SeqNetwork(EncoderSide):
-    """An encoder-decoder (see `Network`).
-
-    Args:
-        model: the model; it is not changed. Embeddings and norms are shared.
-        linear: the class of linear layers to use; None keeps the model's own.
-    """
+    """An encoder-decoder (see `Network`), which shares the model's embeddings and norms."""
 
     name = "lean"
     exact_trees = False
@@ -376,7 +321,6 @@ class Seq2SeqNetwork(EncoderSide):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, including those whose sublayers are skipped."""
         return len(self._layers)
 
     def extend(self, rows: Tensor) -> int:
@@ -387,7 +331,7 @@ class Seq2SeqNetwork(EncoderSide):
         return self._with(self._layers[:count])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Seq2SeqNetwork:
-        """See `Network.without`; a layer's two attentions are skipped together."""
+        """A layer's two attentions are skipped together."""
         return self._with(
             [
                 replace(layer, attends=index not in attention, computes=index not in mlp)
@@ -428,10 +372,7 @@ class Seq2SeqNetwork(EncoderSide):
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
     def _masks(self, inputs: PassInputs) -> Tensor:
-        """[L, B, 1 or H, padded_rows(N), S] of self-attention; S is short for short texts.
-
-        L is 1 if all layers have the same.
-        """
+        """[L or 1, B, 1 or H, padded_rows(N), S] of self-attention; S is short for short texts."""
         span = key_span(max(row.start for row in inputs.rows) + inputs.nodes)
         mask = inputs.mask[..., :span]
         bias = self._positions.bias(inputs.positions, mask)
@@ -446,8 +387,6 @@ class Seq2SeqNetwork(EncoderSide):
         cross: CrossKeys,
         slab: KVSlab,
     ) -> Tensor:
-        """One layer: [T, E] -> [T, E]."""
-
         def attend(read: Tensor) -> Tensor:
             return self._attention(layer, read, inputs, mask, slab)
 
@@ -461,7 +400,6 @@ class Seq2SeqNetwork(EncoderSide):
     def _added(
         self, x: Tensor, norm: Elementwise, sublayer: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
-        """The residual stream after a sublayer; None adds nothing."""
         if self._norm_first:
             return x if sublayer is None else x + sublayer(norm(x))
         return norm(x if sublayer is None else x + sublayer(x))

@@ -44,33 +44,22 @@ __all__ = [
 
 
 class Positions(Protocol):
-    """Position information of a pass."""
-
     def embedding(self, inputs: PassInputs) -> Tensor | None:
         """[T, E] added to the embeddings of the nodes; None if nothing is."""
         ...
 
     def bias(self, positions: Tensor, mask: Tensor) -> Tensor | None:
-        """The addition to the scores of self-attention; None if there is none.
+        """The addition [L or 1, B, H, padded_rows(N), S] to the scores of self-attention, or None.
 
-        Args:
-            positions: [B, N] of the nodes.
-            mask: [B, 1, padded_rows(N), S], 0 where a node sees a slot.
-
-        Returns:
-            [L, B, H, padded_rows(N), S]; L is 1 if all layers have the same.
+        Of positions [B, N] and a mask [B, 1, padded_rows(N), S]; L is 1 if all layers have the
+        same.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TablePositions:
-    """An embedding per position.
-
-    Args:
-        table: [positions, E].
-        without: a token that gets no such embedding (M2M100's padding); None if all get one.
-    """
+    """An embedding per position [positions, E], but for the token `without` (M2M100's padding)."""
 
     table: Tensor
     without: int | None = None
@@ -91,10 +80,8 @@ class TablePositions:
 class RelativePositions:
     """A bias on attention scores for each distance between a node and what it sees (T5).
 
-    Args:
-        by_distance: [L, H, distances] the bias of each head; the last one holds for larger
-            distances. L is 1 if all layers have the same, and the number of layers in UMT5.
-        behind: how many of them, the first, are for what follows a node.
+    `by_distance` is [L or 1, H, distances]; the last one holds for larger distances. The first
+    `behind` are for what follows a node.
     """
 
     by_distance: Tensor
@@ -138,8 +125,6 @@ class RelativePositions:
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """The linear layers of an attention, its number of heads and the factor on its scores."""
-
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
@@ -150,15 +135,11 @@ class AttentionParts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParts:
-    """One layer: self-attention and MLP, each with its norm.
-
-    Args:
-        up: the MLP's first linear layers: one, or two whose results are multiplied after the
-            activation of the first ("gated").
-    """
+    """One layer: self-attention and MLP, each with its norm."""
 
     attention: AttentionParts
     attention_norm: nn.Module
+    # one, or two whose results are multiplied after the first's activation
     up: tuple[nn.Linear, ...]
     activation: nn.Module
     down: nn.Linear
@@ -175,34 +156,25 @@ class DecoderLayerParts(LayerParts):
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """An encoder, or what a decoder has in common with one.
-
-    Args:
-        embedding_norm: the norm after the embedding; None if there is none.
-        norm_first: whether each sublayer's norm precedes it, or follows the residual sum.
-    """
+    """An encoder, or what a decoder has in common with one."""
 
     layers: tuple[LayerParts, ...]
     embedding: nn.Module
     embedding_scale: float
     embedding_norm: nn.Module | None
     positions: Positions
-    norm_first: bool
+    norm_first: bool  # sublayers' norms precede them, or follow the residual sum
     final_norm: nn.Module
 
 
 @dataclass(frozen=True, kw_only=True)
 class Structure(Stack):
-    """The parts of an encoder-decoder: its decoder, and more.
-
-    Args:
-        logits_bias: [V] added to the logits; None if nothing is.
-    """
+    """The parts of an encoder-decoder: its decoder, and more."""
 
     layers: tuple[DecoderLayerParts, ...]
     encoder: PreTrainedModel
     head: nn.Linear
-    logits_bias: Tensor | None
+    logits_bias: Tensor | None  # [V]
 
 
 class Scaled(nn.Module):
@@ -213,13 +185,11 @@ class Scaled(nn.Module):
         self.norm, self.factor = norm, factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
         scaled: Tensor = self.norm(x) * self.factor
         return scaled
 
 
 def describe(model: PreTrainedModel) -> Structure:
-    """The parts of an encoder-decoder."""
     name = type(model).__name__
     parts: Any = model
     if model.main_input_name != "input_ids" and model.config.model_type != "whisper":
@@ -231,10 +201,7 @@ def describe(model: PreTrainedModel) -> Structure:
 
 
 def describe_encoder(model: PreTrainedModel) -> Stack | None:
-    """The parts of a model's encoder; None if it reads audio, or is of an unknown kind.
-
-    That of a drafter which reads the target's encoder has no layers, and is never run: None.
-    """
+    """The parts of an encoder; None if it reads audio, has no layers, or is of an unknown kind."""
     parts: Any = model
     encoder = parts.get_encoder()
     if not len(getattr(encoder, "block", getattr(encoder, "layers", ()))):
@@ -273,7 +240,6 @@ def _with_table(model: Any, decoder: Any) -> Structure:
 
 
 def _named_stack(model: Any, stack: Any) -> dict[str, Any]:
-    """The fields of a `Stack` without the layers."""
     final_norm = getattr(stack, "layer_norm", None)
     # Whisper has a scale that it does not use, and others' embeddings scale by themselves.
     scales = not hasattr(stack.embed_tokens, "embed_scale") and model.config.model_type != "whisper"
@@ -318,7 +284,6 @@ def _named_layer(layer: Any) -> DecoderLayerParts:
 
 
 def _named_parts(layer: Any) -> dict[str, Any]:
-    """The fields of `LayerParts`."""
     return {
         "attention": _named_attention(layer.self_attn),
         "attention_norm": layer.self_attn_layer_norm,
@@ -361,7 +326,6 @@ def _relative_positions(stack: Any, *, both_ways: bool = False) -> RelativePosit
 
 
 def _listed_stack(stack: Any) -> dict[str, Any]:
-    """The fields of a `Stack` without layers and positions."""
     return {
         "embedding": stack.embed_tokens,
         "embedding_scale": 1.0,
@@ -380,7 +344,6 @@ def _listed_decoder_layer(parts: Any) -> DecoderLayerParts:
 
 
 def _listed_parts(parts: Any) -> dict[str, Any]:
-    """The fields of `LayerParts`."""
     mlp = parts[-1].DenseReluDense
     return {
         "attention": _listed_attention(parts[0].SelfAttention),
