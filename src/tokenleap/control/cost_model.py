@@ -36,12 +36,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
-from tokenleap.control.base import NO_BUDGET, Budget, Controller, Expected, within
+from tokenleap.control.base import NO_BUDGET, Budget, Controller, within
 from tokenleap.control.estimates import (
     PRICE,
     SOONEST,
@@ -50,9 +49,11 @@ from tokenleap.control.estimates import (
     History,
     Probing,
     is_graft,
+    moved,
     path_probs,
+    smoothed,
 )
-from tokenleap.control.planner import Plan, Rest, best_plan, smoothed
+from tokenleap.control.planner import Expected, Offer, Plan, Rest, best_plan
 from tokenleap.core import clock
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.config import Config
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
 
-__all__ = ["CostModel", "HybridModel", "LookupModel", "LookupPlan", "how_many"]
+__all__ = ["CostModel", "HybridModel", "LookupModel", "LookupPlan"]
 
 
 _PLANNED_AGAIN = 8
@@ -244,7 +245,7 @@ class CostModel(Controller):
         per_token = (1 / rate - 1 / plan.rate) * rows / len(batch)
         depths = [
             depth if depth and self._worth_reading(request, rows, saved, per_token) else 0
-            for request, depth in zip(batch, plan.depths, strict=True)
+            for request, depth in zip(batch, plan.depths(len(batch)), strict=True)
         ]
         if any(depths):
             self.planned = plan.expected
@@ -280,23 +281,18 @@ class CostModel(Controller):
         """
         costs, estimates = self.costs, self._estimates
         per_level = 0.0 if measuring else estimates.level_seconds
-        plan = best_plan(
-            estimates.chances(batch),
-            beside,
-            lambda n: costs(n, rows),
-            per_level,
-            estimates.deeper,
-        )
+        offers = estimates.chances(batch).offers()
+        plan = best_plan(offers, beside, lambda n: costs(n, rows), per_level=per_level)
         self._gain = plan.rate * costs(rows, rows) / rows
         if self.stops_early:
-            self._price = estimates.price_of_a_token(plan, rows, per_level)
+            self._price = estimates.price_of_a_token(plan, len(batch), rows, per_level)
         return plan
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
         """For each request the saving of its best draft: see `Chances.gains`."""
         level_cost = self._estimates.level_seconds / self.costs(rows, rows)
         chances = self._estimates.chances(batch)
-        return chances.gains(rows, node_cost, level_cost, self._estimates.deeper)
+        return chances.gains(rows, node_cost, level_cost)
 
     # After a step
 
@@ -439,22 +435,19 @@ class LookupModel(Controller):
         """Choose the most probable tokens of all drafts, as many as pay; see `trim`."""
         began = clock.now()
         asked = [row for row, request in enumerate(batch) if request.key in self._asked]
-        likely: list[tuple[float, int, int]] = []  # probability, row, node
+        offers: list[Offer] = []
         for row in asked:
             self._asked[batch[row].key].proposal = proposal = drafts[row]
             if proposal.features:
                 paths = path_probs(proposal, self._rates.of)
-                likely += [(p, row, node) for node, p in enumerate(paths, 1)]
-        # The sort is stable: no token comes before its parent.
-        likely.sort(key=itemgetter(0), reverse=True)
-        probs = [p for p, _, _ in likely]
-        count, cost = how_many(probs, self.costs, rows, Expected.plain(rows))
+                offers += [Offer(p, p, 1, row, node) for node, p in enumerate(paths, 1)]
+        plan, cost = _worth_verifying(offers, Expected.plain(rows), self.costs, rows)
         nodes: dict[int, list[int]] = {row: [] for row in asked}
         tokens, gains = dict.fromkeys(asked, 0.0), dict.fromkeys(asked, 0.0)
-        for p, row, node in likely[:count]:
-            nodes[row].append(node)
-            tokens[row] += p
-            gains[row] += p / rows - cost
+        for offer in plan.taken:
+            nodes[offer.row].append(offer.place)
+            tokens[offer.row] += offer.tokens
+            gains[offer.row] += offer.tokens / rows - cost
         self._planning += clock.now() - began
         return LookupPlan(nodes, tokens, gains, cost)
 
@@ -465,8 +458,8 @@ class LookupModel(Controller):
         for row, planned in plan.gains.items():
             gain = 0.0 if row in left_out else planned
             state = self._asked[batch[row].key]
-            state.gain += 0.1 * (gain - state.gain)
-            self._gain += 0.05 * (gain - self._gain)
+            state.gain = moved(state.gain, gain)
+            self._gain = moved(self._gain, gain, share=0.05)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         """Learn which tokens were right, and what a lookup costs, including this learning."""
@@ -490,27 +483,16 @@ class LookupModel(Controller):
         self._asked.pop(request.key, None)
 
 
-def how_many(
-    probs: Sequence[float], costs: CostCurve, rows: int, beside: Expected
-) -> tuple[int, float]:
-    """How many of the most probable tokens to verify, and the cost of each.
-
-    Returns:
-        The number that maximizes expected tokens per second, and what each of these tokens adds
-        to the pass, as a share of the time of a plain pass.
-    """
-    if not probs:
-        return 0, 0.0
-    before = costs(beside.positions, rows)
-    tokens, best, added = beside.tokens, 0, 0.0
-    highest = tokens / (beside.seconds + before)
-    for count, p in enumerate(probs, 1):
-        tokens += p
-        seconds = costs(beside.positions + count, rows)
-        if tokens > highest * (beside.seconds + seconds):
-            highest = tokens / (beside.seconds + seconds)
-            best, added = count, seconds - before
-    return best, added / costs(rows, rows) / max(1, best)
+def _worth_verifying(
+    offers: Sequence[Offer], beside: Expected, costs: CostCurve, rows: int
+) -> tuple[Plan, float]:
+    """The looked-up nodes that pay, and what each adds to the pass, in plain passes."""
+    least = beside.rate(costs, rows)
+    plan = best_plan(offers, beside, lambda n: costs(n, rows), least=least)
+    if not plan.taken:
+        return plan, 0.0
+    added = costs(plan.expected.positions, rows) - costs(beside.positions, rows)
+    return plan, added / costs(rows, rows) / len(plan.taken)
 
 
 # `cost_model` for drafters that have a lookup and a trained draft: see `drafters/combine.py`.
@@ -661,45 +643,37 @@ class HybridModel(Controller):
             return list(drafts)
         self._clock.trained += self._clock.lap()
         trimmed = list(drafts)
-        grafts: list[tuple[float, int, int]] = []  # probability, place in the batch, node
-        for place, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
+        grafts: list[Offer] = []
+        for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
             found, nodes = self._found.get(request.key, (None, []))
             if draft is found:
-                trimmed[place] = draft.only(nodes)
+                trimmed[row] = draft.only(nodes)
             elif draft.tree.num_drafted:
                 self._drafts[request.key] = draft
-                grafts += [(p, place, node) for node, p in self._grafts(draft)]
+                grafts += self._grafts(draft, row)
         if grafts:
             self._cut_grafts(trimmed, grafts, rows)
         return trimmed
 
-    def _grafts(self, draft: Draft) -> list[tuple[int, float]]:
-        """The looked-up nodes that are not in the trained draft, with their path probabilities."""
+    def _grafts(self, draft: Draft, row: int) -> list[Offer]:
+        """The looked-up nodes that are not in the trained draft."""
         if not draft.features:
             return []
         probs = path_probs(draft, self._rates.of)
-        return [
-            (node, p)
-            for node, (p, feature) in enumerate(zip(probs, draft.features, strict=True), 1)
-            if is_graft(feature)
-        ]
+        nodes = enumerate(zip(probs, draft.features, strict=True), 1)
+        return [Offer(p, p, 1, row, node) for node, (p, feature) in nodes if is_graft(feature)]
 
-    def _cut_grafts(
-        self, drafts: list[Draft], grafts: list[tuple[float, int, int]], rows: int
-    ) -> None:
+    def _cut_grafts(self, drafts: list[Draft], grafts: Sequence[Offer], rows: int) -> None:
         """Keep the most probable grafts, as many as pay."""
-        grafts.sort(key=lambda graft: -graft[0])
         positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(grafts)
         planned = self._trained.planned
         beside = Expected(planned.tokens, positions, planned.seconds)
-        count, _ = how_many([p for p, _, _ in grafts], self.costs, rows, beside)
-        cut: dict[int, set[int]] = {}
-        for _, place, node in grafts[count:]:
-            cut.setdefault(place, set()).add(node)
-        for place, nodes in cut.items():
-            draft = drafts[place]
-            kept = [node for node in range(1, len(draft.tree)) if node not in nodes]
-            drafts[place] = draft.only(kept)
+        plan, _ = _worth_verifying(grafts, beside, self.costs, rows)
+        cut = {(graft.row, graft.place) for graft in grafts}
+        cut -= {(graft.row, graft.place) for graft in plan.taken}
+        for row in {row for row, _ in cut}:
+            draft = drafts[row]
+            drafts[row] = draft.only([n for n in range(1, len(draft.tree)) if (row, n) not in cut])
 
     # After a step
 
