@@ -9,7 +9,7 @@ Run them from the project root:
     python -m benchmarks.tree_cost                    a token tree against one batch row per path
     python -m benchmarks.topic_shift --head HEAD --out FOLDER   learning while serving
     python -m benchmarks.control_replay --prompts FILE --recorded FILE   parts of the controller
-    python -m benchmarks.gpu --prompts FILE           single operations, CUDA graphs, torch.compile
+    python -m benchmarks.gpu --prompts FILE           single operations, torch.compile
     python -m benchmarks.serving --prompts FILE --gguf FILE   load on `tokenleap serve` and others
 
 How much faster a method is on your prompts: `tokenleap bench` (docs/bench.md). Prompts are files as

@@ -34,7 +34,7 @@ BOS, PAD, EOS, UNKNOWN = 0, 1, 2, 3
 
 
 class _Stub:
-    """What stands for an object of an unknown class."""
+    """Placeholder for an object of an unknown class."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -59,7 +59,7 @@ _PICKLE = SimpleNamespace(
 def joint_vocabulary(source: Path, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Word -> id of sources and of outputs, from fairseq's two dictionaries.
 
-    The converted model has one embedding: ids of outputs come first, those of sources behind them.
+    The converted model has one embedding: ids of outputs come first, those of sources after them.
     The special tokens are those of the outputs.
     """
     reads, writes = (
@@ -172,7 +172,7 @@ def fairseq_words(text: str, codes: Path) -> list[str]:
 def converted_stress(weights: Mapping[str, Tensor]) -> BartForConditionalGeneration:
     """The stress marker of `ruaccent-predictor` as a BART.
 
-    `nn.Transformer` has a norm behind each stack although its layers end with norms. BART has none
+    `nn.Transformer` has a norm after each stack although its layers end with norms. BART has none
     there, so the last layer's norm is both. That is no class of its own, so this model cannot be
     written as a folder.
     """

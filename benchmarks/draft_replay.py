@@ -9,7 +9,7 @@ controller is the real one. Time passes as recorded, so every replay gives the s
 
 Records if the file does not exist. The last kind of text has pieces of all others and of a text of
 which the draft model knows nothing, 32 tokens each, so it changes its nature all the time. What the
-draft model would draft behind a wrong token is not known. It counts as drafted with the probability
+draft model would draft after a wrong token is not known. It counts as drafted with the probability
 of the token that really came.
 """
 
@@ -49,7 +49,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12)
 MIXED, NOISE, PIECE = "changing", "noise", 32
 
 Text: TypeAlias = tuple[Sequence[bool], Sequence[float]]
-"""For each token of an output whether the draft model drafts it behind those before it, and the
+"""For each token of an output whether the draft model drafts it after those before it, and the
 probability of what it drafts, or of drawn tokens their clarity (`Draft.path_probs`)."""
 
 

@@ -1,9 +1,8 @@
-"""On a GPU: `none` and `ngram` with single operations, with CUDA graphs, and with torch.compile.
+"""On a GPU: `none` and `ngram` with PyTorch's operations, and with compiled MLPs.
 
-`eager` launches every operation from the host (runtime "torch"), `graphs` replays one CUDA graph
-per pass (runtime "cuda"), and `compiled` (with `--compiled`) captures passes that torch.compile has
-compiled. Decoding is greedy; prefill counts, too. In every round each contestant runs the batch
-once, in alternating order.
+`eager` launches every operation from the host (runtime "torch"); `compiled` (with `--compiled`)
+runs the module's MLPs under `torch.compile`. Decoding is greedy; prefill counts, too. In every
+round each contestant runs the batch once, in alternating order.
 
     python -m benchmarks.gpu --prompts spec_bench.jsonl --json gpu.json
 
@@ -45,7 +44,7 @@ __all__ = ["BASELINE", "Cell", "Contestant", "cells", "contestants", "main", "me
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BASELINE = "none, eager"
-RUNTIMES = {"eager": "torch", "graphs": "cuda", "compiled": "compiled"}
+RUNTIMES = {"eager": "torch", "compiled": "compiled"}
 
 Batch = Sequence[list[int]]
 """Prompts that are generated for together, as token ids."""
@@ -56,7 +55,7 @@ class Contestant:
     """A method on a runtime.
 
     Args:
-        llm: shared by the methods of a runtime, and so are its graphs.
+        llm: shared by the methods of a runtime.
         config: the method.
     """
 
@@ -134,7 +133,7 @@ def measure(
     Args:
         run: the contestants.
         batches: of prompts.
-        rounds: timed runs of each contestant and batch. One run before them captures the graphs.
+        rounds: timed runs of each contestant and batch. One run before them warms up.
         max_tokens: generated per prompt.
         clock: seconds. `generate` returns after the device has finished.
         advance: called after every run.
@@ -196,12 +195,12 @@ def main(
     max_tokens: flags.MaxTokens = 128,
     max_prompt_tokens: flags.MaxPromptTokens = 256,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="With torch.compile: minutes for every shape.")
+        bool, typer.Option("--compiled", help="With torch.compile, too: takes minutes.")
     ] = False,
     seed: flags.Seed = 0,
     dtype: flags.Dtype = "auto",
 ) -> None:
-    """Measure what CUDA graphs gain, and print Markdown tables."""
+    """Measure methods and runtimes on a GPU, and print Markdown tables."""
     with one_line_errors():
         if not torch.cuda.is_available():
             raise BenchmarkError("this needs a CUDA device, and there is none.")

@@ -177,7 +177,7 @@ def _checks_named(names: Sequence[str]) -> list[Check]:
 
 
 def _settings(options: Options, source: Source, prompts: Path, seed: int) -> dict[str, Any]:
-    """What a comparison depends on, which does not include the number of prompts."""
+    """Settings that a comparison depends on, without the number of prompts."""
     return {
         "model": source.model,
         "draft_model": source.draft_model,

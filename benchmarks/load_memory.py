@@ -10,7 +10,7 @@ A line for the imports, and one for the `LLM`:
 
 It reads `/proc/self`, so it runs on Linux. A GGUF file, an alias or quantized weights that were
 never loaded are converted or packed first, which is measured as well: run the same command again
-for what later loads take. A GGUF file runs in its own numbers, as `LLM` runs it by default.
+for what later loads take. A GGUF file keeps its quantization, as with `LLM` by default.
 """
 
 from __future__ import annotations

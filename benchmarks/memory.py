@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {"method": "none"}
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A case to measure.
 
     Args:
         model: folder, GGUF file or alias.

@@ -49,7 +49,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
     ),
     "remove comments": ("Remove all comment lines.", r"\n *#[^\n]*", ""),
 }
-"""What is asked for, and how it is done: a pattern and its replacement."""
+"""Edits to ask for, and how each is done: a pattern and its replacement."""
 
 
 @dataclass(frozen=True)

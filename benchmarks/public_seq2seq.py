@@ -59,7 +59,7 @@ SENTENCES = (
 
 
 def drafts(model: str | None, length: int) -> dict[str, dict[str, Any]]:
-    """What is compared: label -> speculative_config."""
+    """Contestants: label -> speculative_config."""
     found: dict[str, dict[str, Any]] = {"none": {"method": "none"}, "suffix": {"method": "suffix"}}
     if model is None:
         for name, controller in (("copy", None), ("copy, fixed", "fixed")):

@@ -6,7 +6,7 @@ to the weights that run.
 
     python -m benchmarks.quantization --prompts FILE
 
-With `--quantization auto`, the model is a GGUF file that runs in its own numbers. It is compared
+With `--quantization auto`, the model is a GGUF file that keeps its quantization. It is compared
 with the dequantized file in float32, which passes through memory layer by layer.
 """
 
@@ -117,7 +117,7 @@ def main(
 
 @dataclass(frozen=True)
 class _Pair:
-    """What is compared.
+    """The two models to compare.
 
     Args:
         llm: has the tokenizer.
@@ -143,7 +143,7 @@ def _rounded(model: str, dtype: str, quantization: str) -> _Pair:
 
 
 def _own_numbers(model: str, dtype: str) -> _Pair:
-    """A GGUF file dequantized to float32, and in its own numbers.
+    """A GGUF file dequantized to float32, and with its own quantization.
 
     Raises:
         BenchmarkError: the model is none, or the native runtime cannot run it.

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, Markdown tables, progress, errors in one line."""
+"""Helpers of all benchmarks: the machine, Markdown tables, progress, errors in one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def machine(device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """What a measurement depends on: processor, GPU, threads, versions, dtype."""
+    """The machine of a measurement: processor, GPU, threads, versions, dtype."""
     return {
         **host(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

@@ -56,7 +56,7 @@ _RECORDS = "measurements.jsonl"
 
 
 class Plan(Config):
-    """What is trained and measured.
+    """The training and the measurements.
 
     Args:
         catalogues: packages whose catalogues are learnt besides the help pages.

@@ -143,7 +143,7 @@ def help_pairs(english: Path, german: Path) -> Iterator[tuple[str, TextPair]]:
 
 
 def messages(catalogue: Path) -> Iterator[TextPair]:
-    """What a .mo file translates, without contexts, accelerators and plurals."""
+    """The translations in a .mo file, without contexts, accelerators and plurals."""
     with catalogue.open("rb") as file:
         translations = vars(gettext.GNUTranslations(file))["_catalog"]
     for message, translation in translations.items():

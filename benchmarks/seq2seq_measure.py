@@ -1,4 +1,4 @@
-"""What `benchmarks.seq2seq` measures: every contestant on every sentence, and batches of them.
+"""Measurements of `benchmarks.seq2seq`: every contestant on every sentence, and batches.
 
 All contestants share one process and one target. A sentence goes through all of them before the
 next one does, in an order that changes, so that what slows the machine slows them all.

@@ -263,7 +263,7 @@ def _mean_time(burst: Burst) -> float:
 
 
 def _wrong(bursts: Bursts, *, greedy: bool) -> list[str]:
-    """What must not be: failed requests, and greedy answers that speculation changed."""
+    """Errors: failed requests, and greedy answers that speculation changed."""
     lines = [
         f"{name}, {rate:g}/s, prompt {answer.prompt}: {answer.error}"
         for (name, rate), listed in bursts.items()

@@ -23,7 +23,7 @@ __all__ = ["Answer", "Burst", "arrivals", "send"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one request.
+    """The answer to one request.
 
     Args:
         prompt: the prompt's id.

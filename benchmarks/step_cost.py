@@ -1,4 +1,4 @@
-"""What a step costs: the target's pass by nodes, context and hidden states, and the rest.
+"""Costs of a step: the target's pass by nodes, context and hidden states, and the rest.
 
 Four tables:
 

@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one form takes for one tree.
+    """The cost of one form for one tree.
 
     Args:
         positions: computed in a pass, root included.

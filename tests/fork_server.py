@@ -22,7 +22,7 @@ from typing import Any
 
 def serve(connection: socket.socket) -> None:
     """Fork until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever runs the tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that runs the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers vanish by themselves
     while True:
         size = int.from_bytes(connection.recv(4), "big")
@@ -53,7 +53,7 @@ def keep(request: dict[str, Any], files: list[int]) -> None:
 
 
 def run(request: dict[str, Any], files: list[int]) -> int:
-    """What `python -c CODE ARGUMENTS` does; the exit code."""
+    """Do what `python -c CODE ARGUMENTS` does, and return the exit code."""
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["folder"])

@@ -58,7 +58,7 @@ def _digest(value: Any) -> str:
 
 
 def _written(llm: LLM, prompts: Any, params: SamplingParams, **fields: Any) -> dict[str, Any]:
-    """What is kept of the outputs of a run."""
+    """The kept part of a run's outputs."""
     outputs = llm.generate(prompts, params, **fields)
     metrics = [output.metrics for output in outputs]
     return {

@@ -31,7 +31,7 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
-"""What `main` sets before Transformers is imported."""
+"""Environment variables that `main` sets before Transformers is imported."""
 
 
 @cache
@@ -44,7 +44,7 @@ def _server() -> socket.socket:
             stdin=theirs.fileno(),
             env={**os.environ, **_QUIET},
             start_new_session=True,
-        ).returncode = 0  # nobody waits for it
+        ).returncode = 0  # no one waits for it
     return own
 
 

@@ -1,4 +1,4 @@
-"""What `tests/test_tensor_parallel.py` runs in every process that torchrun starts.
+"""Program of `tests/test_tensor_parallel.py` for every process that torchrun starts.
 
     torchrun --nproc-per-node 2 -m tests.sharded_programs PLAN.json OUTPUT
 

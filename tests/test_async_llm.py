@@ -109,7 +109,7 @@ def test_cancelling_the_task_frees_the_request() -> None:
 
 
 def test_a_request_ends_with_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads it any more; it would run to the end of the context."""
+    """It is read no more; it would run to the end of the context."""
     llm, closed = llm_of(), Event()
     asynchronous, advance, steps = AsyncLLM(llm), llm.engine.advance, list[None]()
 

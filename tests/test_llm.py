@@ -245,7 +245,7 @@ def test_a_template_that_refuses(model: PreTrainedModel) -> None:
 
 
 ENDING = ("none", "ngram", "draft_model", "eagle", "hybrid", "cascade", "lookahead")
-"""Chains and trees of every kind: an end is looked for in what was committed, whoever drafted."""
+"""Chains and trees of every kind: an end is looked for in what was committed, of any drafter."""
 
 Methods = Sequence[str]
 

@@ -1,4 +1,4 @@
-"""What outputs and models look like in a shell, a notebook and on Rich's console."""
+"""Outputs and models as shown in a shell, a notebook and on Rich's console."""
 
 from __future__ import annotations
 

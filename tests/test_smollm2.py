@@ -164,7 +164,7 @@ def test_one_at_a_time_has_the_bits_of_the_batch(
 
 
 def test_by_alias(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
-    """What the README shows first."""
+    """The first example of the README."""
     config = {"method": "ngram", "num_speculative_tokens": 5}
     llm = LLM("smollm2-135m", speculative_config=config)
     question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]

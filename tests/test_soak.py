@@ -67,7 +67,7 @@ def live_tensors() -> int:
 
 
 def states_of(owner: object, seen: set[int]) -> list[tuple[str, object]]:
-    """What drafters, and the drafters and scorers inside them, keep by request."""
+    """States by request of drafters, and of the drafters and scorers inside them."""
     if id(owner) in seen or not type(owner).__module__.startswith("tokenleap.drafters"):
         return []
     seen.add(id(owner))

@@ -51,7 +51,7 @@ def test_candidates_are_the_most_likely_tokens_of_every_position(temperature: fl
                 if each.token == token:
                     assert (each.p, each.q) == pytest.approx((step.p[node], step.q[node]), abs=1e-6)
                     shared += 1
-        assert all(each.q is None for each in step.candidates[-1])  # behind the chain
+        assert all(each.q is None for each in step.candidates[-1])  # after the chain
     assert shared > 3
     (untraced,) = llm.generate([PROMPTS[0]], params)
     assert untraced.token_ids == output.token_ids

@@ -77,7 +77,7 @@ def tiny_model(
 
 
 def reference_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """What `transformers` `generate()` gives."""
+    """The output of Transformers' `generate()`."""
     ids = torch.tensor([prompt])
     output = model.generate(  # type: ignore[operator]
         ids,

@@ -180,7 +180,7 @@ def reference_logits(model: PreTrainedModel, source: Source, tokens: list[int]) 
 def reference_outputs(
     model: PreTrainedModel, source: Source, max_tokens: int, **options: Any
 ) -> list[int]:
-    """What `generate()` gives behind the decoder's start token, greedily if not told otherwise."""
+    """The output of `generate()` after the decoder's start token, greedy by default."""
     settings = {"max_new_tokens": max_tokens, "do_sample": False, "num_beams": 1, **options}
     inputs = source.inputs(model.device, model.dtype)
     output = model.generate(**inputs, **settings)  # type: ignore[operator]

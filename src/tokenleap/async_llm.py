@@ -96,7 +96,7 @@ class AsyncRequest:
             self._worker.stop(self.job)
 
     def give_up(self, error: Exception) -> None:
-        """End the request at once, with this error for whoever waits for its next chunk."""
+        """End the request at once, with this error for a caller that waits for its next chunk."""
         if self._open and self._failure is None:
             self._failure = error
             self._chunks.clear()
@@ -110,7 +110,7 @@ class AsyncRequest:
     def _from_worker(self, chunks: Sequence[StreamChunk], error: Exception | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._take, chunks, error)
-        except RuntimeError:  # the loop is closed: nobody waits
+        except RuntimeError:  # the loop is closed: no one waits
             self._worker.end(self.job)
 
     def _take(self, chunks: Sequence[StreamChunk], error: Exception | None) -> None:

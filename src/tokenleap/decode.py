@@ -90,7 +90,7 @@ class Outcome:
 
 
 class Verifier(Protocol):
-    """What the loop needs of a target: score trees, commit paths."""
+    """The target, as the loop needs it: score trees, commit paths."""
 
     def verify(
         self,
@@ -108,7 +108,7 @@ class Verifier(Protocol):
 
 
 class Speculates(Protocol):
-    """What the loop needs of the drafting side."""
+    """The drafting side, as the loop needs it."""
 
     def draft(self, batch: Sequence[Request]) -> list[Draft]:
         """A token tree per request; without drafted nodes the step is plain decoding."""

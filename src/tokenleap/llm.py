@@ -64,7 +64,7 @@ class LLM(LoadedLLM):
             prompts must be token ids.
         speculative_config: how to draft and what to accept (`SpeculativeConfig` or a dict);
             {"method": "none"} is plain decoding. None takes the head that comes with the package
-            for a model with an alias, if the model runs on a CPU; other models decode plainly.
+            for a model with an alias, if the model runs on a CPU; others do not speculate.
         dtype: "float32", "bfloat16", "float16" (GPU only) or a torch dtype; "auto" is bfloat16 if
             the processor supports it. A loaded model keeps its dtype.
         device: "cpu", "cuda", ...; "auto" takes a GPU if there is one. A loaded model stays
@@ -85,7 +85,7 @@ class LLM(LoadedLLM):
         enable_prefix_caching: keep the KV of prompts, for later prompts that begin with the same
             tokens, and what a decoder keeps of a source, for later prompts with the same source.
         prefix_cache_memory: most memory for the prefix cache: bytes, or text.
-        quantization: "auto" runs a GGUF file in its own numbers, where the native runtime can, and
+        quantization: "auto" keeps a GGUF file's quantization where the native runtime can, and
             other weights as they are. "none" or None keeps the latter, too, and dequantizes GGUF
             files. "int8" and "int4" (CPU only) make the weights a half and a third as large. Draft
             models have the target's. Speculation is lossless with respect to the weights that run,
@@ -93,9 +93,8 @@ class LLM(LoadedLLM):
         runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama
             and its relatives on a CPU, in float32 or bfloat16). "torch" computes with PyTorch's
             operations: those of "lean", for Llama, Mistral and Qwen, or of "module", the
-            Transformers module. On a GPU, "cuda" replays CUDA graphs, and "compiled" replays CUDA
-            graphs of passes that TorchInductor has compiled. "auto" takes "native" or "cuda" where
-            they are available.
+            Transformers module; "compiled" is that module with its MLPs under `torch.compile`.
+            "auto" takes "native" where it is available.
         generation_config: where the model's defaults of sampling and its rules come from: "auto"
             is its own `generation_config.json`, and a folder has another. "none" (vLLM's "vllm")
             reads only special tokens from it. Defaults hold for sampling parameters that are not

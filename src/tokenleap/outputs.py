@@ -1,4 +1,4 @@
-"""What a user gets back: outputs and stream chunks. `as_dict` converts them for JSON."""
+"""Outputs and stream chunks, which users get. `as_dict` converts them for JSON."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Metrics:
     """Why the request continued without drafts, in one line; None if its drafter did not fail."""
 
     def count(self, step: StepTrace) -> None:
-        """Count a step. If a stop cut it, what lies behind the end of the output does not count."""
+        """Count a step. If a stop cut it, what comes after the end of the output does not count."""
         self.generated_tokens += step.committed
         self.target_passes += 1
         if not step.drafted:
@@ -228,7 +228,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
     token_texts: tuple[str, ...]
-    """What each token added to the text. Parts of a character are added with its last token."""
+    """The text that each token added. Parts of a character are added with its last token."""
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -236,7 +236,7 @@ class CompletionOutput:
     metrics: Metrics
     trace: Trace
     beams: tuple[BeamOutput, ...] = ()
-    """What a beam search has found, best first; empty without one, and until it has ended."""
+    """Results of a beam search, best first; empty without one, and until it has ended."""
 
     @property
     def tokens(self) -> tuple[StreamedToken, ...]:
@@ -402,7 +402,7 @@ class StreamChunk:
 
 
 class BeamSearchParams(Config):
-    """What `LLM.beam_search` looks for; names and meanings are vLLM's.
+    """Parameters of `LLM.beam_search`; names and meanings are vLLM's.
 
     `SamplingParams(beam_width=...)` has more options, for `LLM.generate`.
 
@@ -444,7 +444,7 @@ class BeamSearchSequence:
         text: their text; empty without a tokenizer.
         cum_logprob: the sum of the log-probabilities of the tokens found.
         score: this sum after the length penalty.
-        finish_reason: "stop" behind an end-of-sequence token, else "length".
+        finish_reason: "stop" after an end-of-sequence token, else "length".
     """
 
     tokens: tuple[int, ...]
@@ -456,7 +456,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """What `LLM.beam_search` has found for one prompt: `beam_width` sequences, best first."""
+    """Result of `LLM.beam_search` for one prompt: `beam_width` sequences, best first."""
 
     sequences: tuple[BeamSearchSequence, ...]
 

@@ -60,7 +60,7 @@ class Request(SequenceState):
             are computed; None if they are not needed.
         pass_costs: what passes cost, for the trace; None if they are not recorded.
         on_news: called after tokens were committed and when the request is closed, in the thread
-            that runs the step; None if nobody asked.
+            that runs the step; None if it was not asked for.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Request(SequenceState):
     def close(self) -> None:
         """Mark that the request does not change any more."""
         self.closed = True
-        tell, self.on_news = self.on_news, None  # nobody keeps the request in memory from here on
+        tell, self.on_news = self.on_news, None  # nothing keeps the request in memory from here on
         if tell is not None:
             tell()
 
@@ -338,7 +338,7 @@ class Request(SequenceState):
 
     @property
     def error(self) -> str | None:
-        """What went wrong, in one line; None if nothing did."""
+        """The error in one line; None if there is none."""
         return None if self.failure is None else told(self.failure)
 
     @property

@@ -303,7 +303,7 @@ class Speculation:
             self._learners[id(strategy.learner)] = strategy.learner
 
     def prefilled(self, request: Request) -> None:
-        """A step computed prompt tokens of this request: its drafter may learn behind it."""
+        """A step computed prompt tokens of this request: its drafter may learn after it."""
         learner = self.strategy(request).learner
         if learner is not None and request.key not in self._guard.failed:
             self._learners[id(learner)] = learner

@@ -34,7 +34,7 @@ WITHHELD = -1
 """In the place of a drafted token that the reader of a trace may not know."""
 
 Source: TypeAlias = Literal["lookup", "model"]
-"""What found a drafted token. "model" is any drafter that does not look its tokens up; "lookup" is
+"""The finder of a drafted token. "model" is any drafter that looks no tokens up; "lookup" is
 a lookup, alone or together with a trained drafter that had drafted the same token."""
 
 
@@ -145,7 +145,7 @@ class StepTrace:
 
     @property
     def refused(self) -> tuple[int, ...]:
-        """The rejected tokens, without those at positions behind the end of the output."""
+        """The rejected tokens, without those at positions after the end of the output."""
         if self.committed > len(self.accepted):  # no stop has cut the step
             return self.rejected
         depths = self.depths

@@ -102,7 +102,7 @@ def drafted(tokens: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def background() -> list[dict[str, Any]]:
-    """What stands in a journal beside the requests."""
+    """Records of a journal besides the requests."""
     return [
         {"type": "contestant", "label": "none", "facts": OWN_FACTS},
         {"type": "contestant", "label": "ngram", "facts": OWN_FACTS},

@@ -36,7 +36,7 @@ class FakeProcess:
     judged: int
     lasts: int
     context: int
-    """What prompts were to fit into."""
+    """The context that prompts were to fit into."""
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
         self.label = contestant.label

@@ -108,7 +108,7 @@ def test_words_and_their_numbers(tmp_path: Path) -> None:
         (tmp_path / name).write_text("".join(lines))
     reads, writes = joint_vocabulary(tmp_path / "source", tmp_path / "target")
     assert writes == {"x": 4, "y": 5, "z": 6, "x1": 7, "x2": 8}
-    assert reads == {"a": 20, "b@@": 21, "c": 22}  # behind 16 rows of outputs
+    assert reads == {"a": 20, "b@@": 21, "c": 22}  # after 16 rows of outputs
     codes = tmp_path / "codes"
     codes.write_text("#version: 0.2\nl o\nlo w</w>\ne r</w>\n")
     assert fairseq_words("low lower", codes) == ["low", "lo@@", "w@@", "er"]

@@ -21,7 +21,7 @@ from tokenleap.bench.rows import Interval
 app = typer.Typer()
 app.command()(main)
 
-ON_A_CPU = {"eager": "torch", "graphs": "auto", "compiled": "torch"}
+ON_A_CPU = {"eager": "torch", "compiled": "torch"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,8 @@ def test_the_first_run_of_a_batch_does_not_count() -> None:
 
 
 def test_cells_have_ratios_over_batches() -> None:
-    speeds = {BASELINE: [10.0, 20.0], "ngram, graphs": [20.0, 80.0]}
-    plain, other = cells(4, speeds, {BASELINE: 0, "ngram, graphs": 1}, seed=0)
+    speeds = {BASELINE: [10.0, 20.0], "ngram, compiled": [20.0, 80.0]}
+    plain, other = cells(4, speeds, {BASELINE: 0, "ngram, compiled": 1}, seed=0)
     assert plain.ratio == Interval(1.0, 1.0, 1.0)
     assert other.ratio.mean == pytest.approx(8**0.5)
     assert other.ratio.low == pytest.approx(2)
@@ -75,15 +75,15 @@ def test_the_report_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Interval(1.0, None, None)
     found = [
         Cell(label, size, one, 10 * size, size - 1)
-        for label in (BASELINE, "ngram, graphs")
+        for label in (BASELINE, "ngram, compiled")
         for size in (1, 2)
     ]
     text = report(found, {"gpu": "some", "cpu": None})
     assert "gpu some" in text
     assert "cpu" not in text
-    assert re.search(r"\| ngram, graphs\s+\|\s+1.000\s+\|\s+1.000\s+\|", text)
-    assert re.search(r"\| ngram, graphs\s+\|\s+10\s+\|\s+20\s+\|", text)
-    assert "none, eager at 2; ngram, graphs at 2." in text
+    assert re.search(r"\| ngram, compiled\s+\|\s+1.000\s+\|\s+1.000\s+\|", text)
+    assert re.search(r"\| ngram, compiled\s+\|\s+10\s+\|\s+20\s+\|", text)
+    assert "none, eager at 2; ngram, compiled at 2." in text
     assert "All outputs are those" in report(found[:1], {})
 
 
@@ -108,10 +108,10 @@ def test_with_a_device_two_tables_are_printed(
     result = CliRunner().invoke(app, ["--prompts", str(file), *sizes, *options])
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
-    assert len(lines) == 2 * (2 + 4)  # a header of two lines and four contestants
+    assert len(lines) == 2 * (2 + 2)  # a header of two lines and two contestants
     assert "All outputs are those of none, eager." in result.stdout
     found = json.loads(written.read_text(encoding="utf-8"))["cells"]
-    assert [cell["batch_size"] for cell in found] == [1] * 4 + [2] * 4
+    assert [cell["batch_size"] for cell in found] == [1] * 2 + [2] * 2
     assert all(cell["speed"] > 0 for cell in found)
 
 

@@ -102,7 +102,7 @@ def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> 
     ],
 )
 def test_habits(run: Run, arguments: str, message: str) -> None:
-    """What other programs call otherwise is named; nothing is suggested that means other things."""
+    """Other programs' names get ours; no suggestion means something else."""
     result = run(*arguments.split())
     assert result.exit_code == 2
     assert message in error_of(result)

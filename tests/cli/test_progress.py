@@ -1,4 +1,4 @@
-"""What counts the work says how much there is, never more, and reaches the end; --threads."""
+"""Progress bars know the amount of work, never exceed it, and reach the end; --threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is answered without a model does not wait for PyTorch: the modules that are loaded tell."""
+"""Commands that need no model do not load PyTorch: the loaded modules tell."""
 
 import json
 import subprocess

@@ -163,7 +163,7 @@ def test_command(run: Run, tmp_path: Path) -> None:
 
 
 class _Page(HTMLParser):
-    """What a browser finds in a page: elements, attributes, and the text of its scripts."""
+    """A page as a browser reads it: elements, attributes, and the text of its scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -193,7 +193,7 @@ def test_help(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unusable(run: Run, tiny: Path, file: Path, **more: Any) -> str:
-    """What `generate` says to such a file."""
+    """The message of `generate` about such a file."""
     config = json.dumps({"method": "layer_skip", "layers": str(file), **more})
     result = run("generate", "abc", "-m", tiny, "--speculative-config", config)
     assert result.exit_code == 2

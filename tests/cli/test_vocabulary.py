@@ -1,4 +1,4 @@
-"""What the command line says about a draft model with other tokens than the target's."""
+"""Messages of the command line about a draft model with other tokens than the target's."""
 
 from __future__ import annotations
 

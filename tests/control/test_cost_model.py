@@ -42,7 +42,7 @@ WORLDS = {
 
 
 def model_of(world: World, *, costs: bool = True, sizes: bool = True) -> CostModel:
-    """What an `LLM` makes; with `sizes` unknown the drafter could not tell how its trees look."""
+    """An `LLM`'s controller; without `sizes` the drafter could not tell how its trees look."""
     nodes = sum(world.sizes)
     levels = None if world.sizes == CHAIN else world.sizes if sizes else [1] * nodes
     return CostModel(nodes, costs=measured(world.seconds) if costs else None, levels=levels)

@@ -1,4 +1,4 @@
-"""What drafting costs: reading, drafts made at once, machines that slow down."""
+"""Costs of drafting: reading, drafts made at once, machines that slow down."""
 
 from __future__ import annotations
 

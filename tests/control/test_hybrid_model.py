@@ -55,7 +55,7 @@ def proposal(right: int, length: int) -> TokenTree:
 
 
 def outcome(request: Request, draft: Draft) -> Outcome:
-    """What comes of a draft if the text goes on with RIGHT for ever."""
+    """The outcome of a draft if the text goes on with RIGHT for ever."""
     tree, path = draft.tree, list[int]()
     children = tree.children[0]
     while right := [child for child in children if tree.tokens[child] == RIGHT]:
@@ -297,7 +297,7 @@ def test_what_lookups_are_worth_beside_a_trained_draft_is_learnt(clock: Clock) -
         (cut,) = model.trim([request], [draft], 1)
         learn(model, [outcome(request, cut)], 0.0, 0.01)
     assert model._rates.of(agreed(1)) > 0.9
-    assert model._rates.of(3) < 0.1  # of the first token behind the trained draft
+    assert model._rates.of(3) < 0.1  # of the first token after the trained draft
     assert model._rates.of(disagreed(3)) == prior_rate(disagreed(3))
 
 

@@ -39,12 +39,12 @@ def guess(match: int, length: int = LENGTH) -> Draft:
 
 @pytest.fixture(autouse=True)
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What learning takes here is no part of the worlds."""
+    """The time of learning is no part of the worlds."""
     monkeypatch.setattr("tokenleap.core.clock.now", lambda: 0.0)
 
 
 def outcome(request: Request, draft: Draft, right: int) -> Outcome:
-    """What comes of a draft if so many tokens are right."""
+    """The outcome of a draft if so many tokens are right."""
     kept = min(right, draft.tree.num_drafted)
     path = tuple(range(1, kept + 1))
     token = RIGHT if right > kept else WRONG
@@ -57,7 +57,7 @@ def outcome(request: Request, draft: Draft, right: int) -> Outcome:
 
 @dataclass(frozen=True)
 class World:
-    """What lookups find, and what passes cost.
+    """A world in which lookups find texts and passes have costs.
 
     Args:
         seconds: of a pass, by positions.
@@ -86,7 +86,7 @@ class World:
     def steps(
         self, model: LookupModel, count: int, seed: int = 0, request: Request | None = None
     ) -> list[tuple[int, int]]:
-        """Match and depth of each step; a match of 0 where nobody asked, too."""
+        """Match and depth of each step; also a match of 0 where none was asked for."""
         dice, found = random.Random(seed), []
         request = request or request_of()
         for _ in range(count):
@@ -284,7 +284,7 @@ def test_of_a_tree_every_branch_is_learnt_from_down_to_where_the_text_left_it() 
     model.budgets([request], 1)
     model.trim([request], [fork()], 1)
     learn(model, [outcome(request, Draft.empty(ROOT), 1)], 0.0, 0.01)
-    # The text went on with RIGHT, and nobody has computed what follows.
+    # The text went on with RIGHT, and what follows has not been computed.
     assert model._rates.of(by_rank(0)) > prior_rate(by_rank(0))
     assert model._rates.of(by_rank(1)) < prior_rate(by_rank(1))
 

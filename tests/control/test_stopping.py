@@ -21,7 +21,7 @@ PASSES = {1: 1.0, 4: 1.08, 6: 1.2, 8: 1.55, 12: 1.8}
 
 
 def learnt(rate_above: dict[float, float], count: int = 400) -> Stopping:
-    """Behind paths of these probabilities, tokens are accepted so often."""
+    """After paths of these probabilities, tokens are accepted so often."""
     dice, stopping = random.Random(0), Stopping()
     for _ in range(count):
         probability = dice.choice(list(rate_above))
@@ -56,7 +56,7 @@ def test_probabilities_that_tell_nothing(rate: float, threshold: float) -> None:
 
 
 def test_nothing_is_learnt_of_appended_tokens() -> None:
-    """What another drafter found says nothing about the paths that this one is sure of."""
+    """Another drafter's tokens say nothing about the paths that this one is sure of."""
     thresholds = []
     for appended in ((), (nan, nan)):
         stopping, probs = Stopping(), (0.9, 0.8, *appended)

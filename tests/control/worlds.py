@@ -92,7 +92,7 @@ def outcome(request: Request, sizes: Sequence[int], passed: int) -> Outcome:
 def learn(
     controller: Controller, outcomes: Sequence[Outcome], draft_seconds: float, verify: float
 ) -> None:
-    """What the loop does after a pass that took so many seconds."""
+    """Tell the controller of a pass that took so many seconds, as the loop does."""
     positions = sum(len(outcome.draft.tree) for outcome in outcomes)
     controller.costs.observe(positions, verify, len(outcomes))
     controller.observe(outcomes, draft_seconds)
@@ -105,7 +105,7 @@ def acceptance_rates(model: CostModel, request: Request) -> list[float]:
 
 @dataclass(frozen=True)
 class World:
-    """What a step costs and brings.
+    """Costs and gains of a step.
 
     Args:
         seconds: of a pass, by positions.

@@ -28,7 +28,7 @@ def log_probs(output: Sequence[int], seed: int) -> Tensor:
     return logits.log_softmax(-1)
 
 
-def searched_plainly(settings: BeamSettings, seed: int) -> Found:
+def searched_token_by_token(settings: BeamSettings, seed: int) -> Found:
     """Beam search that copies every beam: what `core.beams` does with a tree."""
     live: Found = [((), 0.0)]
     finished: Found = []
@@ -77,7 +77,7 @@ def proposed(beams: Beams, dice: random.Random, seed: int) -> TokenTree:
 
 
 OUTPUT: list[int] = []
-"""What the present search has committed."""
+"""Tokens that the present search has committed."""
 
 
 def searched_in_a_tree(
@@ -116,7 +116,7 @@ def test_it_finds_what_a_search_with_copies_finds(width: int) -> None:
     saved = 0
     for seed, penalty, early in product(range(4), (-0.5, 0.0, 1.0, 2.0), stops):
         settings = BeamSettings(width, 9, frozenset({EOS}), penalty, early)
-        expected = searched_plainly(settings, seed)
+        expected = searched_token_by_token(settings, seed)
         found, passes = searched_in_a_tree(settings, seed, None)
         drafted, fewer = searched_in_a_tree(settings, seed, random.Random(seed))
         assert found == drafted

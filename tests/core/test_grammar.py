@@ -79,7 +79,7 @@ PROMPTS = ["one prompt", "another, much longer prompt {}", "x"]
 
 @pytest.fixture(scope="module")
 def plain(model: Any) -> dict[tuple[str, float], list[tuple[int, ...]]]:
-    """What `none` gives, by form and temperature."""
+    """Outputs of `none`, by form and temperature."""
     return {
         (form, temperature): [
             output.token_ids

@@ -133,7 +133,7 @@ def test_the_switch_settles_on_the_better_drafter() -> None:
 def test_the_switch_chooses_and_credits_in_drafting_steps_only() -> None:
     """Every second step a controller allows no draft; tries are every fourth of the others.
 
-    Plain steps are cheaper, and would speak for whoever is chosen in them.
+    Plain steps are cheaper, and would favour the drafter that is chosen in them.
     """
     switch = Switch([NoDrafter(), NoDrafter()], SwitchOptions(drafters=NOTHING, try_every=4))
     request, used = request_of(), []

@@ -111,7 +111,7 @@ def level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
 def drawn_in_one_call(
     llm: LLM, params: SamplingParams, budget: Budget, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """What is proposed for one request, which is what would be level by level, too."""
+    """The proposal for one request, which must equal the one made level by level."""
     with monkeypatch.context() as patch:
         patch.setattr(ModelDrafter, "_expand", None)  # no level is drawn by itself
         (draft,) = proposed(llm, requests(params), [budget])
@@ -344,7 +344,7 @@ def test_min_p_is_only_in_doubt_for_tokens_that_might_be_drawn(
     with torch.inference_mode(), model.lm_head.register_forward_pre_hook(kept):
         model(input_ids=torch.tensor([PROMPTS[2]]))
     last = hidden[0, -1] / hidden[0, -1].square().sum()
-    model.lm_head.weight.data[:10] += 12 * last  # e^12 times as probable behind the prompt
+    model.lm_head.weight.data[:10] += 12 * last  # e^12 times as probable after the prompt
     with torch.inference_mode():
         p = model(input_ids=torch.tensor([PROMPTS[2]])).logits[0, -1].softmax(-1)
     min_p = float(p[50] / p.max()) * (1 + 1e-6)

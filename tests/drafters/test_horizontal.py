@@ -139,7 +139,7 @@ def test_what_does_not_fit() -> None:
 
 
 class Sure(Drafter):
-    """Drafts one token of this path probability; nobody may compute its q."""
+    """Drafts one token of this path probability; its q must not be computed."""
 
     def __init__(self, path_prob: float) -> None:
         self._path_prob = path_prob

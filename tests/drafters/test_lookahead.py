@@ -38,7 +38,7 @@ def test_the_pool_keeps_the_latest() -> None:
 
 
 def test_rows_move_up_and_stay_aligned() -> None:
-    """Token j of row r stands r + j + 1 behind the root, also after several were accepted."""
+    """Token j of row r stands r + j + 1 after the root, also after several were accepted."""
     window = Window(request_of([1, 2]), options())
     text = {position: 50 + position for position in range(40)}  # what the target would say
 

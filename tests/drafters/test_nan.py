@@ -1,4 +1,4 @@
-"""What a draft model computed for a request that failed does not spread to later requests."""
+"""A failed request's computations in a draft model do not spread to later requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ngram` looks up."""
+"""Lookups of `ngram`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `recycle` keeps of the target's logits, and the tree it makes of them."""
+"""The memory of `recycle`, and the tree that it makes of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_was_probable_after_a_token_is_drafted_after_it() -> None:
         [saw(first, draft, (1,), logits_of(2, 5), logits_of(7, 8), logits_of(9, 9))], TIMES
     )
     later = propose(drafter, request_of(1), 4, depth=2)
-    # 3 was turned down: nobody knows what the target would have said after it.
+    # 3 was turned down: it is unknown what the target would have said after it.
     assert later.tree == TokenTree((1, 2, 7, 5, 8), (-1, 0, 1, 0, 1))
     assert later.features == (by_rank(0), by_rank(0), by_rank(1), by_rank(1))
     assert [distribution.certain for distribution in later.q] == [2, 7, 5, 8]

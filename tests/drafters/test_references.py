@@ -1,4 +1,4 @@
-"""What drafters quote from texts beside the prompt."""
+"""Quotations from texts besides the prompt."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_a_pass_that_does_not_fit_after_all(
 def test_the_oldest_drafts_to_the_end_of_the_memory(
     model: PreTrainedModel, small: PreTrainedModel, config: dict[str, Any]
 ) -> None:
-    """A whole tree behind its tokens would not fit any more, and nobody would draft at all.
+    """A whole tree after its tokens would not fit any more, and nothing would be drafted.
 
     Where there is little room left a tree has fewer nodes, and a dynamic one fewer levels.
     """

@@ -45,7 +45,7 @@ PARAMS = SamplingParams(temperature=0.9, top_k=7, top_p=0.9, min_p=0.01)
 
 
 def expected_q(model: PreTrainedModel, tokens: list[int], own: dict[str, Any]) -> Distribution:
-    """What Transformers makes of the draft model's logits; min-p is the request's."""
+    """Transformers' distribution from the draft model's logits; min-p is the request's."""
     top_k, top_p = own.get("draft_top_k", PARAMS.top_k), own.get("draft_top_p", PARAMS.top_p)
     warpers = LogitsProcessorList(
         [

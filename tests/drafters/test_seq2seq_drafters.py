@@ -100,7 +100,7 @@ def config_of(name: str, method: str, rule: str) -> dict[str, Any]:
 
 
 def bits(outputs: list[RequestOutput], method: str, *, trees: bool = False) -> list[Any]:
-    """What must not change: on trees the tokens, on chains also the log-probabilities.
+    """Values that must not change: on trees the tokens, on chains also the log-probabilities.
 
     With `trees`, those of trees, too.
     """
@@ -206,7 +206,7 @@ def test_a_source_that_is_too_long_for_the_draft_model() -> None:
 
 @pytest.mark.parametrize("method", ["draft_model", "cascade"])
 def test_without_memory_for_all_sources(method: str) -> None:
-    """What a draft model keeps of sources counts: only the oldest requests are drafted for."""
+    """A draft model's memory of sources counts: only the oldest requests are drafted for."""
     llm = LLM(model_of("t5"), speculative_config=config_of("t5", method, "coupled"))
     drafter: Any = drafter_of(llm)
     model: Target = drafter._model if method == "cascade" else drafter._scorer._model

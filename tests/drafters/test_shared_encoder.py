@@ -127,7 +127,7 @@ def test_sources_that_were_read_before_the_drafter_came(read: Counter[Source]) -
 
 
 def test_memory_is_counted(read: Counter[Source]) -> None:
-    """What is kept of the encoder belongs to the row; a preempted request is computed again."""
+    """The kept encoder output belongs to the row; a preempted request is computed again."""
     model = tiny_seq2seq("bart")
     target, source = Target(model), Source(tuple(SOURCES[1]))
     before = target.state_bytes(source)
@@ -245,7 +245,7 @@ def test_nothing_is_kept_once_the_drafter_is_gone(tmp_path: Path) -> None:
 def test_a_request_is_checked_with_the_drafter_that_it_asks_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What its row keeps of the source counts when the request is made."""
+    """The source in its row counts when the request is made."""
     kept = list[bool]()
 
     def make(self: RequestMaker, *args: Any) -> Any:

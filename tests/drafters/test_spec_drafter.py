@@ -200,7 +200,7 @@ def test_sampled_drafts_come_from_the_blocks_distribution(llm: LLM) -> None:
 
 
 def test_the_end_of_the_context() -> None:
-    """The drafter has positions for its masks behind the longest text; other ones get fewer."""
+    """The drafter has positions for its masks after the longest text; other ones get fewer."""
     model = tiny_seq2seq("bart", max_position_embeddings=40)
     (plain,) = LLM(model).generate([SOURCES[0]], SamplingParams(temperature=0, ignore_eos=True))
     llm = LLM(model, speculative_config=config())

@@ -51,21 +51,21 @@ def test_between_candidates_is_a_part_of_what_is_behind_tokens() -> None:
     found = transitions.between(candidates)
     assert found.shape == (2, 3, 3)
     for level in range(2):
-        behind = transitions.behind(candidates[level])
+        behind = transitions.added_after(candidates[level])
         torch.testing.assert_close(found[level], behind[:, candidates[level + 1]])
 
 
 def test_behind_a_token_is_its_bilinear_form() -> None:
     torch.manual_seed(0)
     matrix, rows = torch.randn(WIDTH, WIDTH), torch.randn(SIZE, WIDTH)
-    found = TokenTransitions(matrix, rows).behind(torch.tensor([4]))[0]
+    found = TokenTransitions(matrix, rows).added_after(torch.tensor([4]))[0]
     expected = torch.stack([rows[w] @ matrix @ rows[4] for w in range(SIZE)])
     torch.testing.assert_close(found, expected - expected.mean())
 
 
 @torch.inference_mode()
 def test_what_all_logits_get_alike_does_not_count() -> None:
-    """With rows that have much in common, tokens behind the candidates keep their share."""
+    """With rows that have much in common, tokens after the candidates keep their share."""
     torch.manual_seed(0)
     matrix, rows = torch.randn(WIDTH, WIDTH), torch.randn(40, WIDTH)
     logits = torch.randn(DEPTH, 40)
@@ -75,7 +75,7 @@ def test_what_all_logits_get_alike_does_not_count() -> None:
         tree = product_tree(logits, None, plan, limit, transitions)
         for level in range(1, DEPTH):
             before = torch.tensor(tree.tokens[level - 1 : level])
-            exact = (logits[level] + transitions.behind(before)[0]).softmax(-1)
+            exact = (logits[level] + transitions.added_after(before)[0]).softmax(-1)
             assert tree.probabilities[level] == pytest.approx(
                 float(exact[tree.tokens[level]]), abs=0.1
             )
@@ -115,7 +115,7 @@ def test_children_are_the_best_behind_their_parent(widths: tuple[int, ...]) -> N
     for parent, children in found.items():
         scores = logits[depths[parent]]
         if parent >= 0:
-            scores = scores + transitions.behind(torch.tensor([tree.tokens[parent]]))[0]
+            scores = scores + transitions.added_after(torch.tensor([tree.tokens[parent]]))[0]
         best = scores.softmax(-1).topk(widths[depths[parent]])
         assert [token for token, _ in children] == best.indices.tolist()
         assert [p for _, p in children] == pytest.approx(best.values.tolist(), abs=1e-5)
@@ -123,7 +123,7 @@ def test_children_are_the_best_behind_their_parent(widths: tuple[int, ...]) -> N
 
 
 def test_candidates_are_the_best_without_transitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token behind them is not drafted, and keeps its share of the probability."""
+    """A token after them is not drafted, and keeps its share of the probability."""
     monkeypatch.setattr(product_trees, "CHAIN_CANDIDATES", 2)
     logits, transitions = logits_of(), transitions_of()
     tree = grown(logits, transitions, GrowthPlan((1,) * DEPTH))
@@ -132,7 +132,7 @@ def test_candidates_are_the_best_without_transitions(monkeypatch: pytest.MonkeyP
         assert tree.tokens[level] in best
         added = torch.zeros(SIZE)
         before = torch.tensor([tree.tokens[level - 1]])
-        added[best] = transitions.behind(before)[0, best]
+        added[best] = transitions.added_after(before)[0, best]
         expected = (logits[level] + added).softmax(-1)[tree.tokens[level]]
         assert tree.probabilities[level] == pytest.approx(float(expected), abs=1e-5)
 
@@ -248,7 +248,7 @@ def test_logits_of_nodes_are_those_behind_their_tokens() -> None:
         first = each.verify([key], [root], [0])[0].scores.clone()
         found.append((first, each.verify([key], [tree], [3])[0].scores))
     torch.testing.assert_close(found[0][0], found[1][0])
-    expected = found[0][1] + scorer.transitions.behind(torch.tensor([7, 8]))
+    expected = found[0][1] + scorer.transitions.added_after(torch.tensor([7, 8]))
     torch.testing.assert_close(found[1][1], expected)
 
 

@@ -21,7 +21,7 @@ def alone(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams 
 
 
 def bits(output: RequestOutput | CompletionOutput) -> Any:
-    """What must not depend on neighbours: compare with `alone`."""
+    """Values that must not depend on neighbours: compare with `alone`."""
     return output.token_ids, output.logprobs
 
 

@@ -1,4 +1,4 @@
-"""Faults of memory, passes and drafters, found by review: nobody is stuck, nothing is mixed up."""
+"""Faults of memory, passes and drafters, from a review: no request hangs, nothing is mixed up."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Second(Peers):
 
 
 def steps_with(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is drafted and accepted, without seeds, by controllers that choose by costs."""
+    """Drafts and accepted tokens, without seeds, of controllers that choose by costs."""
     monkeypatch.setattr(target_module, "peers_of", lambda _: peers)
     model = tiny_model("lean")  # heads read its weights
     llm = LLM(model, runtime="torch", speculative_config=CONFIGS[0])

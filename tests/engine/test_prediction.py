@@ -31,7 +31,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 
 
 def edited(tokens: tuple[int, ...]) -> list[int]:
-    """What was expected of an output: most of it."""
+    """An expectation of an output that has most of it right."""
     return [*tokens[:9], 7, *tokens[11:]]
 
 
@@ -128,7 +128,7 @@ def test_tokens_are_counted() -> None:
     assert metrics.accepted_prediction_tokens == sum(len(s.kept) for s in result.trace.steps)
     assert metrics.rejected_prediction_tokens == drafted - metrics.accepted_prediction_tokens > 2
     assert metrics.as_dict()["accepted_prediction_tokens"] == metrics.accepted_prediction_tokens
-    # A stop cuts off what was accepted behind it.
+    # A stop cuts off what was accepted after it.
     stopping = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[tokens[1]])
     end = tokens.index(tokens[1]) + 1
     (cut,) = llm.generate([PROMPTS[0]], stopping, prediction=list(tokens))
@@ -223,7 +223,7 @@ def test_a_failing_drafter_is_named_and_harms_nothing(monkeypatch: pytest.Monkey
 
 
 def test_how_much_is_drafted_is_chosen_as_without_one() -> None:
-    """Where nothing was drafted, nobody chose; so the default controller does."""
+    """Where nothing was drafted, there was no choice; so the default controller does."""
     for config, controller, length in (
         (None, "cost_model", LONGEST_PREDICTED),
         ({"method": "ngram", "num_speculative_tokens": 64}, "cost_model", 64),

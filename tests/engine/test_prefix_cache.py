@@ -1,4 +1,4 @@
-"""The prefix cache: what is found, what is dropped, and that nobody can tell."""
+"""The prefix cache: what is found, what is dropped, and that outputs do not show it."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_sources_and_blocks_share_the_memory() -> None:
 
 
 def cached(llm: LLM, salt: str | None) -> tuple[int, int]:
-    """What an output had of earlier ones: tokens of its prompt, and of its source."""
+    """Cached tokens of an output: of its prompt, and of its source."""
     prompt: dict[str, object] = {"prompt_token_ids": tokens_of(5, 2 * BLOCK + 1)}
     if llm.engine.target.reads_source:
         start = [llm.engine.read([1])[1][0]]

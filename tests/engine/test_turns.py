@@ -58,7 +58,7 @@ def params_of(index: int, max_tokens: int = 60) -> SamplingParams:
 
 
 def in_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What they return, in order; none may hang or fail."""
+    """Results of the calls, in order; none may hang or fail."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""The engine's thread when the engine fails: nobody waits for what never comes."""
+"""The engine's thread when the engine fails: no caller waits for what never comes."""
 
 from __future__ import annotations
 

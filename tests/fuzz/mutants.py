@@ -61,7 +61,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a reader did with the mutant of a number."""
+    """A failure of a reader with the mutant of a number."""
 
     number: int
     what: str
@@ -186,7 +186,7 @@ def _field(content: bytes, dice: random.Random) -> bytes:
 
 
 def failures(reader: Reader, numbers: Iterable[int]) -> list[Failure]:
-    """What a reader may not do, with the numbers of the mutants with which it did it."""
+    """The failures of a reader, with the numbers of the mutants."""
     left, found = list(numbers), []
     while left:
         done, failed = _batch(reader, left)
@@ -254,7 +254,7 @@ def _limit() -> None:
 
 
 def _read(reader: Reader, folder: Path, number: int) -> str | None:
-    """What is wrong with how a mutant is read; None if nothing is."""
+    """Read a mutant, and return what is wrong with how it was read, or None."""
     folder.mkdir()
     for name, content in mutant(reader.seed, number).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,7 @@ def test_masks_and_the_repetition_penalty_act_as_in_generate() -> None:
 
 
 def test_log_probabilities_are_normalised_as_in_generate() -> None:
-    """Behind masks and penalties, if the generation config says so, or the parameters."""
+    """After masks and penalties, if the generation config says so, or the parameters."""
     model = tiny_model("lean", eos_token_id=EOS)
     own: dict[str, Any] = {"repetition_penalty": 1.7, "min_new_tokens": 6}
     expected = [

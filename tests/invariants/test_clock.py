@@ -36,7 +36,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 def drafted(
     monkeypatch: pytest.MonkeyPatch, clock: int, method: str, rule: str, **fields: Any
 ) -> list[tuple[tuple[int, ...], int]]:
-    """What every step drafted and added, under the default controller and a clock."""
+    """Drafted and added tokens of every step, under the default controller and a clock."""
     dice, now = random.Random(clock), 0.0
 
     def random_time() -> float:

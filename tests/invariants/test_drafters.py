@@ -24,7 +24,7 @@ def request_of(tokens: list[int], params: SamplingParams | None = None) -> Reque
 
 
 def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft]:
-    """What the loop does before it asks for drafts: the target holds all tokens but the last."""
+    """Prepare as the loop does, and draft: the target holds all tokens but the last."""
     target, drafter = llm.engine.target, drafter_of(llm)
     for request in batch:
         if request.key not in target:
@@ -38,7 +38,7 @@ def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft
 
 
 def num_tokens(llm: LLM) -> int:
-    """Those of the vocabulary, and those that the drafter has added behind it."""
+    """Those of the vocabulary, and those that the drafter has added after it."""
     return max(VOCAB_SIZE, drafter_of(llm).token_limit)
 
 

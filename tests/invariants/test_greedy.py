@@ -45,7 +45,7 @@ def expected(model: PreTrainedModel) -> list[tuple[int, ...]]:
 
 
 def expected_of(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """What Transformers generates."""
+    """Transformers' outputs."""
     return [tuple(reference_greedy(model, prompt, TOKENS)) for prompt in PROMPTS]
 
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from tests.drafting import RandomTrees, Reader, Scripted, drafter_of
 from tests.matrix import PROMPTS
-from tests.runtime.on_device import graphs_of, use_cuda_runtime
 from tests.tiny import VOCAB_SIZE, needs_packed, tiny_model
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.core.tree import chain
@@ -184,7 +183,7 @@ def run(
     params: SamplingParams = PARAMS,
     **fields: Any,
 ) -> Reader:
-    """What a reader has seen of these prompts, generated together."""
+    """The states that a reader has seen of these prompts, generated together."""
     reader = Reader(inner, kind.hidden_layers)
     llm = kind.llm(reader, **fields)
     outputs = llm.generate([list(prompt) for prompt in prompts], params)
@@ -194,7 +193,7 @@ def run(
 
 @cache
 def plain_outputs(kind: Kind, prompts: tuple[Tokens, ...], greedy: bool) -> dict[Tokens, Tokens]:
-    """What each prompt's continuation is, by prompt."""
+    """The continuation of each prompt, by prompt."""
     outputs = kind.llm(None).generate(list(map(list, prompts)), GREEDY if greedy else PARAMS)
     return {prompt: out.token_ids for prompt, out in zip(prompts, outputs, strict=True)}
 
@@ -515,7 +514,7 @@ def test_inside_a_cascade_they_are_those_of_the_middle_model(float32: Kind, rule
             assert_close(states[layer], expected[layer])
 
 
-# Nobody asks
+# Hidden states that are not asked for
 
 
 class Made(TorchDispatchMode):
@@ -571,7 +570,7 @@ class Watching(Reader):
         assert all(outcome.output.hidden == {} for outcome in outcomes)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        raise AssertionError("nobody has asked")
+        raise AssertionError("it was not asked for")
 
     def _check(self, request: Request) -> None:
         pass
@@ -580,35 +579,3 @@ class Watching(Reader):
 def test_who_does_not_ask_is_shown_nothing(kind: Kind) -> None:
     outputs = kind.llm(Watching(None, ())).generate(PROMPTS, PARAMS)
     assert all(output.metrics.drafter_failure is None for output in outputs)
-
-
-# Captured passes
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("drafts", [None, Scripted, RandomTrees], ids=["plain", "chains", "trees"])
-def test_captured_passes_have_those_of_eager_ones(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, drafts: type[Scripted] | None
-) -> None:
-    eager = LEAN if architecture == "llama" else MODULE
-    prompts = (*SHORT, tokens_of(1, 70))
-    expected = one_by_one(eager, prompts, greedy=True)
-    inner = None if drafts is None else scripted(eager, drafts, prompts, greedy=True)
-    tape = use_cuda_runtime(monkeypatch, positions=2 * KEY_BLOCK)
-    reader = Reader(inner, eager.hidden_layers)
-    llm = LLM(
-        eager.model(),
-        speculative_config={
-            "method": reader,
-            "num_speculative_tokens": 5,
-            "controller": "fixed",
-        },
-        max_num_batched_tokens=32,
-    )
-    assert llm.runtime == "cuda"
-    llm.generate(list(map(list, prompts)), GREEDY)
-    assert_equal(states_of(reader), expected, exact=False)
-    assert tape.num_replays > TOKENS / 6
-    graphs = graphs_of(llm.engine.target)
-    llm.generate([list(PROMPTS[0])], GREEDY)
-    assert graphs_of(llm.engine.target) >= graphs > 0

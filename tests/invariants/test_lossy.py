@@ -1,4 +1,4 @@
-"""What the lossy rules promise instead of exactness."""
+"""Promises of the lossy rules, in place of exactness."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_distance_is_that_of_token_ids(epsilon: int) -> None:
 
 
 def test_distance_0_is_greedy_verification() -> None:
-    """What remains is the draft that the target would have written."""
+    """Only the draft that the target would have written remains."""
     p = random_distributions(4, 2)
     rule = Distance(Distance.Options(epsilon=0))
     for draft, _ in trees(random_distributions(4, 102), without_replacement, 2, 2):
@@ -221,7 +221,7 @@ def test_a_minimum_block_is_committed(rule: type[Distance | TopBeta], minimum: i
 
 @pytest.mark.parametrize("rule", [Distance, TopBeta])
 def test_a_minimum_block_has_no_impossible_tokens(rule: type[Distance | TopBeta]) -> None:
-    """What a mask excludes is not committed, however short the block."""
+    """Tokens that a mask excludes are not committed, however short the block."""
     p = random_distributions(5, 3, zeros=4)
     best = p(()).certain
     assert best is not None

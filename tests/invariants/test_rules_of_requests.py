@@ -45,7 +45,7 @@ def params(seed: int, temperature: float = 1.0) -> SamplingParams:
 
 @cache
 def alone(rule: str, prompt: int, seed: int, temperature: float) -> Any:
-    """What an LLM with this rule generates, one request at a time."""
+    """The output of an LLM with this rule, one request at a time."""
     (output,) = _with_rule(rule).generate([PROMPTS[prompt]], params(seed, temperature))
     return output.token_ids, output.logprobs, output.metrics.num_accepted_tokens
 

@@ -80,7 +80,7 @@ def open_row(target: Target, key: int, source: Source, tokens: list[int] = START
 
 
 def logits(target: Target, tokens: list[int], key: int = 0, need: Need | None = None) -> Tensor:
-    """[n, V] of these tokens behind the row's committed ones, in a pass of its own."""
+    """[n, V] of these tokens after the row's committed ones, in a pass of its own."""
     (output,) = target.verify([key], [chain(tokens)], need=need or Need())
     return output.scores.clone()
 

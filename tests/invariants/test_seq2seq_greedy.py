@@ -93,7 +93,7 @@ def test_every_rule(rule: str) -> None:
 
 
 def test_a_decoders_prompt() -> None:
-    """Its tokens count for lengths and n-grams, and none is forced behind more than one."""
+    """Its tokens count for lengths and n-grams, and none is forced after more than one."""
     model, prompt = tiny_seq2seq("mbart", eos_bias=3.0), [2, 40, 41, 40]
     for name, value in ALL.items():
         setattr(model.generation_config, name, value)

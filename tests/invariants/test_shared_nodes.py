@@ -88,7 +88,7 @@ def cut(draft: Draft, limit: int) -> Draft:
 
 
 def committed(rule: str, draft: Draft, p: DistributionOf) -> Outcomes:
-    """What a step commits, with its probability."""
+    """The committed tokens of a step, with their probabilities."""
     outcomes: Outcomes = defaultdict(float)
     for accepted, weight in decisions(RULES[rule](), draft, p):
         outcomes[*draft.tree.path_tokens(accepted.last), accepted.token] += weight

@@ -33,7 +33,7 @@ PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 SAMPLES = 400
 LENGTH = 2
 TEMPERATURES = {"coupled": (1.0, 0.6), "rejection": (1.0,), "block": (0.6,)}
-"""What k_sequential does to chains is what rejection does; a test of its own has its trees."""
+"""On chains, k_sequential does what rejection does; a separate test has its trees."""
 CASES = [
     (method, rule, temperature)
     for method in ("none", *SPECULATIVE)
@@ -53,7 +53,7 @@ QUICK = {
     "block": {"draft_model", "ngram"},
 }
 """Cases that differ in what they run. Under `coupled` outputs are those of `none` to the bit
-(`test_bits.py`), one-hot drafts take one path through a rule, whoever proposed them, `hybrid`
+(`test_bits.py`), one-hot drafts take one path through a rule, whatever proposed them, `hybrid`
 drafts with `eagle`, and `test_drafters.py` has the q of every method: the other cases are for
 `make test-slow`."""
 ALARM = 1e-6

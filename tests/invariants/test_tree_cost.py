@@ -1,4 +1,4 @@
-"""What verifying a tree costs: its nodes, however many paths they make.
+"""Verifying a tree costs its nodes, however many paths they make.
 
 Separate sequences would compute the prefix they share once for each of them; tree attention
 computes every node once.

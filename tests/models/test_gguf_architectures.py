@@ -183,7 +183,7 @@ def tensors(model_type: str, model: PreTrainedModel) -> dict[str, np.ndarray[Any
 
 
 SPLITS = {"granite": "refact", "olmo2": "dbrx", "smollm3": "llama-bpe"}
-"""What the families' files say about their tokenizers; others have that of Qwen2."""
+"""Tokenizers that the families' files name; others have that of Qwen2."""
 SENTENCEPIECE = {"gemma2", "gemma3_text", "phi3", "mixtral"}
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file runs in its own numbers, where a kernel's format has them."""
+"""A GGUF file keeps its quantization where a kernel's format allows."""
 
 from __future__ import annotations
 

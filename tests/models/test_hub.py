@@ -25,7 +25,7 @@ NAME = "org/tiny"
 
 @dataclass
 class Hub:
-    """What the server has, and what it was asked for."""
+    """A server's files, and the requests that it got."""
 
     files: dict[str, bytes]
     asked: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the user names becomes a folder, or an error that says what was looked for."""
+"""A model's name becomes a folder, or an error that says what was looked for."""
 
 from __future__ import annotations
 

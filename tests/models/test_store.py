@@ -1,4 +1,4 @@
-"""The cache shows complete models or none, whoever is interrupted, killed or first."""
+"""The cache shows complete models or none, whichever process is interrupted, killed or first."""
 
 from __future__ import annotations
 

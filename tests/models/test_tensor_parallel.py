@@ -1,4 +1,4 @@
-"""What cannot be spread over several processes is refused before anything is loaded."""
+"""Models that cannot be spread over several processes are refused before anything is loaded."""
 
 from __future__ import annotations
 

@@ -200,8 +200,8 @@ struct Model {
         source.span = source.positions = SOURCE;
     }
 
-    // Logits of tokens `first` to `last` - 1, behind those before them. In a tree, every token has a sibling in
-    // the slot before its own that no other token sees, and nothing is read from a prefix behind `first`.
+    // Logits of tokens `first` to `last` - 1, after those before them. In a tree, every token has a sibling in
+    // the slot before its own that no other token sees, and nothing is read from a prefix after `first`.
     void run(int first, int last, int threads, bool tree, float* logits) {
         std::vector<int64_t> tokens, argmax(2 * TOKENS);
         std::vector<int32_t> positions, rows, slots, prefixes, starts{0}, tails, scored;

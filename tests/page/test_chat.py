@@ -1,4 +1,4 @@
-"""The page of a server in a browser: a chat on a tiny model behind a real server."""
+"""The page of a server in a browser: a chat with a tiny model on a real server."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_keys(page: Page) -> None:
     help_ = page.get_by_role("dialog", name="Keys")
     expect(help_).to_be_visible()
     page.keyboard.press("Home")
-    assert chosen(page) == 4, "behind a dialog nothing moves"
+    assert chosen(page) == 4, "after a dialog nothing moves"
     page.keyboard.press("Escape")
     expect(help_).to_be_hidden()
     page.locator(".segment").nth(1).click()
@@ -254,7 +254,7 @@ def test_drag_and_drop(page: Page) -> None:
     for text, told in {
         "{": "x.json: This file is not JSON.",
         "[]": "x.json: This is not a trace. Make one with: tokenleap generate PROMPT --trace FILE",
-        json.dumps(damaged): "x.json: This trace is damaged: step 1 has a parent behind its child.",
+        json.dumps(damaged): "x.json: This trace is damaged: step 1 has a parent after its child.",
         json.dumps(wordy): "x.json: This trace is damaged: step 1 has probabilities that are no "
         "numbers.",
         json.dumps(unlikely): "x.json: This trace is damaged: step 1 has candidates that are no "

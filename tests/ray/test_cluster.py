@@ -176,7 +176,7 @@ def test_kill_9_of_a_replica_while_100_requests_run(cluster: Cluster, llm: LLM) 
     expected = [output.text for output in llm.generate(list(prompts), params)]
 
     async def asked(client: httpx2.AsyncClient, number: int, done: list[int]) -> tuple[str, str]:
-        """What it wrote, and how it ended."""
+        """The text of the answer, and how it ended."""
         body = BODY | {"prompt": prompts[number], "max_tokens": 40, "ignore_eos": True}
         if number % 2:
             answer = await client.post("/v1/completions", json=body)

@@ -42,12 +42,12 @@ class DeploymentUnavailableError(RayServeException):
 
 
 NEVER, AT_THE_END, UNAVAILABLE = -1, -2, -3
-"""Instead of a number of messages: no replica takes the call for now, it is lost behind its last
+"""Instead of a number of messages: no replica takes the call for now, it is lost after its last
 message, or Ray has no replica any more."""
 
 
 class Stream:
-    """What Ray's handle returns for a stream."""
+    """A stream, as Ray's handle returns it."""
 
     def __init__(self, pieces: AsyncIterator[Any], lost_after: int | None) -> None:
         self._pieces, self._lost_after = pieces, lost_after
@@ -103,7 +103,7 @@ class Handle:
         return SimpleNamespace(remote=remote)
 
     def broadcast(self, method: str, *arguments: str) -> Any:
-        """As Ray does, it calls nobody before the results are asked for."""
+        """As Ray does, it calls no replica before the results are asked for."""
 
         async def results_async(*, timeout_s: float, return_exceptions: bool) -> list[Any]:
             assert return_exceptions
@@ -117,7 +117,7 @@ class Handle:
 
 
 def status_of(word: str) -> Any:
-    """What Ray Serve says of its applications."""
+    """The status of applications, as Ray Serve reports it."""
     return SimpleNamespace(
         applications={"app": SimpleNamespace(status=SimpleNamespace(value=word))}
     )
@@ -168,7 +168,7 @@ def handle(llm: LLM) -> Iterator[Handle]:
 
 
 def asked(handle: Handle, act: Callable[[httpx2.AsyncClient, Any], Any]) -> Any:
-    """What a client does, with the front."""
+    """The result of a client's action on the front."""
     front = sys.modules["tokenleap.ray.serving"].Front(handle, SETTINGS)
 
     async def run() -> Any:
@@ -345,7 +345,7 @@ def test_replicas_that_do_not_answer_hold_nobody_up(handle: Handle) -> None:
 
 
 def ended(handle: Handle, end: Callable[[httpx2.AsyncClient, Any, str], Any]) -> tuple[Any, str]:
-    """What `end` returns while an answer without an end is on its way; and that answer."""
+    """The result of `end` during an endless answer, and that answer."""
     server = handle._replica._app.state.server
 
     async def act(client: httpx2.AsyncClient, front: Any) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""What processes of one model tell each other, in threads: `tests/test_tensor_parallel.py` has the
+"""Messages between processes of one model, in threads: `tests/test_tensor_parallel.py` has the
 processes."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Threads:
         return Thread()
 
     def run(self, act: Callable[[Group], Any]) -> list[Any]:
-        """What each of them returns."""
+        """The results of all."""
         with ThreadPoolExecutor(len(self.groups)) as pool:
             return list(pool.map(act, self.groups))
 

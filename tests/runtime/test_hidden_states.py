@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.runtime.on_device import use_cuda_runtime
 from tests.tiny import tiny_model
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.runtime.choose import network_for
@@ -30,16 +29,12 @@ NETWORKS: dict[str, Callable[[PreTrainedModel], Network]] = {
 }
 
 
-@pytest.fixture(params=[*NETWORKS, "captured"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+@pytest.fixture(params=NETWORKS)
+def target(request: pytest.FixtureRequest) -> Target:
     model = tiny_model(head_dim=32)
-    if request.param == "captured":
-        use_cuda_runtime(monkeypatch)
-        made = Target(model)
-    else:
-        if request.param == "native":
-            request.getfixturevalue("native_library")
-        made = Target(model).with_network(NETWORKS[request.param](model))
+    if request.param == "native":
+        request.getfixturevalue("native_library")
+    made = Target(model).with_network(NETWORKS[request.param](model))
     made.add(0)
     return made
 

@@ -1,4 +1,4 @@
-"""Kernels of K-quants compute products of their own numbers, with the same bits for any rows."""
+"""Kernels of K-quants compute products of quantized numbers, with the same bits for any rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def product(packed: PackedWeights, inputs: Tensor, *flags: str) -> Tensor:
 
 
 def rounded(inputs: Tensor) -> Tensor:
-    """What the kernels make of inputs: int8 in groups of 32."""
+    """Inputs as the kernels round them: int8 in groups of 32."""
     groups = inputs.view(len(inputs), -1, 32)
     scales = groups.abs().amax(-1, keepdim=True) / 127
     return ((groups / scales).round() * scales).view_as(inputs)

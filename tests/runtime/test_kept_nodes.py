@@ -1,4 +1,4 @@
-"""Kept nodes: KV behind the committed tokens that a row's next tree begins with.
+"""Kept nodes: KV after the committed tokens that a row's next tree begins with.
 
 Random operations on a slab are compared with lists.
 """
@@ -23,7 +23,7 @@ HEADS, WIDTH, LAYERS = 2, 3, 2
 
 @dataclass
 class Row:
-    """What a row should hold: the number that each node's KV consists of."""
+    """The expected contents of a row: the number that each node's KV consists of."""
 
     committed: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
@@ -184,7 +184,7 @@ def test_kept_nodes_are_not_computed_again() -> None:
 
 
 def test_rows_without_a_tree_keep_theirs() -> None:
-    """Padding of a row between two others is written behind its kept nodes."""
+    """Padding of a row between two others is written after its kept nodes."""
     target = Target(tiny_model("lean"))
     for key in range(3):
         target.add(key)

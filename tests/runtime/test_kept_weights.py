@@ -40,7 +40,7 @@ def test_the_same_bits_are_shared() -> None:
 def test_nothing_else_is_shared() -> None:
     tensor = torch.zeros(8, 70)
     late = tensor.clone()
-    late[7, 69] = 1  # behind the first bytes
+    late[7, 69] = 1  # after the first bytes
     weights = KeptWeights(kept(tensor))
     for other in (-tensor, late, tensor.double(), tensor.flatten(), tensor[:7]):
         assert weights.share(other) is other

@@ -56,7 +56,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) ->
 
 
 def scores(model: PreTrainedModel, network: Network) -> Tensor:
-    """Logits of the tree behind the context, [n+1, V]."""
+    """Logits of the tree after the context, [n+1, V]."""
     target = Target(model).with_network(network)
     target.add(0)
     target.prefill(0, CONTEXT_TOKENS)

@@ -1,4 +1,4 @@
-"""What passes cost is measured in rounds, within its time, and never by a first pass."""
+"""The costs of passes are measured in rounds, within their time, and never by a first pass."""
 
 from __future__ import annotations
 

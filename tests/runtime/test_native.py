@@ -284,7 +284,7 @@ def test_who_runs_natively() -> None:
     [
         (
             {"runtime": "natve"},
-            "runtime: must be one of auto, native, torch, lean, module, cuda, compiled",
+            "runtime: must be one of auto, native, torch, lean, module, compiled",
         ),
         ({"runtime": "native"}, "not available for this model on this machine: head_dim must be"),
         ({"quantization": "int4"}, "^quantization: int4 needs .* here: head_dim must be"),
@@ -426,7 +426,7 @@ def test_no_library_is_loaded_that_others_may_have_written(
 def test_a_temporary_folder_of_another_user(
     compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever made it first gets nothing loaded, and this process has a fresh one."""
+    """A library that another process made first is not loaded, and this process has a fresh one."""
     (tmp_path / "cache").touch()
     squatted = tmp_path / "tmp" / f"tokenleap-{os.geteuid()}"
     squatted.mkdir(mode=0o777)
@@ -493,7 +493,7 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
 
 
 def test_fewer_threads_than_asked_for() -> None:
-    """OpenMP may give fewer, and nobody waits for the others."""
+    """OpenMP may give fewer, and no thread waits for the others."""
     openmp = library()  # whatever this library finds is the OpenMP that it is linked to
     model, before = tiny_model(head_dim=32), torch.get_num_threads()
     levels = openmp.omp_get_max_active_levels()

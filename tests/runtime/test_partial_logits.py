@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime.on_device import use_cuda_runtime
 from tests.tiny import tiny_model
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.runtime.network import Need
@@ -20,21 +19,18 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "native int8": {"runtime": "native", "quantization": "int8"},
     "lean": {"runtime": "torch"},
     "module": {"runtime": "torch"},
-    "captured": {},
 }
 
 
 @pytest.fixture(params=NETWORKS)
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+def target(request: pytest.FixtureRequest) -> Target:
     """Three rows of different lengths."""
     name = request.param
-    if name == "captured":
-        use_cuda_runtime(monkeypatch)
-    elif name.startswith("native"):
+    if name.startswith("native"):
         request.getfixturevalue("native_library")
     model = tiny_model("gpt2") if name == "module" else tiny_model(head_dim=32)
     made = Target(model, **NETWORKS[name])
-    assert made.network.name in (name.split()[0], "cuda")
+    assert made.network.name == name.split()[0]
     for key, length in enumerate((3, 9, 5)):
         made.add(key)
         made.prefill(key, list(range(1, 1 + length)))

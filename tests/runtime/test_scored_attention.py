@@ -49,7 +49,7 @@ def test_the_definition(softcap: float | None, with_sinks: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("softcap", "with_sinks"), KINDS)
 def test_bits(softcap: float | None, with_sinks: bool, dtype: torch.dtype) -> None:
-    """Of a query: whatever the other queries, the other rows and the keys that nobody sees."""
+    """Of a query: whatever the other queries, the other rows and the keys that are not seen."""
     query, key, value, mask = inputs(dtype)
     whole = attend_scored(query, key, value, mask, 0.4, softcap, sinks(with_sinks))
     assert whole.dtype == dtype

@@ -103,7 +103,7 @@ def assert_close(found: Tensor, expected: Tensor, relative: float | None = None)
 
 
 def assert_paths(output: PassOutput, name: str, source: Source, before: list[int]) -> None:
-    """The logits of `TREE` behind these tokens."""
+    """The logits of `TREE` after these tokens."""
     for leaf in LEAVES:
         nodes = [0, *TREE.path(leaf)]
         tokens = [TREE.tokens[node] for node in nodes]
@@ -221,7 +221,7 @@ def test_hidden_states_are_those_of_the_module(name: str, target: Target) -> Non
 
 
 def test_learnt_embeddings(name: str, target: Target) -> None:
-    """Ids behind the vocabulary that stand for what the embedding returns for other tokens."""
+    """Ids after the vocabulary that stand for what the embedding returns for other tokens."""
     model: Any = model_of(name)
     first = target.network.extend(model.get_decoder().embed_tokens(torch.tensor([7, 9])))
     open_row(target, 0, tiny_source(name), TEXT_TOKENS[:5])
@@ -376,7 +376,7 @@ def test_a_state_that_does_not_fit() -> None:
 
 
 def test_the_padding_token_of_m2m_100_has_no_position() -> None:
-    """In `generate()`, where a token is computed behind a cache, the others keep theirs."""
+    """In `generate()`, where a token is computed after a cache, the others keep theirs."""
     target, source = target_of("m2m_100"), tiny_source()
     model = model_of("m2m_100")
     padding = model.config.pad_token_id
@@ -398,7 +398,7 @@ def test_the_padding_token_of_m2m_100_has_no_position() -> None:
 
 @pytest.mark.parametrize("name", ["bart", "marian", "m2m_100", "whisper"])
 def test_the_end_of_the_context(name: str) -> None:
-    """A pass of one node is padded, with a position behind the last one."""
+    """A pass of one node is padded, with a position after the last one."""
     target = Target(model_of(name, torch.float32), max_model_len=CONTEXT)
     open_row(target, 0, tiny_source(name), [3] * (CONTEXT - 2))
     tree = TokenTree((5, 6, 7, 8), (-1, 0, 0, 0))

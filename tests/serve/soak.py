@@ -56,7 +56,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [*HELLO, *HELLO], "seed": 13, "max_tokens": 6}),
     (RESPONSES, {"input": "hello", "temperature": 0, "max_output_tokens": 12}),
 ]
-"""What clients ask for; all are answered."""
+"""Requests of clients; all are answered."""
 
 SPIES: list[dict[str, Any]] = [
     {"prompt": prompt, "speculative_config": {"method": method, "controller": "fixed"}}
@@ -134,7 +134,7 @@ ACTIONS = {
     "spy": 2,
     "hostile": 1,
 }
-"""What clients do, and how often."""
+"""Actions of clients, and how often they occur."""
 
 
 def _full(path: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A tiny model behind a real server, in a thread of this process."""
+"""A tiny model on a real server, in a thread of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong in a request gets OpenAI's error object, which names it; nothing is ignored."""
+"""A wrong field in a request gets OpenAI's error object, which names it; none is ignored."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def python(code: str, *arguments: str, at: Path | None = None, **environment: str) -> str:
-    """What a Python process of its own prints: these packages give warnings, and set up much."""
+    """The output of a separate Python process: these packages give warnings, and set up much."""
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments],
         capture_output=True,

@@ -97,7 +97,7 @@ def test_log_probabilities(server: Served) -> None:
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_scores_the_prompt(server: Served, max_tokens: int, stream: bool) -> None:
-    """What lm-eval reads: log-probabilities of a given text."""
+    """Log-probabilities of a given text, as lm-eval reads them."""
     fields = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "stream": stream}
     wanted = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=1)
     (expected,) = server.llm.generate("hello", wanted)

@@ -1,4 +1,4 @@
-"""Forms of outputs that clients send: hostile ones are their own mistake, and nobody waits."""
+"""Forms of outputs that clients send: hostile ones are their own mistake, and no one waits."""
 
 from __future__ import annotations
 

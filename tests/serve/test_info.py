@@ -1,4 +1,4 @@
-"""What a server tells about itself: metrics under vLLM's names, and its OpenAPI description."""
+"""Information about a server: metrics under vLLM's names, and its OpenAPI description."""
 
 from __future__ import annotations
 

@@ -528,7 +528,7 @@ def test_a_connection_whose_client_takes_nothing_is_dropped() -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             until(lambda: len(running.server.server_state.connections) == 1)
             with pytest.raises(ConnectionError):  # noqa: PT012
-                while True:  # answers that nobody reads
+                while True:  # answers that are not read
                     connection.sendall(asks)
                     time.sleep(0.002)
             until(lambda: not running.server.server_state.connections)
@@ -573,7 +573,7 @@ def test_the_server_listens_until_the_last_answer_has_ended(
                 refused = running.post("/v1/completions", prompt="a")
                 assert refused.status_code == 503
                 assert refused.headers["retry-after"] == "5"
-            with raw(running, b"GET /v1/models HTTP/1.1\r\n") as late:  # it holds nobody up
+            with raw(running, b"GET /v1/models HTTP/1.1\r\n") as late:  # it holds no one up
                 gate.open = True
                 assert whole(connection).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
                 assert late.recv(100) == b""

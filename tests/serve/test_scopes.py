@@ -1,4 +1,4 @@
-"""What requests of a server leave for later ones, and who can read it: nobody's text leaks."""
+"""Requests of a server leave memory for later ones, and no text leaks to others."""
 
 from __future__ import annotations
 

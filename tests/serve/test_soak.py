@@ -113,7 +113,7 @@ class Remote:
         self._process = psutil.Process(pid)
 
     def settled(self) -> tuple[int, int]:
-        """Bytes of memory and open files, when nothing runs and nobody is connected."""
+        """Bytes of memory and open files, when nothing runs and no client is connected."""
         self.http.close()
         until(lambda: not self._connected())
         with httpx2.Client(base_url=self.url, timeout=240) as client:

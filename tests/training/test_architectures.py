@@ -30,7 +30,7 @@ def target_of(model: PreTrainedModel) -> Target:
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3", "cohere2"])
 @torch.no_grad()
 def test_blocks_see_no_further_than_the_windows(name: str, method: str, tmp_path: Path) -> None:
-    """The block behind every root is computed as if it stood alone behind the text."""
+    """The block after every root is computed as if it stood alone after the text."""
     unscaled: dict[str, Any] = {"logit_scale": 1.0} if name == "cohere2" else {}
     target = target_of(windowed_model(name, **unscaled))
     option = {"pad": "num_pads", "pass": "num_tokens"}[method]

@@ -120,7 +120,7 @@ def test_long_conversations_are_cut(length: int, tmp_path: Path) -> None:
         Conversation(tuple(range(20)), ((4, 7), (11, 20))),
         Conversation(tuple(range(20)), ((10, 20),)),
         Conversation(tuple(range(3)), ((0, 3),)),
-        Conversation(tuple(range(6)), ((0, 2),)),  # drafts begin behind the second token
+        Conversation(tuple(range(6)), ((0, 2),)),  # drafts begin after the second token
     ]
     cache = computed(Target(tiny_model()), talks, (0,), tmp_path / "cache")
     data = TrainingSet(cache, length)

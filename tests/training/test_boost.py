@@ -134,7 +134,7 @@ def test_samples_that_are_missed(wrong: list[int], expected: list[tuple[int, int
     found = missed_parts(right, [(4, 14), (20, 29)], 4)
     assert found == expected
     assert missed_parts(right, found, 4) == expected  # what is missed is cut in the same places
-    assert missed_parts([False] * 30, [(0, 8)], 4) == [(2, 8)]  # nobody guesses two tokens
+    assert missed_parts([False] * 30, [(0, 8)], 4) == [(2, 8)]  # no model guesses two tokens
 
 
 def test_a_sample_is_missed_if_its_greedy_draft_differs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is used of the conversations: each prompt once, none that must stay unseen."""
+"""Conversations that are used: each prompt once, none that must stay unseen."""
 
 from __future__ import annotations
 

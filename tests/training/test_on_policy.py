@@ -1,4 +1,4 @@
-"""Text that the draft model writes while it learns, with the target's distribution behind it."""
+"""Text that the draft model writes while it learns, with the target's distribution for it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def prompts(world: World) -> set[tuple[int, ...]]:
 
 
 def test_the_draft_model_writes_and_the_target_scores(llm: LLM, tmp_path: Path) -> None:
-    """Greedy answers are the draft model's, and p behind every token is the target's."""
+    """Greedy answers are the draft model's, and p after every token is the target's."""
     world = World(llm, tmp_path, **ON_POLICY)
     rounds, trainee = world.rounds(), world.trainee()
     rounds.begin(0, trainee)
@@ -253,7 +253,7 @@ def test_a_kill_while_text_is_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it left is used: the whole text, or nothing of half of its features."""
+    """Work left by a killed run is used: the whole text, but no half-written features."""
     whole, killed = uninterrupted["mixed"], World(llm, tmp_path, **MIXED)
 
     def half(*arguments: Any) -> Any:

@@ -176,7 +176,7 @@ def test_they_are_kept_in_files(tmp_path: Path) -> None:
 
 
 def test_they_differ_by_their_sources() -> None:
-    """Decoders begin alike; what is in front of an answer is the source, too."""
+    """Decoders begin alike; what comes before an answer is the source, too."""
     chooser = Chooser(100, Unseen([tuple(range(30, 50))]))
     chooser.add([*conversations(), *conversations()])
     assert (len(chooser.kept), chooser.twice) == (2, 2)

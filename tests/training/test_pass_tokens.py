@@ -31,7 +31,7 @@ def target() -> Target:
 
 
 def served(target: Target, folder: Path, tokens: list[int]) -> Tensor:
-    """[L, V] what the target says at the look-ahead tokens behind a text."""
+    """[L, V] what the target says at the look-ahead tokens after a text."""
     rows = read_pass_tokens(folder, target)
     first = target.network.extend(rows)
     target.add(0)

@@ -91,12 +91,12 @@ def served(trainee: SpecDrafterTrainee, source: Sequence[int], prefix: Sequence[
 
 
 def with_transitions(trainee: SpecDrafterTrainee, logits: Tensor, labels: Tensor) -> Tensor:
-    """[n, V] of a block's first logits, each behind the label in front of it."""
+    """[n, V] of a block's first logits, each after the label before it."""
     if trainee.transitions is None:
         return logits
     rows = output_layer(trainee.lm).weight[:VOCAB_SIZE]
     transitions = TokenTransitions(trainee.transitions.matrix, rows)
-    return torch.cat([logits[:1], logits[1:] + transitions.behind(labels[:-1])])
+    return torch.cat([logits[:1], logits[1:] + transitions.added_after(labels[:-1])])
 
 
 # What is learnt
@@ -113,7 +113,7 @@ def test_it_learns_what_is_served(name: str, transitions: bool) -> None:
     for row, place in ((0, 0), (0, 6), (1, 1), (2, 3)):
         prefix, labels = OUTPUTS[row][: place + 1], OUTPUTS[row][place + 1 :][:MASKS]
         found = torch.stack([trainee.logits(each[row, place], 0) for each in levels])
-        found = found[: len(labels)]  # behind the text there is no token in front of one
+        found = found[: len(labels)]  # after the text there is no token before one
         alone = served(trainee, SOURCES[row], prefix)[: len(labels)]
         expected = with_transitions(trainee, alone, torch.tensor(labels))
         most = 1e-3 if name.endswith("_wide") else 1e-4  # the native runtime rounds in other places
@@ -164,9 +164,9 @@ def test_evaluations_are_about_every_prefix(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("options", [{}, {"prefixes": 3}, {"prefixes": 2, "transitions": True}])
 def test_the_loss_is_that_of_all_masks_inside_the_text(options: dict[str, Any]) -> None:
-    """Without glancing and smoothing: the mean cross-entropy behind the prefixes drawn.
+    """Without glancing and smoothing: the mean cross-entropy after the prefixes drawn.
 
-    Blocks behind several prefixes of a text have the logits that each has alone.
+    Blocks after several prefixes of a text have the logits that each has alone.
     """
     options = {"glancing": (0.0, 0.0), "label_smoothing": 0.0, "dropout": 0.0, **options}
     trainee = trainee_of(**options)
@@ -395,7 +395,7 @@ def test_what_is_written_can_draft(pairs: Pairs, tmp_path: Path) -> None:
     scorer, passes = load_spec_drafter(tmp_path, pairs.target)
     assert scorer.most_depths == 3
     assert scorer.transitions is not None
-    added = scorer.transitions.behind(torch.tensor([5]))[0]
+    added = scorer.transitions.added_after(torch.tensor([5]))[0]
     rows = trainee.lm.get_output_embeddings().weight[:VOCAB_SIZE]
     expected = trainee.transitions(rows[5]) @ rows.T
     expected = expected - expected.mean()

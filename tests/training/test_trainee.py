@@ -1,4 +1,4 @@
-"""What is trained is what serves: the same logits, from the same features."""
+"""Training and serving give the same logits, from the same features."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_levels_of_eagle_are_those_of_its_network(form: str, target: Target) -> 
     batch = collate(given, LEVELS)
     found = logits_of(trainee, batch)
     for row, each in enumerate(given):
-        pad = each.tokens[:1].expand(LEVELS + 1)  # the oracle wants tokens behind every pair
+        pad = each.tokens[:1].expand(LEVELS + 1)  # the oracle wants tokens after every pair
         hidden = dequantize(each.hidden, each.scales)
         expected = levels(
             trainee.net,
@@ -222,7 +222,7 @@ def test_training_and_serving_have_the_same_logits(
     hidden = dequantize(features.hidden, features.scales)  # [n, A, E]
     for root in (3, 9, 20):  # tokens that a draft starts from; the pair before each is its root
         expected = served(name, tmp_path / "head", target, hidden, layers, talk.tokens, root)
-        place = root - 1 - 2  # the first pair in front of the answer is the third
+        place = root - 1 - 2  # the first pair before the answer is the third
         for level in range(min(LEVELS, len(talk.tokens) - 1 - root)):
             torch.testing.assert_close(
                 found[level][0, place], expected[level], atol=2e-3, rtol=1e-3
@@ -238,7 +238,7 @@ def served(
     tokens: tuple[int, ...],
     root: int,
 ) -> list[Tensor]:
-    """Logits of a chain of the text's own tokens behind a root, from what serves."""
+    """Logits of a chain of the text's own tokens after a root, from what serves."""
     text = [*tokens, *[0] * LEVELS]
     if method in STATE_NETS:
         head = head_of(method, folder, target)
@@ -346,7 +346,7 @@ def test_every_method_says_what_it_is() -> None:
 
 @torch.no_grad()
 def test_the_loss_of_eagle1_is_that_of_the_authors(target: Target) -> None:
-    """Smooth L1 of the features behind each place, and a tenth of the tokens' loss."""
+    """Smooth L1 of the features after each place, and a tenth of the tokens' loss."""
     method = training_method("eagle1", {"noise": 0})
     trainee = new_trainee(method, target, spread=0.1)
     assert isinstance(trainee, Eagle1Trainee)

@@ -95,7 +95,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ],
 )
 def test_every_method_learns(method: str, precision: Any, tmp_path: Path) -> None:
-    """What always follows from the last token, whatever the target thinks of it.
+    """Every method learns a rule that follows from the last token, whatever the target thinks.
 
     A head that has not understood this is right as often as the most frequent token occurs. `pass`
     leaves a target as it is that has not understood it: see `test_pass_tokens.py`.
@@ -200,7 +200,7 @@ def interrupted(run: Run, stops: Sequence[int]) -> None:
 def test_a_run_that_was_stopped_ends_with_the_same_weights(
     method: str, stops: list[int], tmp_path: Path
 ) -> None:
-    """In front of an evaluation and behind it, at the end of an epoch, and after the last step."""
+    """Before an evaluation and after it, at the end of an epoch, and after the last step."""
     world = World(tmp_path, method, count=12)
     whole = Run(world, tmp_path / "whole")
     events = whole.whole()
@@ -242,7 +242,7 @@ def test_ctrl_c_in_the_middle_of_a_step(
 
 @pytest.mark.parametrize("at", range(1, 12, 2))
 def test_a_kill_at_any_time(at: int, world: World, tmp_path: Path) -> None:
-    """What a killed process leaves: the last checkpoint, and half of a next one."""
+    """A killed process leaves the last checkpoint, and half of a next one."""
     whole, killed = Run(world, tmp_path / "whole"), Run(world, tmp_path / "killed")
     events = whole.trainer().run()
     for _ in range(at):

@@ -180,7 +180,7 @@ def random_features(
     vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
 ) -> Features:
-    """Features with nothing behind them."""
+    """Features without data."""
     generator = torch.Generator().manual_seed(seed)
 
     def ints(most: int, *shape: int) -> torch.Tensor:

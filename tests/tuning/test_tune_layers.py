@@ -107,7 +107,7 @@ def test_pairs_that_harm_together_are_seen(seed: int) -> None:
 
 
 def test_without_a_beam_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above would say of a worse search."""
+    """The test above notices a worse search."""
     monkeypatch.setattr(tune_layers, "BEAM", 1)
     monkeypatch.setattr(tune_layers, "TRIES", 1)
     objectives = [Synthetic(4, seed, pairs=8) for seed in range(8)]

@@ -280,7 +280,7 @@ class Laboratory:
         judges: Sequence[Judge],
         report: Callable[[int], object] = lambda _: None,
     ) -> list[list[float]]:
-        """What every judge says of the first drafted token at every position with a draft."""
+        """Every judge's verdict on the first drafted token, at each position with a draft."""
         watch = Watch(self._rule, judges)
         for done, prompt in enumerate(prompts, 1):
             recorder = Recorder(1, self.llm.max_model_len)

@@ -53,7 +53,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all contestants.
+    """Settings that all contestants share.
 
     Args:
         draft_model: for methods that take one, and for the assistant of Transformers.

@@ -121,7 +121,7 @@ class OwnRunner:
         return str(self._llm.device)
 
     def facts(self) -> dict[str, Any]:
-        """What runs, its context, what its rule guarantees, and bytes of model and draft model."""
+        """Facts of the run: model, context, guarantee of the rule, bytes of both models."""
         llm, draft = self._llm, self._llm.speculative_config.model
         rule = llm.speculative_config.rule
         itemsize = llm.dtype.itemsize

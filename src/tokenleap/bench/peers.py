@@ -116,7 +116,7 @@ class TransformersRunner:
             generation_config=config,
             **assistant,
         )
-        first = 1 if has_encoder else length  # behind the token that a decoder starts with
+        first = 1 if has_encoder else length  # after the token that a decoder starts with
         return [{"token_ids": row[first:].tolist()} for row in output]
 
 

@@ -84,7 +84,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def notes(results: Results) -> list[str]:
-    """What a reader needs to know about the figures."""
+    """Remarks that a reader of the figures needs."""
     baseline = results.facts[BASELINE.label]
     found = [
         "A ratio is the geometric mean over prompts of medians over rounds, with a 95 % bootstrap "
@@ -127,7 +127,7 @@ def notes(results: Results) -> list[str]:
 
 
 def _about_runtimes(results: Results) -> list[str]:
-    """What the names of PyTorch's runtimes mean, where they are shown."""
+    """The meaning of the names of PyTorch's runtimes, where they are shown."""
     ran = {facts.get("runtime") for facts in results.facts.values()}
     shown = ((name, what) for name, what in TORCH_RUNTIMES.items() if name in ran)
     return [f"The runtime {name} is {what}." for name, what in shown]
@@ -424,7 +424,7 @@ def _pictures(results: Results) -> dict[str, str]:
 BINS = 12
 
 THE_REST = "the rest"
-"""What of the peak is not computed from shapes; a remark of the report says what it is."""
+"""The part of the peak that shapes do not explain; a remark of the report describes it."""
 
 
 def can_draw() -> bool:

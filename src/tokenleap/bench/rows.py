@@ -234,7 +234,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps bring and cost: Xia et al., "Speculative Decoding" (2023), tables 2 and 3.
+    """Tokens and costs of steps: Xia et al., "Speculative Decoding" (2023), tables 2 and 3.
 
     Args:
         tokens: Tok., tokens per target pass, passes without a draft included.
@@ -284,7 +284,7 @@ class BatchPoint:
 
 @dataclass(frozen=True)
 class Start:
-    """What a user waits for before the first token.
+    """The wait before the first token.
 
     Args:
         load_seconds: from the start of its process until it could generate; None in journals of

@@ -34,7 +34,7 @@ CONTROL_TEMPERATURE = 1.5
 
 @dataclass(frozen=True)
 class Unit:
-    """What one call generates for: a prompt, or several at once.
+    """The prompts of one call: one, or several at once.
 
     Args:
         seeds: one per prompt if it is sampled. All contestants have the same, in every round.
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured.
+    """The measurements to make.
 
     Args:
         control: how many prompts of random tokens; the contestants that are not peers sample
@@ -101,7 +101,7 @@ class Plan:
         ]
 
     def header(self) -> dict[str, Any]:
-        """What the results depend on. Rounds are not part of it: more may be added later."""
+        """Everything that results depend on, except rounds: more may be added later."""
         texts = json.dumps([[prompt.id, prompt.text] for prompt in self.prompts])
         return {
             **asdict(self.setting),
@@ -115,7 +115,7 @@ class Plan:
 
 
 def facts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the contestants reported when they were loaded, by label; the last report counts."""
+    """Facts that the contestants reported when loaded, by label; the last report counts."""
     found = [record for record in records if record["type"] == "contestant"]
     return {record["label"]: record["facts"] for record in found}
 

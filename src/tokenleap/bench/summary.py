@@ -154,8 +154,8 @@ class Results:
     def roofline(self) -> list[tuple[str, float, float]]:
         """Label, seconds to stream the weights once, and median seconds of a step.
 
-        A step is a target pass without a draft. Peers do not report passes: for those that decode
-        plainly it is the time of a token after the first, the others are left out.
+        A step is a target pass without a draft. Peers do not report passes: for those that do not
+        speculate it is the time of a token after the first, the others are left out.
         """
         streams = {r["bytes"]: r["seconds"] for r in self._records if r["type"] == "roofline"}
         steps = {label: self._step_seconds(label) for label in self.labels}

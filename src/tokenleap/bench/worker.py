@@ -49,7 +49,7 @@ class Worker:
             self._own = self._runner
 
     def facts(self) -> dict[str, Any]:
-        """What it is, and how much memory it takes once it is loaded."""
+        """Its facts, and the memory that it takes once it is loaded."""
         return {**self._runner.facts(), "device": self._runner.device, **self.memory()}
 
     def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:

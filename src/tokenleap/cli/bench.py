@@ -273,7 +273,7 @@ def _plan(
 
 
 def _quantization(target: ModelOptions) -> str | None:
-    """What contestants take that name none: "auto" for a GGUF file, in its own numbers."""
+    """The default of contestants that name none: "auto" for a GGUF file."""
     from tokenleap.models.resolver import gguf_file
 
     if target.quantization == "auto":
@@ -282,7 +282,7 @@ def _quantization(target: ModelOptions) -> str | None:
 
 
 def _found(model: str, quantization: str | None) -> Path | None:
-    """A model's folder; None for a GGUF file that contestants load in its own numbers."""
+    """A model's folder; None for a GGUF file that contestants load as it is."""
     from tokenleap.models.gguf import GgufFile
     from tokenleap.models.resolver import gguf_file
 

@@ -42,7 +42,7 @@ def check(
     llm = open_llm(target, SpeculativeConfig())
     probe = check_folder(head, llm.engine.target, llm.tokenizer)
     told = (
-        f"{head} predicts {probe.accepted:.0%} of the model's most probable tokens behind a short "
+        f"{head} predicts {probe.accepted:.0%} of the model's most probable tokens after a short "
         "text"
     )
     display().print(plain(told), soft_wrap=True)

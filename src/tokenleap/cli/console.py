@@ -265,7 +265,7 @@ def show_summary(output: CompletionOutput, writer: TokenWriter) -> None:
 
 
 def what_ran(llm: LLM) -> dict[str, Any]:
-    """What a result depends on besides its prompt, for JSON; nothing is "auto"."""
+    """Everything that a result depends on besides its prompt, for JSON; nothing is "auto"."""
     config = llm.speculative_config.as_dict()
     if config["controller"]["rule"] != llm.controller:
         config["controller"] = {"rule": llm.controller}

@@ -271,7 +271,7 @@ SENTENCES = (
     ),
     DemoPrompt("Paragraph", _PASSAGE),
 )
-"""What an encoder-decoder reads: a translator takes an instruction for a part of the text."""
+"""Sources for encoder-decoders: a translator takes an instruction for a part of the text."""
 
 PROMPTS = (
     DemoPrompt("Question", "What is photosynthesis?"),

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from tokenleap.cli.console import as_json, display, plain, working
 from tokenleap.cli.root import examples
-
-if TYPE_CHECKING:
-    from tokenleap.control import Controller
-    from tokenleap.core.acceptance import AcceptanceRule
 
 __all__ = ["EXAMPLES", "methods"]
 
@@ -36,9 +32,7 @@ def methods(
         drafters = [_listed(name, _drafter) for name in (*registry.METHODS, *plugins)]
         plugins = _plugins(acceptance.PLUGINS, acceptance.RULES)
         rules = [_listed(name, _rule) for name in (*acceptance.RULES, *plugins)]
-    controllers = [
-        {"name": name, **_described(name, controller)} for name, controller in CONTROLLERS.items()
-    ]
+    controllers = [{"name": name, **_controller(name)} for name in CONTROLLERS]
     if json_output:
         print(as_json({"methods": drafters, "acceptance": rules, "controllers": controllers}))
         return
@@ -79,21 +73,18 @@ def _drafter(name: str) -> dict[str, Any]:
 
 
 def _rule(name: str) -> dict[str, Any]:
-    from tokenleap.core.acceptance import RULES, rule_class
+    from tokenleap.core.acceptance import rule_class
 
     rule = rule_class(name)
-    described = _described(name, rule)
-    if name not in RULES:  # a module of another package may hold more than the rule
-        own = inspect.cleandoc(rule.__doc__ or "").partition("\n")[0]
-        described["summary"] = own.rstrip(".") or described["summary"]
-    return {"lossless": rule.lossless, **described}
+    summary = inspect.cleandoc(rule.__doc__ or "").partition("\n")[0].rstrip(".")
+    return {"lossless": rule.lossless, "summary": summary, "fields": rule.Options.field_names()}
 
 
-def _described(name: str, part: type[AcceptanceRule] | type[Controller]) -> dict[str, Any]:
-    """What its module says of it first, and its own fields."""
-    text = inspect.getdoc(inspect.getmodule(part)) or ""
-    summary = text.partition("\n")[0].removeprefix(f"`{name}`: ").rstrip(".")
-    return {"summary": summary, "fields": part.Options.field_names()}
+def _controller(name: str) -> dict[str, Any]:
+    from tokenleap.control import CONTROLLERS
+
+    controller = CONTROLLERS[name]
+    return {"summary": controller.summary, "fields": controller.Options.field_names()}
 
 
 def _show(name: str, second: str, rows: list[tuple[dict[str, Any], str]]) -> None:

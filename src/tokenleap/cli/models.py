@@ -194,6 +194,6 @@ def _show(row: dict[str, Any]) -> None:
 def _confirmed(question: str) -> bool:
     """The answer to a question."""
     if not sys.stdin.isatty():
-        raise UsageError("nobody can confirm this without a terminal: add --yes")
+        raise UsageError("this cannot be confirmed without a terminal: add --yes")
     errors().print(plain(f"{question} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

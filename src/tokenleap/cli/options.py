@@ -262,7 +262,7 @@ class ModelOptions:
     quantization: Annotated[
         str,
         _model(
-            "auto (a GGUF file in its own numbers), none, or smaller weights: int8, int4 (CPU).",
+            "auto (a GGUF file as it is), none, or smaller weights: int8, int4 (CPU).",
             callback=_known_quantization,
             autocompletion=_quantizations,
         ),
@@ -270,7 +270,7 @@ class ModelOptions:
     runtime: Annotated[
         str,
         _model(
-            "auto, native (C++ on a CPU), torch, cuda or compiled; or a name that was shown.",
+            "auto, native (C++ on a CPU), torch or compiled; or a name that was shown.",
             callback=_known_runtime,
         ),
     ] = "auto"
@@ -658,7 +658,7 @@ def as_given(settings: Mapping[str, Any], config: SpeculativeConfig | None) -> d
 
 
 def _given_fields(config: SpeculativeConfig) -> dict[str, Any]:
-    """What the user wrote of it."""
+    """The fields that the user gave."""
     own = type(config).model_fields.keys() & config.model_fields_set
     return {name: getattr(config, name) for name in own} | (config.model_extra or {})
 

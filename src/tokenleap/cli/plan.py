@@ -73,7 +73,7 @@ class TheoryOptions:
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What to measure, and how often."""
+    """Options of what to measure, and how often."""
 
     measure: Annotated[
         bool,

@@ -76,7 +76,7 @@ def _checked(argument: str) -> str:
 
 @dataclass(frozen=True)
 class ReferenceOptions:
-    """What drafts may quote besides the prompt."""
+    """Options for texts that drafts may quote besides the prompt."""
 
     reference: Annotated[
         list[Path] | None,

@@ -132,7 +132,7 @@ def _line_of(error: Exception) -> str:
 
 
 def _what(error: typer.TyperException, context: Any) -> str:
-    """What is wrong with a command line, and what to write instead where that is known."""
+    """Explain a mistake in a command line, and name the correction where it is known."""
     if context is None:
         return error.format_message()
     options = {name for each in context.command.params for name in each.opts if name[0] == "-"}
@@ -238,11 +238,11 @@ _COMMANDS = {
     "help": "'tokenleap --help'",
     "version": "'tokenleap --version'",
 }
-"""What to run in place of a command of another program."""
+"""Commands to run in place of another program's."""
 
 
 def instead_of_option(name: str, known: Sequence[str]) -> str:
-    """What to write in place of an option that a command does not have; "" if nobody knows."""
+    """The advice on an option that a command does not have; "" if there is none."""
     for advice in _OPTIONS.get(name, ()):
         needed = {*re.findall(r"(?<!\S)--[a-z-]+", advice)}
         if needed | ({_NEEDS[advice]} if advice in _NEEDS else set()) <= set(known):
@@ -252,7 +252,7 @@ def instead_of_option(name: str, known: Sequence[str]) -> str:
 
 
 def instead_of_command(name: str, known: Sequence[str]) -> str:
-    """What to run in place of a command that does not exist: one like it, or all that there are."""
+    """The advice on a command that does not exist: one like it, or all that there are."""
     return f"use {_COMMANDS[name]}." if name in _COMMANDS else nearest(name, list(known))
 
 

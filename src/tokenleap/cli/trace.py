@@ -437,7 +437,7 @@ KINDS = {
     "target": "a target pass",
     "accept": "accept, commit",
 }
-"""What is computed, in the order of a request's life."""
+"""Kinds of computation, in the order of a request's life."""
 
 _MARKS = {"encoder": "E", "prompt": "P", "draft": "\u2592", "target": "\u2588", "accept": "\u00b7"}
 _STYLES = {"draft": "draft", "target": "correction", "accept": "unreached"}
@@ -532,7 +532,7 @@ def show_timelines(timelines: Sequence[Timeline]) -> None:
 
 
 def _margin(timelines: Sequence[Timeline]) -> int:
-    """Width of the time at the left, with a space behind it."""
+    """Width of the time at the left, with a space after it."""
     return len(f"{max(one.seconds for one in timelines):.2f}") + 1
 
 

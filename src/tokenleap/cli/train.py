@@ -39,7 +39,7 @@ EXAMPLES = examples(
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is learnt."""
+    """Options of the data."""
 
     data: Annotated[
         list[str] | None,

@@ -175,7 +175,13 @@ class Heuristic(Controller):
     """Starts every request at `num_speculative_tokens`, or at `max_length` if that is less."""
 
     class Options(Config):
-        """Options of `heuristic`: longest draft, and the steps to grow and shrink by."""
+        """Options of `heuristic`.
+
+        Args:
+            max_length: longest draft, in tokens.
+            grow: tokens that a draft gains after one that was accepted whole.
+            shrink: tokens that it loses otherwise.
+        """
 
         max_length: Annotated[int, Ge(1), Le(256)] = 20
         grow: Annotated[int, Ge(0)] = 2
@@ -223,7 +229,11 @@ class BatchTable(Controller):
     """Takes the table's entry for the largest batch size that is not above the current one."""
 
     class Options(Config):
-        """Options of `batch`: draft length by batch size; 1 must have an entry."""
+        """Options of `batch`.
+
+        Args:
+            lengths: draft length by the smallest batch size it is for; 1 must have an entry.
+        """
 
         lengths: Mapping[Annotated[int, Ge(1)], Annotated[int, Ge(0)]] = {1: 8, 4: 4, 8: 2, 16: 0}
 
@@ -265,6 +275,7 @@ class Confidence(Controller):
         """Options of `confidence`.
 
         Args:
+            threshold: drafting stops below a token less probable than this.
             of: compare the probability of the `token` or the product along the `path`.
             step: how much an outcome moves the threshold; 0 keeps it fixed.
         """

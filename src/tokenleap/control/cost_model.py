@@ -109,7 +109,11 @@ class CostModel(Controller):
     """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level."""
 
     class Options(Config):
-        """Options of `cost_model`: a request tries again after this many steps without drafts."""
+        """Options of `cost_model`.
+
+        Args:
+            probe_every: a request tries again after this many steps without drafts.
+        """
 
         probe_every: Annotated[int, Ge(2)] = 64
 
@@ -255,7 +259,7 @@ class CostModel(Controller):
         """Whether drafts are expected to save more time than reading the text takes.
 
         A text may end soon. If it is patient, drafts would have to have saved that time already:
-        whoever waits so long loses at most twice as much as with foresight. Otherwise the lengths
+        waiting so long loses at most twice as much as with foresight. Otherwise the lengths
         of earlier outputs say how much is left to save; early requests may lose a little to learn.
         """
         history = self._estimates.history(request)
@@ -337,7 +341,7 @@ _FIRST_GAIN = 0.1
 
 @dataclass
 class _State:
-    """What is known of one request.
+    """Observations of one request.
 
     Attributes:
         gain: average saving of a lookup, as a share of the time of a plain pass.
@@ -366,7 +370,7 @@ class LookupPlan:
     node_cost: float
 
     def expected(self, rows: int, left_out: Collection[int] = ()) -> Expected:
-        """What the step brings and costs, if the drafts of some rows are left out."""
+        """Expected tokens and costs of the step without the drafts of some rows."""
         kept = [row for row in self.nodes if row not in left_out]
         tokens = sum(self.tokens[row] for row in kept)
         return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
@@ -705,7 +709,7 @@ def _looked_up(draft: Draft) -> Draft:
 
 
 def _without_grafts(outcome: Outcome) -> Outcome:
-    """What became of the trained draft alone."""
+    """The outcome of the trained draft alone."""
     draft, accepted = outcome.draft, outcome.accepted
     kept = [node for node, f in enumerate(draft.features, 1) if not is_graft(f)]
     if len(kept) == len(draft.features):

@@ -64,7 +64,7 @@ drafts are often wrong: answers begin with phrases of which there are many."""
 
 
 class Estimates:
-    """What one drafter's drafts bring and cost.
+    """Estimates of what one drafter's drafts bring and cost.
 
     Args:
         levels: number of nodes at each level of a full draft.
@@ -122,14 +122,14 @@ class Estimates:
         return None if token is None else token * reading(request) * self.costs(1, 1)
 
     def history(self, request: Request) -> History:
-        """What is known of a request."""
+        """The history of a request."""
         history = self._histories.get(request.key)
         if history is None:
             history = self._histories[request.key] = self._new(_MEMORY_OF_ONE)
         return history
 
     def chances(self, batch: Sequence[Request]) -> Chances:
-        """What drafts for these requests may bring, by their depth."""
+        """Chances of drafts for these requests, by their depth."""
         nodes = self._sizes.of_levels
         prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
         hoped = [max(rate, UNKNOWN) for rate in prior]

@@ -23,7 +23,7 @@ __all__ = ["Chances", "Expected", "Offer", "Plan", "Rest", "best_plan", "levels_
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step is expected to bring and to cost.
+    """Expected tokens and costs of a step.
 
     Args:
         tokens: committed tokens of all its requests.
@@ -120,7 +120,7 @@ EAGLE head, the levels of 8 requests take 3 times as long as those of one."""
 
 
 def levels_of_one(deepest: float, drafted: float) -> float:
-    """The time of drafting, in levels of one request."""
+    """The cost of drafting, in levels of one request."""
     return _SHARED * deepest + (1 - _SHARED) * drafted
 
 
@@ -141,7 +141,7 @@ class _DraftedLevels:
 
 @dataclass(frozen=True)
 class Chances:
-    """What is expected of the drafts of R requests with L levels.
+    """Expectations of the drafts of R requests with L levels.
 
     Args:
         drafts: [R] the probability that there is a draft at all.

@@ -1,7 +1,7 @@
 """Beam search in one token tree.
 
 A search keeps the `width` most probable beginnings of the output, the live beams, and the best
-outputs that have ended, its hypotheses. The live beams are leaves of a token tree behind the
+outputs that have ended, its hypotheses. The live beams are leaves of a token tree after the
 committed tokens. Only what all live beams and all hypotheses begin with is committed, since a
 committed token is never taken back. The target keeps the KV of the other nodes (`KVSlab.commit`),
 so a pass computes only the new leaves.
@@ -29,7 +29,7 @@ from tokenleap.core.tree import Draft, TokenTree
 __all__ = ["BeamDraft", "BeamSettings", "Beams", "Hypothesis", "Searched", "scores_of", "search"]
 
 _UNBEATEN = -1e9
-"""What `generate` takes as the worst hypothesis's score while there are fewer than `width`."""
+"""The worst hypothesis's score in `generate` while there are fewer than `width`."""
 
 Scores: TypeAlias = Callable[[Sequence[int]], Tensor]
 """Nodes of a draft -> [n, V] log-probabilities of the tokens after each of them, in float32."""
@@ -37,7 +37,7 @@ Scores: TypeAlias = Callable[[Sequence[int]], Tensor]
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """What a search looks for.
+    """Settings of a search.
 
     Args:
         width: number of live beams, and of hypotheses that are kept.
@@ -196,7 +196,7 @@ class BeamDraft(Draft):
 
 @dataclass(frozen=True)
 class Searched:
-    """What a pass brought to a search.
+    """The result of a pass for a search.
 
     Args:
         tokens: the tokens to commit, maybe none; at the end all tokens of the best hypothesis.

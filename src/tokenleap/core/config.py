@@ -102,7 +102,7 @@ class Config(BaseModel):
 
     @classmethod
     def advice(cls, name: str, known: list[str]) -> str:
-        """What to write instead of an unknown name; arguments as in `nearest`."""
+        """The advice on an unknown name; arguments as in `nearest`."""
         return cls.foreign_names.get(name) or nearest(name, known)
 
     @classmethod

@@ -290,7 +290,7 @@ class Truncation:
 
 
 Limits: TypeAlias = SamplingParams | Truncation
-"""What has min_p, top_k and top_p."""
+"""Anything with min_p, top_k and top_p."""
 
 
 def truncate(logits: Tensor, limits: Limits) -> Distribution:

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 FIRST_NAME, _NAME = "foretoken", "tokenleap"
-"""What the project was called before its first release; files may still say so."""
+"""The project's names before its first release; files may still have them."""
 
 _Fields = TypeVar("_Fields")
 

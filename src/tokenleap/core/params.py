@@ -63,7 +63,7 @@ class SamplingParams(Config):
         seed: makes sampling reproducible. Under the rule `coupled` (the default) the tokens are the
             same for any drafter, draft length and batch (invariant 7).
         bad_words: words that the output never contains. Each is split into tokens with and without
-            a space before it. Of several tokens, only the last is forbidden, behind the others.
+            a space before it. Of a multi-token word, only the last is banned, after the others.
         max_tokens: most tokens to generate; None generates up to the end of the context. 0 only
             reads the prompt, for `prompt_logprobs` or to have it in the prefix cache.
         min_tokens: end-of-sequence and stop tokens are forbidden before this many tokens.

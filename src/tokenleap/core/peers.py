@@ -1,4 +1,4 @@
-"""What the processes that compute one model together must agree on.
+"""Agreement between the processes that compute one model together.
 
 Under tensor parallelism, every process runs the same engine on the same requests, and a pass needs
 all of them. So nothing that only one process knows may decide what is computed: a measured time, a
@@ -55,7 +55,7 @@ class Peers:
         return number
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What the first process makes, in all of them; so is the error if it makes none."""
+        """Give all processes the value, or the error, that the first one makes."""
         return make()
 
 

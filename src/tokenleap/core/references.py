@@ -31,7 +31,7 @@ class References:
         return bool(self.texts)
 
     def indexed(self, key: Hashable, build: Callable[[], Index]) -> Index:
-        """What a drafter searches in place of the texts, built at the first call."""
+        """The index that a drafter searches in place of the texts, built at the first call."""
         if key not in self._indexes:
             self._indexes[key] = build()
         index: Index = self._indexes[key]

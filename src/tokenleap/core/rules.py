@@ -119,7 +119,7 @@ class DecodingRules:
     """The rules of one model, under the names of Transformers' `GenerationConfig`.
 
     Args:
-        begin_suppress_tokens: tokens that do not come first, or not first behind a forced one.
+        begin_suppress_tokens: tokens that do not come first, or not first after a forced one.
         forced_eos_token_id: the last tokens allowed once `max_tokens` is reached; () for any.
         min_length: end-of-sequence tokens are forbidden before this many tokens, those of the
             decoder's prompt included.

@@ -320,7 +320,7 @@ class TreeDistributions:
 
 # `BadWords`: words that an output never contains (vLLM's `bad_words`).
 #
-# A word of several tokens is forbidden at its last token alone, and only behind its first ones. So
+# Of a multi-token word, only its last token is banned, right after its first ones. So
 # what is forbidden at a node of a token tree depends on the node's own path. The words are a part
 # of p, like the rules in `rules.py`: the sampler applies them at every node (invariant 6).
 

@@ -74,7 +74,7 @@ class SequenceState:
 
     @property
     def input_ids(self) -> Sequence[int]:
-        """What the output answers: the text that the encoder reads, or else the prompt."""
+        """The input of the output: the text that the encoder reads, or else the prompt."""
         return self.prompt_ids if self.source is None else self.source.tokens
 
     @property

@@ -168,7 +168,7 @@ class Drafter(ABC):
     if one of the two has no tokenizer."""
 
     learnable: Learnable | None = None
-    """What can learn while it serves; None if there is nothing."""
+    """The part that can learn while it serves; None if there is none."""
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """The number of nodes at each level of a full draft, for controllers.

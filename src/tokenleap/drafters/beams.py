@@ -37,7 +37,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:
-        """The trees of the batch's searches, with nodes for later steps behind their own."""
+        """The trees of the batch's searches, with nodes for later steps after their own."""
 
     @abstractmethod
     def release(self, request: Request) -> None:

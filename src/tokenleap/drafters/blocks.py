@@ -1,7 +1,7 @@
 """Drafting models that compute all levels of a draft in one pass: `parallel`, `spec_drafter`.
 
 The logits depend on the depth, and with `Transitions` on the token in front. So the q of each node
-is exact: the model's distribution for this depth behind its parent. Without transitions, all nodes
+is exact: the model's distribution for this depth after its parent. Without transitions, all nodes
 of a level of a tree have the same children.
 """
 
@@ -137,7 +137,7 @@ def product_tree(
     limit: GrowthLimit,
     transitions: TokenTransitions | None = None,
 ) -> GrownTree:
-    """What `GrowingNetwork.grow` would grow, of logits that do not depend on the drafted tokens.
+    """Grow as `GrowingNetwork.grow`, from logits that do not depend on the drafted tokens.
 
     Args:
         logits: [K, Vd] of the tokens at depths 1 to K, with K at least `limit.depth`.
@@ -195,7 +195,7 @@ def _grown(
 #
 # A block of masks is predicted in one pass, each of its tokens without a look at the others. Where
 # several continuations are likely, such a draft mixes them, or repeats a token. `Transitions` adds
-# what depends on the token before: the logit of a token w behind a token u is
+# what depends on the token before: the logit of a token w after a token u is
 #
 #     logit(w | u) = logit(w) + W_w^T M W_u
 #
@@ -216,7 +216,7 @@ class Transitions(nn.Module):
         self.matrix = nn.Parameter(torch.zeros(size, size))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """What is added to states behind tokens.
+        """The addition to states after tokens.
 
         Args:
             rows: [..., E] the output layer's rows of the tokens.
@@ -244,15 +244,15 @@ class TokenTransitions:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """[V, E] what tokens add to states behind them, and [V, E] W minus its mean."""
+        """[V, E] what tokens add to states after them, and [V, E] W minus its mean."""
         return self._added, self._rows
 
-    def behind(self, tokens: Tensor) -> Tensor:
-        """[N, V] what is added to the logits behind tokens [N]."""
+    def added_after(self, tokens: Tensor) -> Tensor:
+        """[N, V] what is added to the logits after tokens [N]."""
         return (self._added[tokens] @ self._rows.T).float()
 
     def between(self, candidates: Tensor) -> Tensor:
-        """What candidates for a place add to the logits of those for the next.
+        """The additions of candidates for a place to the logits of those for the next.
 
         Args:
             candidates: [K, C] tokens.
@@ -329,7 +329,7 @@ class BlockScorer(OwnModel):
         if self.transitions is None:
             return found
         tokens = torch.tensor(tree.tokens[num_computed:], device=logits.device)
-        return found.float() + self.transitions.behind(tokens)
+        return found.float() + self.transitions.added_after(tokens)
 
     def grow(
         self,

@@ -83,7 +83,7 @@ def build_suffix(parts: DrafterParts) -> Drafter:
 
 
 def build_recycle(parts: DrafterParts) -> Drafter:
-    """What the target found probable before."""
+    """Tokens that the target found probable before."""
     from tokenleap.drafters.lookahead import RecycleDrafter
 
     return RecycleDrafter(parts.options)
@@ -125,7 +125,7 @@ def build_rest(parts: DrafterParts) -> Drafter:
 
 
 def build_regex(parts: DrafterParts) -> Drafter:
-    """What a grammar forces."""
+    """Tokens that a grammar forces."""
     from tokenleap.drafters.lookups import RegexDrafter
 
     return RegexDrafter(parts.options, parts.grammars)
@@ -146,7 +146,7 @@ def build_random(parts: DrafterParts) -> Drafter:
 
 
 def build_pad(parts: DrafterParts) -> Drafter:
-    """Padding behind the text."""
+    """Padding after the text."""
     from tokenleap.drafters.padding import PadDrafter
 
     return PadDrafter(_pad_token_id(parts))
@@ -180,7 +180,7 @@ def build_switch(parts: DrafterParts) -> Drafter:
 
 
 def build_horizontal_cascade(parts: DrafterParts) -> Drafter:
-    """Several drafters, one behind the other."""
+    """Several drafters, one after the other."""
     from tokenleap.drafters.combine import HorizontalCascade
 
     return HorizontalCascade(_several(parts), parts.options)
@@ -205,7 +205,7 @@ def build_hybrid(
 def build_prediction(
     parts: DrafterParts, default_length: Callable[[Mapping[str, Any]], int]
 ) -> Drafter:
-    """The text that a request expects, in front of another drafter if one is named."""
+    """The text that a request expects, before another drafter if one is named."""
     from tokenleap.drafters.copying import PredictionDrafter, with_prediction
 
     inner = parts.options.drafter
@@ -221,7 +221,7 @@ def _several(parts: DrafterParts) -> list[Drafter]:
 
 
 def _pad_token_id(parts: DrafterParts) -> int:
-    """What `pad` pads with: the token chosen, that of the model's training, or the tokenizer's."""
+    """The padding token: the one chosen, that of the model's training, or the tokenizer's."""
     chosen: int | None = parts.options.pad_token_id
     if chosen is not None and chosen >= parts.target.vocab_size:
         highest = parts.target.vocab_size - 1

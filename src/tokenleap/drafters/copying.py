@@ -6,12 +6,12 @@ Aggressive Decoding". While the output follows the input, the draft continues th
 output has diverged, nothing is drafted until a suffix of the text occurs in the input again.
 
 The input of an encoder-decoder is its source, and copying starts at its beginning, as in the
-papers. Special tokens in front of it, such as its language, are left out if the output's own are
+papers. Special tokens before it, such as its language, are left out if the output's own are
 given. The input of a decoder-only model is the prompt, or a region of it (`copy_start`,
 `copy_end`). If a region is given, copying starts at its beginning, too. A whole prompt also holds
 instructions; copying then starts where the prompt's last tokens occurred before, if they did.
 
-The references of a request belong to the input, behind the prompt or the source. No copy goes on
+The references of a request belong to the input, after the prompt or the source. No copy goes on
 from one of these texts to the next.
 """
 
@@ -133,7 +133,7 @@ class Alignment:
                 self._insert(position)
 
     def _realign(self, suffix: Sequence[int]) -> None:
-        """Move behind the longest suffix that occurs in the input.
+        """Move past the longest suffix that occurs in the input.
 
         Of several occurrences, take the first one after the last alignment, or else the last one.
         """
@@ -145,7 +145,7 @@ class Alignment:
             self._num_inserted = 0
 
     def _insert(self, position: int | None) -> None:
-        """Take the last token as inserted in front of the expected one."""
+        """Take the last token as inserted before the expected one."""
         self._num_inserted += 1
         if self._num_inserted <= MOST_INSERTED:
             self.position, self.match = position, 1
@@ -224,7 +224,7 @@ def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
 # are drafted where they come again.
 #
 # A request has at most one prediction, and the methods need not know of it: `with_prediction` puts
-# it in front of any other drafter. Which of the two drafts is verified is decided like that between
+# it before any other drafter. Which of the two drafts is verified is decided like that between
 # lookups and trained drafts (`drafters.hybrid`), or, beside another lookup, by `BetterLookup`.
 
 
@@ -373,7 +373,7 @@ def with_prediction(drafter: Drafter, most: int) -> Drafter:
 # Everything is a function of the committed tokens (invariant 4). While the output follows the text,
 # the next tokens are the text's. Where the two differ, the output has *diverged*. It is *aligned*
 # again where its latest tokens occur in the text: at least two of them anywhere, or a single one a
-# little ahead. Until then, the tokens behind the divergence are guessed for a few steps.
+# little ahead. Until then, the tokens after the divergence are guessed for a few steps.
 #
 # What stands between a divergence and the next alignment is an *edit*: old tokens of the text, and
 # the new tokens that the output has in their place. The same edit is expected wherever else the old
@@ -382,10 +382,10 @@ def with_prediction(drafter: Drafter, most: int) -> Drafter:
 
 
 AHEAD = 32
-"""How far behind a divergence, in tokens, a single token aligns output and text again."""
+"""How far after a divergence, in tokens, a single token aligns output and text again."""
 
 NEAR = 256
-"""How far behind it two tokens do. A match of three counts wherever it is."""
+"""How far after it two tokens do. A match of three counts wherever it is."""
 
 LONGEST_EDIT = 12
 """Most tokens of an edit's old side, and of its new side."""
@@ -394,7 +394,7 @@ MOST_EDITS = 64
 """Most edits that are known of one output. The oldest is dropped."""
 
 FIRST_LENGTH, GUESS_LENGTH = 8, 4
-"""Tokens drafted at the text's beginning, and behind a divergence."""
+"""Tokens drafted at the text's beginning, and after a divergence."""
 
 _FIRST_TRUST, _LEAST_TRUST, _TRUST_RATE = 0.6, 0.3, 1 / 16
 """Trust is a running mean: the share of tokens that were those expected. Below the least, drafts
@@ -471,7 +471,7 @@ class Follower:
         return tokens, features
 
     def _guess(self, length: int) -> tuple[list[int], list[int]]:
-        """Tokens behind a divergence, as if one token of the text had been replaced."""
+        """Tokens after a divergence, as if one token of the text had been replaced."""
         assert self._left is not None
         age = len(self._left.written)
         if age > LONGEST_GUESS:
@@ -521,7 +521,7 @@ class Follower:
         self.seen = max(self.seen, len(tokens))
 
     def _follows(self, token: int) -> bool:
-        """Whether this is the expected token; if it is, go on behind it."""
+        """Whether this is the expected token; if it is, go on after it."""
         if self._at == len(self._text.tokens):
             return False
         if self._edit is None:
@@ -553,7 +553,7 @@ class Follower:
         self._aligned, self._match, self._edit = False, 0, None
 
     def _align(self, suffix: Sequence[int]) -> None:
-        """Find the place in the text behind the output's latest tokens."""
+        """Find the place in the text after the output's latest tokens."""
         left = self._left
         assert left is not None
         ends, match = self._text.occurrences.longest(suffix)
@@ -611,6 +611,6 @@ class Follower:
 
 
 def _first_behind(ends: Positions, at: int) -> int | None:
-    """The first of these ascending positions behind an index of the text; None if there is none."""
+    """The first of these ascending positions after an index of the text; None if there is none."""
     place = int(ends.searchsorted(at, side="right"))
     return int(ends[place]) if place < len(ends) else None

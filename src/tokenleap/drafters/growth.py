@@ -76,7 +76,7 @@ class Growth:
 
     @property
     def size(self) -> int:
-        """What counts against the budget's number of nodes.
+        """The size that counts against the budget's number of nodes.
 
         It is the number of draws: which draws belong to the draft must not depend on their tokens
         (invariant 2), whether these are equal or not.
@@ -143,7 +143,7 @@ def most_probable(distribution: Distribution, width: int) -> list[Drawn]:
 def most_probable_below(
     logits: Tensor, widths: Sequence[int], token_ids: Tensor | None
 ) -> list[list[Drawn]] | None:
-    """What `most_probable` returns for the distributions of many nodes, at once.
+    """`most_probable` for the distributions of many nodes at once.
 
     Args:
         logits: [n, V] of the nodes, or [n, Vd] of `token_ids`.

@@ -89,7 +89,7 @@ class Window:
             yield [*self.rows[0][:index], *column], column
 
     def advance(self, length: int, guesses: Sequence[int]) -> None:
-        """Move the window behind the text after a step."""
+        """Move the window past the text after a step."""
         shift = length - self._length
         if guesses:
             self.rows.append(list(guesses))

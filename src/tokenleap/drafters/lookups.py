@@ -53,7 +53,7 @@ __all__ = [
 
 
 _SEPARATOR = chr(0x10FFFF)
-"""Stands before and behind each reference; no vocabulary has so many tokens."""
+"""Stands before and after each reference; no vocabulary has so many tokens."""
 
 
 class SearchedText:
@@ -75,7 +75,7 @@ class SearchedText:
         """Find the latest earlier occurrence of the longest suffix that occurs.
 
         Returns:
-            The position behind the occurrence, and the length of the match there. The match may be
+            The position after the occurrence, and the length of the match there. The match may be
             longer than the longest suffix that is looked up. None if no suffix occurs.
         """
         text, length = self._text, 0
@@ -91,7 +91,7 @@ class SearchedText:
         """Find the last occurrence in the references of the longest suffix that occurs there.
 
         Returns:
-            The position behind the occurrence, for `quote`, and the length of the match there; None
+            The position after the occurrence, for `quote`, and the length of the match there; None
             if there is no such match.
         """
         beside, end, length = self._beside, len(self._beside), 0
@@ -128,7 +128,7 @@ def _joined(references: References) -> str:
 
 
 def _last_with_successor(text: str, suffix: str, end: int) -> int | None:
-    """The position behind the last occurrence before `end` that a token follows."""
+    """The position after the last occurrence before `end` that a token follows."""
     start = text.rfind(suffix, 0, end)
     while start >= 0 and text[start + len(suffix)] == _SEPARATOR:
         start = text.rfind(suffix, 0, start + len(suffix) - 1)
@@ -211,7 +211,7 @@ class Occurrences:
         self._ends = _ends_of(self._array)
 
     def longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
-        """Positions behind the occurrences of the longest suffix, ascending, and its length.
+        """Positions after the occurrences of the longest suffix, ascending, and its length.
 
         Where the text ends, nothing follows, so this is no occurrence.
         """
@@ -226,7 +226,7 @@ class Occurrences:
         return ends, length
 
     def of(self, token: int) -> Positions:
-        """Positions behind the occurrences of one token, ascending."""
+        """Positions after the occurrences of one token, ascending."""
         return self._ends.get(token, _NOWHERE)
 
 
@@ -234,7 +234,7 @@ _NOWHERE: Positions = np.empty(0, dtype=np.int64)
 
 
 def _ends_of(tokens: NDArray[Any]) -> dict[int, Positions]:
-    """Token -> positions behind its occurrences, ascending, without the ends of texts.
+    """Token -> positions after its occurrences, ascending, without the ends of texts.
 
     Args:
         tokens: [N] token ids and separators.

@@ -195,7 +195,7 @@ class ModelDrafter(Drafter):
                 self._expand(growth, output.scores)
                 if not growth.frontier:
                     # Now, not after the loop: the next pass of the other requests may include this
-                    # row, and padding is written behind its committed KV.
+                    # row, and padding is written after its committed KV.
                     self._scorer.finish_draft(growth.request, len(growth.pending))
         return [
             growth.draft(self._shape) if growth else Draft.empty(request.root)

@@ -72,7 +72,7 @@ computes them."""
 
 
 def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:
-    """What a pass returns: before the first level, logits of the root alone (`Scorer.verify`)."""
+    """Outputs that a pass needs: before the first level, logits of the root (`Scorer.verify`)."""
     return Need(last=None if any(num_computed) else 1, hidden=hidden)
 
 
@@ -255,7 +255,7 @@ def rows_that_fit(
 
 # Draft models whose logits have another width than the target's, with the same tokens.
 #
-# Vocabularies are padded behind their last token to a size that suits the hardware, and models of
+# Vocabularies are padded after their last token to a size that suits the hardware, and models of
 # one family may be padded differently. `resized` cuts a draft model's logits to the target's width,
 # or pads them with minus infinity. `draft_model` and `cascade` use it.
 
@@ -281,7 +281,7 @@ class _Resized(Target):
         states: Tensor | None = None,
         read_logits: Callable[[Tensor], object] | None = None,
     ) -> Mapping[int, Tensor]:
-        assert read_logits is None, "nobody asks a draft model for a prompt's probabilities"
+        assert read_logits is None, "a draft model is never asked for a prompt's probabilities"
         return super().prefill(key, self._without_padding(tokens), hidden_layers, states)
 
     def verify(
@@ -400,11 +400,11 @@ def leave_out(network: Network, skipped: Mapping[str, Sequence[int]]) -> Network
 
 
 class _Row:
-    """What a draft of one request has computed."""
+    """The computed part of one request's draft."""
 
     def __init__(self, stages: int) -> None:
         self.states: list[list[Tensor]] = [[] for _ in range(stages)]
-        """[stages] the hidden states [E] behind each checked layer, of the tree's first nodes."""
+        """[stages] the hidden states [E] after each checked layer, of the tree's first nodes."""
         self.start = 0  # the first node of this pass
         self.logits: list[Tensor] = []  # [V] of each node of this pass, at its deepest layer so far
         self.tokens: list[int] = []  # their argmax
@@ -415,7 +415,7 @@ class SaturatingLayers(TargetScorer):
     """A growing part of the target as drafting model, on the target's own KV (see `Scorer`).
 
     Args:
-        layers: numbers of layers, ascending, behind which a node may stop; at least two.
+        layers: numbers of layers, ascending, after which a node may stop; at least two.
         confidence: a node also stops where its most probable token has this probability; None: not.
     """
 
@@ -550,7 +550,7 @@ class _InnerSpeculation:
 
 @dataclass
 class _Chain:
-    """What the middle model drafts for a request.
+    """The middle model's draft for a request.
 
     Attributes:
         inner: the middle model's request; its tokens begin with the outer request's.

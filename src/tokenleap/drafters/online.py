@@ -106,7 +106,7 @@ class Learnable(ABC):
 
 @dataclass(frozen=True)
 class OnlineReport:
-    """What a drafter has learnt so far.
+    """Report on what a drafter has learnt so far.
 
     Args:
         positions: that came into the buffer.
@@ -150,7 +150,7 @@ class Learner(Protocol):
         ...
 
     def work(self, seconds: float) -> None:
-        """Learn for as long as is due, behind a step that took so many seconds."""
+        """Learn for as long as is due, after a step that took so many seconds."""
         ...
 
     def forget(self) -> None:
@@ -159,5 +159,5 @@ class Learner(Protocol):
 
     @property
     def report(self) -> OnlineReport:
-        """What it has learnt so far."""
+        """Report on what it has learnt so far."""
         ...

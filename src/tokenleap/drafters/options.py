@@ -450,9 +450,7 @@ _Tokenizer: TypeAlias = Annotated[Any, AfterValidator(_tokenizer)]
 
 
 DraftQuantization: TypeAlias = Literal["none", "int8", "int4"] | None
-"""How a draft model's weights are rounded. None chooses: int4 if the model is loaded by its name
-and the target runs in int4 or in a GGUF file's own numbers, else as the target's. int4 includes the
-output layer. The output does not depend on it."""
+"""How a draft model's weights are rounded (see `DraftModelOptions.draft_quantization`)."""
 
 
 class DraftModelOptions(TreeOptions):
@@ -466,7 +464,9 @@ class DraftModelOptions(TreeOptions):
             half of the target's tokens, else `text`. `LLM.vocabulary_overlap` reports the choice.
         draft_tokenizer: the draft model's tokenizer, or a folder or alias that holds it. None takes
             the tokenizer in the draft model's folder.
-        draft_quantization: see `DraftQuantization`.
+        draft_quantization: how the draft model's weights are rounded; int4 includes the output
+            layer. None chooses: int4 if the model is loaded by its name and the target runs in int4
+            or from a GGUF file, else as the target's. The output does not depend on it.
     """
 
     vocabulary: Literal["auto", "same", "intersection", "text"] = "auto"
@@ -612,7 +612,7 @@ class CascadeOptions(DrafterOptions):
         drafter: configuration of the inner drafter: `method` and that method's own fields. It may
             be another cascade.
         inner_num_speculative_tokens: draft length of the inner drafter, in tokens.
-        draft_quantization: see `DraftQuantization`.
+        draft_quantization: how the draft model's weights are rounded, as for `draft_model`.
     """
 
     drafter: InnerConfig
@@ -641,10 +641,9 @@ class CombineOptions(DrafterOptions):
 
 
 class SwitchOptions(CombineOptions):
-    """Options of `switch`.
+    """Options of `switch`, besides those of `CombineOptions`.
 
     Args:
-        drafters: see `CombineOptions`.
         try_every: a request tries another drafter in every such drafting step (16: every 16th).
     """
 

@@ -2,7 +2,7 @@
 
 Padded self-drafting, as the survey of Xia et al. ("Unlocking Efficiency in Large Language Model
 Inference") calls it. The padding is any token of the vocabulary. `tokenleap train pad` trains the
-target to predict behind it; `pass` (PaSS, Monea et al.) trains the padding instead. A pass that
+target to predict after it; `pass` (PaSS, Monea et al.) trains the padding instead. A pass that
 verifies a draft of length k also computes k padding tokens below the root and below every drafted
 token. Wherever acceptance ends, the logits of the padding there predict the tokens after the next
 one. These predictions are the next draft.
@@ -121,7 +121,7 @@ class PadDrafter(Drafter):
 
 
 def block_nodes(size: int) -> int:
-    """The nodes of a draft of so many tokens, with as much padding behind each and the root."""
+    """The nodes of a draft of so many tokens, with as much padding after each and the root."""
     return size + (size + 1) * size
 
 
@@ -134,11 +134,11 @@ def block_size(nodes: int) -> int:
 #
 # Monea, Joulin, Grave, "PaSS: Parallel Speculative Sampling" (arXiv 2311.13581). It is `pad` with
 # embeddings [LA]_1 to [LA]_L that were trained for the target, in place of a padding token: [LA]_i
-# predicts the token i places behind the next one. The paper drafts and verifies in turns. Here the
+# predicts the token i places after the next one. The paper drafts and verifies in turns. Here the
 # pass that verifies a draft also computes look-ahead tokens below the root and below every drafted
 # token, as `pad` does.
 #
-# The look-ahead tokens have ids behind the target's vocabulary (`Network.extend`). The target never
+# The look-ahead tokens have ids after the target's vocabulary (`Network.extend`). The target never
 # writes such a token, so they are never accepted.
 
 

@@ -171,7 +171,7 @@ METHODS: dict[str, DrafterSpec] = {
         build.build_pad,
         8,
         steady=True,
-        summary="padding behind the text, so that one target pass guesses a block",
+        summary="padding after the text, so that one target pass guesses a block",
     ),
     "pass": DrafterSpec(
         PassOptions,
@@ -179,7 +179,7 @@ METHODS: dict[str, DrafterSpec] = {
         8,
         takes_head=True,
         steady=True,
-        summary="learnt look-ahead embeddings behind the text, for a block per pass (PaSS)",
+        summary="learnt look-ahead embeddings after the text, for a block per pass (PaSS)",
     ),
     "regex": DrafterSpec(
         RegexOptions,

@@ -287,10 +287,11 @@ class TreeOptions(SampledOptions):
 
     Args:
         tree: the shape of the draft. None is a chain. [4, 2, 2, 1] gives the root four children,
-            each of them two, and so on. [[0], [0, 0], [1]] names the nodes by their ranks (see
-            `Paths`). "dynamic" grows EAGLE-2's tree (see `Dynamic`). A `Path`, or text that ends
-            in .json, names a file written by `tokenleap tree`.
+            each of them two, and so on. [[0], [0, 0], [1]] names each node by the ranks on the path
+            from the root, as in Medusa and EAGLE. "dynamic" grows EAGLE-2's tree. A `Path`, or text
+            that ends in .json, names a file written by `tokenleap tree`.
         tree_top_k: for "dynamic": nodes expanded per level, and children of each.
+        tree_depth: for "dynamic": levels of the tree.
         expansion: how children are chosen. `top_k` takes the most probable tokens (q is one-hot),
             `sample` draws without replacement, and `sample_with_replacement` draws independently.
             `auto` is `sample` for sampled requests and `top_k` for greedy ones. At temperature 0,

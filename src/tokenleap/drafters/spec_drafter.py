@@ -1,7 +1,7 @@
 """`spec_drafter`: an encoder-decoder of its own fills a block of masks (SpecDec, arXiv 2203.16487).
 
 Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
-Generation". The Spec-Drafter reads the source itself. Behind the text so far it puts k [MASK]
+Generation". The Spec-Drafter reads the source itself. After the text so far it puts k [MASK]
 tokens, each at its own position, so that every drafted token has an attention query of its own
 (equation 5). One pass predicts all of them at once (equation 6). The paper's decoder recomputes the
 text in every pass. Ours attends to the text causally, so its KV is kept, and a pass computes the
@@ -59,7 +59,7 @@ NOTES = "spec_drafter"
 
 @dataclass(frozen=True)
 class SpecDrafterNotes:
-    """What a folder says about its drafter.
+    """Notes of a folder about its drafter.
 
     Args:
         fewer_masks: whether it has learnt blocks of fewer masks, too. Then a block has as many as
@@ -74,7 +74,7 @@ class SpecDrafterNotes:
     transitions: bool = False
 
     def note(self) -> dict[str, Any]:
-        """What `config.json` holds, among the notes on the training."""
+        """The entry in `config.json`, among the notes on the training."""
         return {NOTES: asdict(self)}
 
 

@@ -378,7 +378,7 @@ class Text:
 
 
 Leaf: TypeAlias = tuple[Text, int]
-"""A string that occurs once: its text, and the position behind its occurrence."""
+"""A string that occurs once: its text, and the position after its occurrence."""
 
 Place: TypeAlias = Node | Leaf
 """A string in the trie."""

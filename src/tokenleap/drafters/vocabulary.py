@@ -6,7 +6,7 @@ to make the drafter. The paper's token-level intersection is in `vocabulary.py`:
 draft model's distribution, restricted to the tokens that both models have and renormalised.
 Lossless rules stay lossless with this q. The paper's other method, drafting text, is in
 `vocabulary.py`. `vocabulary.py` converts committed tokens to the draft model's ids. Vocabularies
-that differ only in the padding behind the last token count as the same.
+that differ only in the padding after the last token count as the same.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Line:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What its result says of it: the line, the id and the prompt."""
+        """Its part of the result: the line, the id and the prompt."""
         named: dict[str, Any] = {} if self.id is None else {"id": self.id}
         place = {} if self.number is None else {"line": self.number}
         return {**place, **named, self.form: self.prompt, **self.of_source}
@@ -83,7 +83,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Shape:
-    """What becomes of the text of a prompt.
+    """The treatment of a prompt's text.
 
     Args:
         chat: whether it is a message; None means if the model has a chat template.
@@ -206,7 +206,7 @@ def error_of(record: Mapping[str, Any]) -> str | None:
 
 
 def settings_of(llm: LoadedLLM) -> dict[str, Any]:
-    """What all results depend on, as the model runs."""
+    """Settings that all results depend on, as the model runs."""
     shards = llm.tensor_parallel_size
     return {
         **({"tensor_parallel_size": shards} if shards > 1 else {}),
@@ -220,7 +220,7 @@ def settings_of(llm: LoadedLLM) -> dict[str, Any]:
 
 
 def _fields(job: Job) -> dict[str, Any]:
-    """What a result says of the output: the first answer's fields, then all if several."""
+    """The output's part of a result: the first answer's fields, then all if several."""
     result = job.result()
     outputs = [output.as_dict() for output in result.outputs]
     first = {name: field for name, field in outputs[0].items() if name != "index"}
@@ -272,7 +272,7 @@ UseTqdm: TypeAlias = bool | Callable[..., Any] | None
 """Whether there is a bar, or what makes it (a class with tqdm's interface); see `LLM.generate`."""
 
 AFTER_SECONDS = 1.0
-"""A bar that nobody asked for comes so late, so that short calls show none."""
+"""A bar that was not asked for comes so late, so that short calls show none."""
 
 EVERY_SECONDS = 0.1
 """Between two updates."""

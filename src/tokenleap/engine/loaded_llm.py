@@ -39,7 +39,7 @@ class LoadedLLM:
         self.speculative_config = self.engine.strategies.config
 
     def __repr__(self) -> str:
-        """What runs, in one line."""
+        """One line about what runs."""
         shown = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": self.engine.target.quantization,
@@ -63,10 +63,10 @@ class LoadedLLM:
 
     @property
     def runtime(self) -> str:
-        """What computes the passes: "native", "lean", "module", "cuda" or "compiled".
+        """The runtime of the passes: "native", "lean", "module" or "compiled".
 
-        "lean" and "module" use PyTorch's operations; "module" runs the Transformers module. On a
-        GPU they are used where passes are not captured in CUDA graphs.
+        "lean" and "module" use PyTorch's operations; "module" runs the Transformers module, and
+        "compiled" the same with its MLPs under `torch.compile`.
         """
         return self.engine.target.network.name
 
@@ -117,7 +117,7 @@ class LoadedLLM:
 
     @property
     def online_report(self) -> OnlineReport | None:
-        """What the drafter has learnt while it served; None without `online`.
+        """Report on what the drafter has learnt while serving; None without `online`.
 
         It is that of the `LLM`'s own `speculative_config`.
         """
@@ -140,7 +140,7 @@ _INPUTS = (
     "prompt_token_ids",
     "text",
 )
-"""What other libraries call a prompt, or what their tokenizers make of it."""
+"""Other libraries' names for a prompt, or for what their tokenizers make of it."""
 
 _ENGINE = {
     "assistant_model": "use speculative_config={'model': ...}.",
@@ -153,14 +153,14 @@ _ENGINE = {
     "load_in_8bit": "use quantization='int8'.",
     "load_in_4bit": "use quantization='int4'.",
     "quantization_config": "use 'quantization'.",
-    "revision": "write it behind the id: 'ORG/NAME@REVISION'.",
+    "revision": "write it after the id: 'ORG/NAME@REVISION'.",
     "gpu_memory_utilization": "use 'kv_cache_memory'.",
     "kv_cache_memory_bytes": "use 'kv_cache_memory'.",
     "enforce_eager": "use runtime='torch'.",
     "trust_remote_code": "code that comes with a model never runs here; leave it out.",
     "hf_token": "log in with `hf auth login`.",
 }
-"""What other libraries' constructors take, and what to write for `LLM` instead."""
+"""Arguments of other libraries' constructors, and what to write for `LLM` instead."""
 
 
 def check_at_least_1(**values: int) -> None:
@@ -207,5 +207,5 @@ def _is_of(options: type[SamplingParams] | type[SpeculativeConfig], name: str) -
 
 
 def _drafting(name: str) -> str:
-    """What to write for an option of `SpeculativeConfig`."""
+    """The advice on an option of `SpeculativeConfig`."""
     return SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")

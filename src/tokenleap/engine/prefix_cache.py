@@ -143,7 +143,7 @@ class PrefixCache:
             self._mark_used(kept)
 
     def state_of(self, beginning: Beginning) -> RowState | None:
-        """What the encoder made of a source; None if it is not cached."""
+        """The encoder's output for a source; None if it is not cached."""
         if beginning not in self._states:
             return None
         self._states.move_to_end(beginning)

@@ -56,7 +56,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 more (see `sources`)."""
 
 FORMS = "a prompt is text, a list of token ids, or a list of chat messages"
-"""What decoder-only models take, for error messages."""
+"""The prompts of decoder-only models, for error messages."""
 
 
 SALT = "cache_salt"
@@ -163,7 +163,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool)
 
 
 def _text_of(prompt: Any) -> Any:
-    """What vLLM's mappings of decoder-only models hold; anything else as it is."""
+    """The content of vLLM's mappings for decoder-only models; anything else as it is."""
     if not isinstance(prompt, Mapping):
         return prompt
     for key in ("prompt", "prompt_token_ids"):
@@ -412,10 +412,10 @@ def _shrinks_by(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 GivenReferences: TypeAlias = Sequence[str | Sequence[int]] | None
-"""What one prompt's drafts may quote: texts, or lists of token ids."""
+"""Texts that one prompt's drafts may quote, or their token ids."""
 
 GivenPrediction: TypeAlias = str | Sequence[int] | None
-"""What the output of one prompt is expected to repeat: a text, or token ids."""
+"""A text that the output of one prompt is expected to repeat, or its token ids."""
 
 QUOTING = ("copy", "ngram", "suffix")
 """The methods that draft from references, besides those that combine others."""
@@ -519,7 +519,7 @@ def check_quotes(method: str, drafter: Drafter) -> None:
 
 
 def _once(read: Callable[[Any], References], given: Sequence[Any]) -> list[References]:
-    """What `read` makes of each value, the same object for the same one."""
+    """Apply `read` to each value; equal values give the same object."""
     found = {key: read(each) for key, each in {id(each): each for each in given}.items()}
     return [found[id(each)] for each in given]
 

@@ -22,11 +22,11 @@ __all__ = ["MAX_KNOWN_IDS", "AddedJobs", "AfterStep", "Outbox", "Runs", "StepRep
 
 
 AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
-"""What is called between two steps, with the jobs that have changed."""
+"""Called between two steps, with the jobs that have changed."""
 
 
 class StepReport(NamedTuple):
-    """What a step did."""
+    """Report of a step."""
 
     outcomes: Sequence[Outcome]
     seconds: float
@@ -148,7 +148,7 @@ class _OpenJobs:
 
 
 def _results(jobs: Sequence[Job]) -> list[RequestOutput]:
-    """What the jobs have brought."""
+    """Results of the jobs."""
     results = [job.result() for job in jobs]
     for job in jobs:
         for request in job.requests:

@@ -321,7 +321,7 @@ class Prefill:
         return len(source)
 
     def _known_state(self, beginning: Beginning) -> RowState | None:
-        """What the encoder made of a source that a running request has read, or an earlier one."""
+        """The encoder's output for a source that a running or an earlier request has read."""
         for other in self._running:
             if _beginning(other) == beginning and self.has_source(other):
                 return self._target.row_state(other.key)

@@ -220,7 +220,7 @@ class SourceReader:
         return found[0]
 
     def _decoder_ids(self, parts: SourcePrompt) -> tuple[int, ...]:
-        """The decoder's prompt behind its start token, which `generate()` puts there, too."""
+        """The decoder's prompt after its start token, which `generate()` puts there, too."""
         ids = self._given_ids(parts)
         start = self._start(parts.target_language)
         if ids[: len(start)] == start:

@@ -148,7 +148,7 @@ class StrategyFactory:
 
     @property
     def costs(self) -> CostCurve:
-        """What passes of the target cost; all controllers share it."""
+        """Costs of the target's passes; all controllers share them."""
         return self._costs
 
     def for_prediction(self, given: Speculative, strategy: Strategy) -> Strategy:
@@ -425,7 +425,7 @@ def _by_packed_name(given: Any, wanted: str | None) -> tuple[Any, str | None]:
 
 
 class LoadedOnce(DraftModels):
-    """The same, but whoever asks again for a model gets the same one, on the same KV rows.
+    """The same, but a model that is asked for again is the same one, on the same KV rows.
 
     So only one drafter of a model may be in use at a time.
     """

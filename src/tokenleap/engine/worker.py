@@ -41,7 +41,7 @@ class Worker:
     """Runs an engine's jobs in a thread of its own.
 
     Attributes:
-        observe: called with the report of each step, in the worker's thread; None if nobody asks.
+        observe: called with the report of each step, in the worker's thread; None for no call.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -50,7 +50,7 @@ class Worker:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._outbox = Outbox()
         self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
-        self._lock = threading.Lock()  # nothing enters the inbox behind the command that closes it
+        self._lock = threading.Lock()  # nothing enters the inbox after the command that closes it
         self._process = SameProcess()
         self._closed = False
         self._running = True
@@ -267,7 +267,7 @@ class Pool:
                 return
             try:
                 future.set_result(act())
-            except BaseException as error:  # whoever waits for it decides
+            except BaseException as error:  # the caller that waits for it decides
                 future.set_exception(error)
 
         self._process.check()
@@ -309,5 +309,5 @@ class Pool:
 
 
 def closed_error() -> TokenleapError:
-    """What is raised for whatever comes after the end."""
+    """The error for calls after the end."""
     return TokenleapError("the engine was closed: make a new AsyncLLM.")

@@ -184,7 +184,7 @@ class WhisperStart:
         return self.task_to_id[task]
 
 
-# The token that an encoder-decoder's output begins behind. `LLMEngine` asks for it.
+# The token that an encoder-decoder's output begins after. `LLMEngine` asks for it.
 
 
 def decoder_start(model: PreTrainedModel, config: GenerationConfig | None = None) -> int:

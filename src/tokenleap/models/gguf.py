@@ -215,7 +215,7 @@ class Architecture:
         fields: Fields that llama.cpp has in its code, by the fields that the file gives.
         pairs: Whether query and key rows that rotate together lie side by side in the file.
             Transformers has them half a head apart.
-        native: Whether the native runtime runs it, in the file's own numbers if the sizes fit.
+        native: Whether the native runtime runs it, with the file's quantization if the sizes fit.
         norms_from_one: Whether the file stores the weights of norms plus one.
     """
 

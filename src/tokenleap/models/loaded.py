@@ -237,7 +237,7 @@ class LoadedModel:
 
     @property
     def title(self) -> str:
-        """What it was loaded by, or the class of the module given."""
+        """The name that it was loaded by, or the class of the module given."""
         return self.name or type(self.module).__name__
 
     def forget_module(self) -> None:

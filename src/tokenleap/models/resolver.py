@@ -518,11 +518,11 @@ _QUANTIZATION = {"gguf": "auto", _FOR_DRAFTS: "int4"}
 
 @dataclass(frozen=True, slots=True)
 class PackedName:
-    """What a name of packed weights stands for.
+    """The meaning of a name of packed weights.
 
     Attributes:
         source: The model: a folder, a GGUF file or an alias.
-        form: How it is packed: "int8", "int4", "int4-draft", or "gguf" for a file's own numbers.
+        form: How it is packed: "int8", "int4", "int4-draft", or "gguf" for a file's own blocks.
     """
 
     source: str
@@ -541,7 +541,7 @@ def packed_beginning(title: str, form: str, dtype: str, origin: Path) -> str:
 
 
 def packed_name(model: object) -> PackedName | None:
-    """What a model's name says, if it is that of packed weights in the cache; None if it is not."""
+    """The parsed name of packed weights in the cache; None if the name is not of such."""
     if not isinstance(model, str) or (found := _NAME.search(model)) is None:
         return None
     if found.end() != len(model) or "/" in model or Path(model).exists():

@@ -7,7 +7,7 @@ Each has a folder, which is built elsewhere and then renamed into place:
     <cache>/locks/<name>.lock                   held while the folder <name> is built or deleted
 
 A folder without a leading dot is complete, because one rename puts it there. Reading therefore
-needs no lock. Whoever holds a name's lock may delete the building folders of that name: only a dead
+needs no lock. The holder of a name's lock may delete the building folders of that name: only a dead
 process can have left them. Files are read-only, and the manifest has their checksums. A file is
 compared with its checksum if its size, modification time or inode are not those in `.verified`, of
 when it was compared before: hashing gigabytes at each start is too slow. `resolver`,
@@ -76,7 +76,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a folder of the cache is, and what makes it out of date.
+    """The kind of a cache folder, and what makes it out of date.
 
     Attributes:
         name: "model" for a Hugging Face folder, "packed" for packed weights.
@@ -133,7 +133,7 @@ class _Manifest:
 
     @property
     def made_as(self) -> Kind:
-        """What the folder is."""
+        """The kind of folder, as it was made."""
         return Kind(self.kind, self.format_version, self.identity)
 
     def damaged(self, folder: Path, *, anew: bool = False) -> list[str]:
@@ -212,7 +212,7 @@ def cache_dir() -> Path:
 
 def _take_over(old: Path, folder: Path) -> None:
     """Move a cache; what was packed from its own models, by their paths, is packed again."""
-    with suppress(OSError):  # another process has moved it, or nobody may: then there is a new one
+    with suppress(OSError):  # moved by another process, or immovable: a new one is made
         for manifest in old.glob(f"models/*/{FIRST_NAME}.json"):
             if f'"{old}{os.sep}' in manifest.read_text(encoding="utf-8"):
                 shutil.rmtree(manifest.parent)
@@ -356,7 +356,7 @@ def _lock(name: str) -> FileLock:
 
 
 def _clean_up(held: str) -> None:
-    """Delete what dead processes have left: building folders whose name's lock nobody holds."""
+    """Delete what dead processes have left: building folders whose name's lock is free."""
     for leftover in _models_dir().glob(f"{_BUILDING}*"):
         name, _, _ = leftover.name.removeprefix(_BUILDING).rpartition("-")
         if name == held:

@@ -1,4 +1,4 @@
-"""What models Tokenleap can run: architectures, devices, dtypes, and why others are refused.
+"""Models that Tokenleap can run: architectures, devices, dtypes, and why others are refused.
 
 The checks here read the configuration. `Target`, which calls them, also tests the behaviour of
 every model it takes.

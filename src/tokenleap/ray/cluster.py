@@ -84,7 +84,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Share:
-    """What Ray sets aside for a replica."""
+    """Resources that Ray reserves for a replica."""
 
     cores: int
     gpus: int = 0
@@ -120,8 +120,8 @@ def share_of(
 def beside(share: Share, cores: Sequence[float]) -> float:
     """Cores that Ray sets aside for a replica, so that some machine has one for other work.
 
-    A replica has as many threads as its share has cores all the same. They wait for nobody, but a
-    task that reads a file would wait forever for a core of its own.
+    A replica has as many threads as its share has cores all the same. They do not wait for others,
+    but a task that reads a file would wait forever for a core of its own.
     """
     if share.cores > 1:
         return share.cores - 1
@@ -409,7 +409,7 @@ def watched() -> Iterator[Callable[[], bool]]:
 
 
 def _machines() -> list[dict[str, float]]:
-    """What each machine of the cluster has."""
+    """Resources of each machine of the cluster."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -420,7 +420,7 @@ def _missing(name: str | None) -> TokenleapError:
 
 
 def _failed(address: str | None, error: Exception) -> TokenleapError:
-    """What to say if Ray could not be started or joined."""
+    """The error if Ray could not be started or joined."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     where = "no Ray cluster could be started" if address is None else nothing_at(address)
     return TokenleapError(f"{where} ({line})")
@@ -450,13 +450,13 @@ def _ending_at_sigterm(*, wanted: bool) -> Iterator[Callable[[], object]]:
 SECONDS = 5.0
 """Seconds in which the address of a cluster has to answer."""
 _ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""A call without arguments that Ray's head answers to whoever has its token."""
+"""A call without arguments that Ray's head answers to callers with its token."""
 
 
 def prepare(address: str) -> None:
     """Make sure that a cluster can be joined, before `ray` is imported.
 
-    Ray itself would try for minutes where nobody listens. It takes a token for granted on a cluster
+    Ray itself would try for minutes if none listens. It takes a token for granted on a cluster
     of this machine, but for an address only if `RAY_AUTH_MODE` says so, which it reads once, when
     it is imported. So a cluster that wants a token sets that variable here.
     """
@@ -492,7 +492,7 @@ def answers(address: str) -> bool:
 
 
 def nothing_at(address: str) -> str:
-    """What to say of an address at which there is no cluster."""
+    """The message about an address without a cluster."""
     return f"there is no Ray cluster at {address}: `ray start --head` starts one"
 
 

@@ -69,7 +69,7 @@ def generate(
 
 
 class Generator:
-    """What runs in a process of the stage: an engine, and the results of blocks of rows."""
+    """A process of the stage: an engine, which turns blocks of rows into results."""
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ HEALTH_SECONDS = 5.0
 ASKED_SECONDS = 10.0
 """Seconds in which all replicas have to answer what all are asked."""
 NO_ANSWER = (TimeoutError, RayError, RayServeException, RuntimeError)
-"""What Ray raises if nobody answers."""
+"""Errors that Ray raises if there is no answer."""
 
 
 class Front:
@@ -119,7 +119,7 @@ class Front:
     begun ends with an error.
 
     Args:
-        alive: whether there is a cluster. Ray replaces replicas, but nobody replaces the cluster.
+        alive: whether there is a cluster. Ray replaces replicas, but nothing replaces the cluster.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Front:
         return None
 
     async def _all(self, method: str, *arguments: str) -> list[Any]:
-        """What this method of each replica returns, or why it has failed."""
+        """The result of this method of each replica, or why it has failed."""
         asked = self._replicas.broadcast(method, *arguments)
         found: list[Any] = await asked.results_async(
             timeout_s=ASKED_SECONDS, return_exceptions=True
@@ -203,7 +203,7 @@ class Front:
                 task.cancel()
 
     async def _cut_off(self) -> None:
-        with contextlib.suppress(*NO_ANSWER):  # then there is nobody to be cut off
+        with contextlib.suppress(*NO_ANSWER):  # then no client is cut off
             await self._all("cut_off")
 
     async def _healthy(self) -> bool:
@@ -277,7 +277,7 @@ class Front:
 
 
 class _Answer:
-    """What the client gets.
+    """The client's answer.
 
     The head waits for the first piece of the body, so that a lost request can begin again.
 
@@ -345,7 +345,7 @@ class Replica:
     """An engine, and the app of its endpoints.
 
     Ray makes it, and would make it again and again if that failed. So at the start of the server,
-    the error is kept for whoever asks (`problem`). A replica that starts later fails: nobody asks
+    the error is kept for callers of `problem`. A replica that starts later fails: none asks
     it, and Ray waits longer each time before it tries again.
     """
 
@@ -380,7 +380,7 @@ class Replica:
             raise RuntimeError(f"the model cannot be loaded: {self._problem}")
 
     async def metrics(self) -> str:
-        """What Prometheus reads of this replica."""
+        """The metrics of this replica, for Prometheus."""
         return self._app.state.server.metrics.exposition()[0].decode() if self._llm else ""
 
     async def cut_off(self) -> None:
@@ -404,7 +404,7 @@ class Replica:
         """The app's messages (ASGI) to the client, as they come.
 
         The last one waits for the end of the request, and what the log says comes before it: then
-        nobody reads on. Ending the iteration early ends the request.
+        no one reads on. Ending the iteration early ends the request.
         """
         self._end_if_dead()
         last: list[Message] = []
@@ -436,7 +436,7 @@ class Replica:
             self._end_if_dead()
 
     def _end_if_dead(self) -> None:
-        """End this process if its engine has ended: whoever waits learns of it at once.
+        """End this process if its engine has ended: waiting callers learn of it at once.
 
         Ray would replace it only after three checks that fail, and every request until then would.
         """
@@ -461,7 +461,7 @@ def _is_open() -> bool:
 
 
 def _waiting(queue: asyncio.Queue[Any]) -> Iterator[Any]:
-    """What can be taken of a queue at once."""
+    """Take from a queue what is there at once."""
     while not queue.empty():
         yield queue.get_nowait()
 
@@ -548,7 +548,7 @@ def _deployment(
     of_each: Share,
     logs: Any,
 ) -> Any:
-    """What Ray Serve is to run."""
+    """The application that Ray Serve runs."""
     from ray import serve as ray_serve
     from ray.serve.config import RequestRouterConfig
 

@@ -11,11 +11,8 @@ from transformers import PreTrainedModel
 
 from tokenleap.core.peers import ALONE, Peers
 from tokenleap.errors import ConfigError
-from tokenleap.runtime.choices import AUTO, DRAFTING, NONE, RUNTIMES, TORCH_RUNTIMES
+from tokenleap.runtime.choices import AUTO, DRAFTING, NONE, RUNTIMES
 from tokenleap.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
-from tokenleap.runtime.cuda import StaticSlab, cuda_network
-from tokenleap.runtime.cuda.network import CudaNetwork
-from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.lean import DenseLinear, LeanDecoder
 from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, is_llama
 from tokenleap.runtime.module import ModuleNetwork
@@ -27,12 +24,9 @@ from tokenleap.runtime.network import Network
 from tokenleap.runtime.seq2seq.network import Seq2SeqNetwork
 from tokenleap.runtime.sharded import Group, ShardedNetwork
 
-__all__ = ["check_sharding", "head_network", "network_for", "slab_for"]
+__all__ = ["check_sharding", "head_network", "network_for"]
 
 _log = logging.getLogger(__name__)
-
-_STATIC_POSITIONS = 2048
-"""Positions per row of a new GPU slab. When the slab grows, the captured graphs are lost."""
 
 
 def network_for(
@@ -48,9 +42,8 @@ def network_for(
     Args:
         runtime: "native" is this library's C++, compiled at its first use. "torch" uses PyTorch's
             operations ("lean": those of `LeanDecoder`, "module": those of the Transformers module),
-            "cuda" captures these in CUDA graphs, and "compiled" also compiles them
-            with `torch.compile`. "auto" takes "cuda" on a GPU, and runs without graphs if they
-            cannot be captured. On a CPU it takes "native" if available, otherwise "torch".
+            and "compiled" gives the MLPs of that module to `torch.compile`. "auto" takes "native"
+            if available, otherwise "torch".
         beside: a network that stays in memory. If both are native, weights with the same bits are
             in memory once.
     """
@@ -64,14 +57,6 @@ def network_for(
     check_quantization(quantization, model.device)
     if model.config.is_encoder_decoder:
         return _seq2seq_network(model, quantization, runtime)
-    on_gpu = model.device.type == "cuda"
-    if runtime in ("cuda", "compiled") and not on_gpu:
-        raise ConfigError(
-            f"runtime: {runtime} needs a CUDA device, and the model is on {model.device.type}."
-        )
-    if on_gpu and runtime in ("auto", "cuda", "compiled"):
-        compiler = "inductor" if runtime == "compiled" else None
-        return cuda_network(model, compiler=compiler, required=runtime != "auto")
     reason = _why_not_native(model, quantization, runtime, why_not_native)
     if reason is None:
         return NativeDecoder(LlamaWeights(model), quantization, beside=_native(beside))
@@ -85,7 +70,7 @@ def _why_not_native(
     unsupported: Callable[[PreTrainedModel], str | None],
 ) -> str | None:
     """Why the C++ code does not run a model; None if it does. Compiles it if needed."""
-    asked = runtime in ("torch", *TORCH_RUNTIMES)
+    asked = runtime not in ("auto", "native")
     reason = f"the runtime is '{runtime}'" if asked else unsupported(model)
     if reason is None:
         reason = why_no_library()
@@ -115,6 +100,8 @@ def _torch_network(
             "runtime: lean supports only Llama, Mistral, Qwen2 and Qwen3, and not all their "
             "configurations: take 'module' or 'torch'."
         )
+    if runtime == "compiled":
+        return ModuleNetwork.compiled(model)
     if runtime == "lean" or (runtime != "module" and linear is not None and is_llama(model)):
         return LeanDecoder(LlamaWeights(model), linear or DenseLinear)
     return ModuleNetwork.sharing(model) if linear is None else ModuleNetwork.packed(model, linear)
@@ -151,13 +138,6 @@ def _seq2seq_network(model: PreTrainedModel, quantization: str | None, runtime: 
     if _why_not_native(model, quantization, runtime, why_not_native_seq2seq) is None:
         return NativeSeq2Seq(model, quantization)
     return Seq2SeqNetwork(model, linear_layer(model.dtype, model.device, quantization))
-
-
-def slab_for(network: Network, max_model_len: int) -> KVSlab:
-    """An empty slab of the kind that a network needs, for rows of up to `max_model_len` tokens."""
-    if not isinstance(network, CudaNetwork):
-        return KVSlab()
-    return StaticSlab(positions=min(max_model_len, _STATIC_POSITIONS))
 
 
 def head_network(

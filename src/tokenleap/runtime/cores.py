@@ -67,11 +67,11 @@ _COUNT = "20000"
 """About 0.2 ms, which covers the time between two passes."""
 
 _bounds: list[str] = []
-"""What this process has set."""
+"""The bounds that this process has set."""
 
 
 def bound_spinning() -> None:
-    """Bound it for this process and its children, if PyTorch is not loaded and nobody has chosen.
+    """Bound it for this process and its children, if PyTorch is not loaded and none was chosen.
 
     PyTorch's threads spin for milliseconds after all that they did together, also when other
     programs wait for the cores.

@@ -179,7 +179,7 @@ def _doubled(variance: float, value: float) -> float:
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 """Nodes of the passes over one row. The native kernels read a weight once for up to 6 or 12 nodes,
-so costs rise steeply behind these numbers."""
+so costs rise steeply above these numbers."""
 
 ROWS = (4, 16)
 """Rows of the passes over several rows, with one node each."""

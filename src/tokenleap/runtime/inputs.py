@@ -54,7 +54,7 @@ _SIZES = {"sliding_attention": "sliding_window", _CHUNKED: "attention_chunk_size
 
 @dataclass(frozen=True)
 class Window:
-    """What a layer sees of the positions up to a node's own.
+    """The positions up to a node's own that a layer sees.
 
     Args:
         chunked: whether the text is cut into chunks of `size` tokens, and a node sees its own chunk
@@ -112,7 +112,7 @@ class RowNodes:
     Args:
         start: slot of the first node's KV; the other nodes' slots follow.
         prefixes: [n] how many of the row's first slots each node sees.
-        tails: [n] the slots that each node sees behind its prefix, ascending. A node's own slot is
+        tails: [n] the slots that each node sees after its prefix, ascending. A node's own slot is
             in its prefix or in its tail. Empty if no node has a tail, as in a chain.
     """
 
@@ -127,7 +127,7 @@ class RowNodes:
 
 
 def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
-    """The nodes of a tree behind `length` committed tokens, without the first `num_computed`.
+    """The nodes of a tree after `length` committed tokens, without the first `num_computed`.
 
     A node sees the committed tokens, its ancestors and itself.
     """
@@ -148,7 +148,7 @@ def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
 
 
 def masked_nodes(tokens: Sequence[int], mask_token: int, num_masks: int, length: int) -> RowNodes:
-    """Tokens behind `length` committed ones, and a block of masks behind them.
+    """Tokens after `length` committed ones, and a block of masks after them.
 
     A token sees what precedes it, and itself. Every mask sees all tokens and all masks.
     """
@@ -287,7 +287,7 @@ class PassInputs:
         return places.view(shape)
 
 
-# Embeddings of token ids behind the vocabulary, which a drafter has learnt (`Network.extend`).
+# Embeddings of token ids after the vocabulary, which a drafter has learnt (`Network.extend`).
 
 
 def look_up(tokens: Tensor, embedding: Tensor, more: Tensor | None) -> Tensor:
@@ -314,7 +314,7 @@ def _chosen(tokens: Tensor, known: Tensor, more: Tensor, first: int) -> Tensor:
 
 
 class ExtendedEmbedding(nn.Module):
-    """An embedding module of V tokens, with more tokens behind them.
+    """An embedding module of V tokens, with more tokens after them.
 
     Args:
         rows: [L, E] what it would return for the others.

@@ -1,8 +1,8 @@
 """The KV slab: preallocated keys and values of all rows, with commit and rollback.
 
 Row r of each layer holds the KV of one request's tokens in order. A pass writes the KV of its nodes
-behind the committed tokens. `commit` keeps that of the accepted path, and the next pass overwrites
-the rest. It may also keep the KV of nodes that are not committed, behind the committed tokens: they
+after the committed tokens. `commit` keeps that of the accepted path, and the next pass overwrites
+the rest. It may also keep the KV of nodes that are not committed, after the committed tokens: they
 are the first nodes of the row's next tree, and need not be computed again (beam search). The rows
 in use are always the first ones, so a pass over all of them needs only a view.
 
@@ -55,7 +55,7 @@ class SlabBuffers:
     """The keys and values of all rows and layers, and the state of rows.
 
     Attributes:
-        kept: how many nodes behind them each row keeps for its next tree.
+        kept: how many nodes after them each row keeps for its next tree.
         limit: most cells (rows x positions) to allocate. Row state counts as the cells that would
             take its bytes. With None, the slab grows as long as there is memory.
     """
@@ -231,7 +231,7 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def add_row(self) -> int:
-        """Open an empty row behind the others and return its index."""
+        """Open an empty row after the others and return its index."""
         if len(self.lengths) == self._rows:
             self._fit(self._rows + 1, self._positions_in_use)
         self.lengths.append(0)
@@ -292,7 +292,7 @@ class KVSlab(SlabBuffers, Cache):
         Args:
             nodes: indices into the row's tree, ascending, starting with the root (0). Empty only
                 if `kept` is not, or if the row ends.
-            kept: more indices, ascending, behind `nodes`. Their tokens are not committed; they are
+            kept: more indices, ascending, after `nodes`. Their tokens are not committed; they are
                 the first nodes of the row's next tree.
         """
         start = self.lengths[row]
@@ -310,7 +310,7 @@ class KVSlab(SlabBuffers, Cache):
                 buffer[row, :, start : start + len(nodes)] = moved
 
     def rollback(self, row: int, length: int) -> None:
-        """Discard the KV behind the first `length` tokens."""
+        """Discard the KV after the first `length` tokens."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row], self.kept[row] = length, 0
 
@@ -322,8 +322,8 @@ class KVSlab(SlabBuffers, Cache):
         """Prepare a pass over B adjacent rows.
 
         Args:
-            starts: [B] the slot of each row's first new node. It lies behind the committed tokens,
-                and behind the nodes of earlier passes that are still needed, such as kept ones.
+            starts: [B] the slot of each row's first new node. It lies after the committed tokens,
+                and after the nodes of earlier passes that are still needed, such as kept ones.
 
         Returns:
             S, the number of slots that `write` and `update` will return, a multiple of `KEY_BLOCK`.
@@ -340,7 +340,8 @@ class KVSlab(SlabBuffers, Cache):
     def _padded_slots(self) -> Tensor:
         """[B, N] slots that a pass over several rows writes to, padding included."""
         if self._slots is None:
-            self._slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
+            slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
+            self._slots = slots.to(self._device)
         return self._slots
 
     @property
@@ -350,8 +351,13 @@ class KVSlab(SlabBuffers, Cache):
             counts = torch.tensor(self._counts)
             inside = torch.cat([torch.arange(count) for count in self._counts])
             starts = torch.tensor(self._starts).repeat_interleave(counts)
-            self._places = torch.arange(len(counts)).repeat_interleave(counts), starts + inside
+            rows = torch.arange(len(counts)).repeat_interleave(counts)
+            self._places = rows.to(self._device), (starts + inside).to(self._device)
         return self._places
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._keys.values())).device
 
     def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values [T, G, D]; return all of them, [B, G, S, D]."""
@@ -398,7 +404,7 @@ class KVSlab(SlabBuffers, Cache):
             rows[:, :, start : start + states.shape[2]] = states
         else:
             row_index = torch.arange(len(rows), device=buffer.device)[:, None]  # [B, 1]
-            slots = self._padded_slots.to(buffer.device)  # [B, N]
+            slots = self._padded_slots  # [B, N]
             # Indexing dimensions 0 and 2 puts them first: [B, N, G, D].
             rows[row_index, :, slots] = states.transpose(1, 2)
         return rows[:, :, : self._span]
@@ -413,7 +419,7 @@ class KVSlab(SlabBuffers, Cache):
 
     @torch.inference_mode()
     def append(self, row: int, block: KVBlock) -> None:
-        """Commit KV that `read` returned, behind the row's committed tokens."""
+        """Commit KV that `read` returned, after the row's committed tokens."""
         start = self.lengths[row]
         stop = start + block[0][0].shape[1]
         if stop > self._positions:

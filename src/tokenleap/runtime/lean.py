@@ -4,7 +4,7 @@ On a CPU, half of a small model's pass in Transformers is spent in Python and in
 one product computes query, key and value, and one computes gate and up. Rotary angles are looked up
 in a table. Each sublayer is one function instead of five levels of calls.
 
-This network runs where `native/` is not available, and `cuda/` captures it in graphs. Tests compare
+This network runs where `native/` is not available. Tests compare
 its logits with those of the Transformers module. All other architectures run through `module.py`.
 """
 
@@ -103,7 +103,7 @@ class LeanDecoder:
         self._joint = joint if isinstance(joint, JointInput) else None
         mixed = joint.linear if isinstance(joint, MixedInput) else None
         self._mix = None if mixed is None else linear(mixed.weight, mixed.bias).forward
-        self._more: Tensor | None = None  # [L, E] of the tokens behind the vocabulary
+        self._more: Tensor | None = None  # [L, E] of the tokens after the vocabulary
         self._angles: tuple[Tensor, Tensor] | None = None
         self._layers = [
             _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)

@@ -54,7 +54,7 @@ class Norms:
 
 
 class Activation(IntEnum):
-    """What the gates of an MLP pass through; `Activation` in pass.h."""
+    """The activation of an MLP's gates; `Activation` in pass.h."""
 
     SILU = 0
     GELU_TANH = 1
@@ -89,7 +89,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Family:
-    """What the modules of a family are called, and what they compute.
+    """Names of a family's modules, and what they compute.
 
     Layers without rotary angles (SmolLM3) and windows are found in the modules and the
     configuration.
@@ -121,7 +121,7 @@ class Family:
         return ("gate_up_proj",) if self.merged else ("gate_proj", "up_proj")
 
     def norm(self, weight: Tensor) -> Tensor:
-        """What a norm multiplies by, of its weight; float32 unless that is the weight."""
+        """The factor of a norm, from its weight; float32 unless it is the weight itself."""
         return 1 + weight.float() if self.norms_from_one else weight
 
     def traits(self, model: PreTrainedModel) -> Traits:
@@ -283,7 +283,7 @@ class JointInput:
     Args:
         embedding_norm: [E] weight of the embedding's RMSNorm.
         state_norm: [E] weight of the state's RMSNorm.
-        norm_output: whether the states handed on, which are the hidden states behind the last
+        norm_output: whether the states handed on, which are the hidden states after the last
             layer, are those after the final norm.
     """
 
@@ -301,7 +301,7 @@ class MixedInput:
 
 
 class DecoderWeights(Protocol):
-    """What `lean.py` and `native/` read of a decoder; letters are those of `LayerWeights`.
+    """The decoder's weights that `lean.py` and `native/` read; letters as in `LayerWeights`.
 
     V is the size of the vocabulary that can be read, and Vo of the one that can be predicted.
     """
@@ -382,7 +382,7 @@ class LlamaWeights:
         )
 
     def _norm(self, module: Any, name: str | None) -> Tensor | None:
-        """What a norm multiplies by; None if the module has none of this name."""
+        """The factor of a norm; None if the module has none of this name."""
         norm = None if name is None else getattr(module, name, None)
         return None if norm is None else self.family.norm(norm.weight.detach())
 

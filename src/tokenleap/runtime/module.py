@@ -31,7 +31,7 @@ class ModuleNetwork:
         model: this network's own copy of the module tree (see `share`). It is changed.
     """
 
-    name = "module"
+    name: str = "module"
     exact_trees = False
 
     def __init__(self, model: PreTrainedModel, least_nodes: int = 1) -> None:
@@ -58,6 +58,15 @@ class ModuleNetwork:
     def sharing(cls, model: PreTrainedModel) -> ModuleNetwork:
         """A network on the model's own linear layers."""
         return cls(share(model))
+
+    @classmethod
+    def compiled(cls, model: PreTrainedModel) -> ModuleNetwork:
+        """A network whose MLPs run under `torch.compile`; attention's shapes change too often."""
+        network = cls(share(model))
+        network.name = "compiled"
+        for layer in decoder_layers(network._model):
+            getattr(layer, _name_of(layer, "mlp")).compile(dynamic=True)
+        return network
 
     @property
     def num_layers(self) -> int:
@@ -117,7 +126,7 @@ class ModuleNetwork:
         layers = decoder_layers(model)
         for kind, indices in (("attention", attention), ("mlp", mlp)):
             for index in indices:
-                _skip(layers[index], Skipped.KINDS[kind])
+                _skip(layers[index], kind)
         return self._like(model)
 
     def _like(self, model: PreTrainedModel) -> Self:
@@ -190,14 +199,18 @@ class Skipped(nn.Module):
         return (nothing, None) if self._returns_weights else nothing
 
 
-def _skip(layer: nn.Module, names: tuple[str, ...]) -> None:
+def _name_of(layer: nn.Module, kind: str) -> str:
+    names = Skipped.KINDS[kind]
     for name in names:
         if hasattr(layer, name):
-            setattr(layer, name, Skipped(returns_weights=names[0] == "self_attn"))
-            return
+            return name
     raise CompatibilityError(
-        f"{type(layer).__name__} has no submodule named {' or '.join(names)} that could be skipped."
+        f"{type(layer).__name__} has no submodule named {' or '.join(names)} to skip or compile."
     )
+
+
+def _skip(layer: nn.Module, kind: str) -> None:
+    setattr(layer, _name_of(layer, kind), Skipped(returns_weights=kind == "attention"))
 
 
 # Attention over the KV slab for modules without Transformers' attention interface.
@@ -218,7 +231,7 @@ the nodes' positions [B, R]."""
 
 
 class Bias:
-    """What all attention modules of a model add to the scores of a pass."""
+    """The bias that all attention modules of a model add to the scores of a pass."""
 
     def __init__(self, alibi: Alibi | None) -> None:
         self._alibi = alibi
@@ -316,7 +329,7 @@ class _Falcon(_Wrapped):
 
         own, turn = self.module, cast("Any", falcon.apply_rotary_pos_emb)
         groups = own.num_kv_heads
-        # Each key head has its queries before it and its values behind it: [B, G, N, H / G + 2, D].
+        # Each key head has its queries before it and its values after it: [B, G, N, H / G + 2, D].
         qkv = own.query_key_value(states).unflatten(2, (groups, -1, own.head_dim)).transpose(1, 2)
         query = qkv[..., :-2, :].transpose(2, 3).flatten(1, 2)
         keys, values = qkv[..., -2, :], qkv[..., -1, :]
@@ -330,7 +343,7 @@ def _prepare_bloom(model: Any) -> tuple[type[_Wrapped], Bias]:
     from transformers.models.bloom import modeling_bloom as bloom
 
     body = model.transformer
-    # The model's own biases come from a mask without a tree, and nobody reads them.
+    # The model's own biases come from a mask without a tree, and are not read.
     body.build_alibi_tensor = lambda *_, **__: None
     return _Bloom, Bias(_rounded(bloom.build_alibi_tensor, body.num_heads, model.dtype))
 

@@ -2,10 +2,9 @@
 
 A network gets the nodes of a pass and the KV slab. It writes the nodes' KV to the slab and returns
 a `PassOutput`. For CPUs there are three networks: `native/` is the Llama family in C++, `lean.py`
-some of it in few PyTorch operations, and `module.py` runs any Transformers module. On a GPU,
-`cuda/` replays CUDA graphs of the latter two. Encoder-decoders, which also are a
-`source_network.SourceNetwork`, run in `native/seq2seq.py` or in the PyTorch operations of
-`seq2seq/`. `choose.py` picks one.
+some of it in few PyTorch operations, and `module.py` runs any Transformers module; on a GPU, these
+two run. Encoder-decoders, which also are a `source_network.SourceNetwork`, run in
+`native/seq2seq.py` or in the PyTorch operations of `seq2seq/`. `choose.py` picks one.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ prepare_vector_math()  # before any network computes
 
 @dataclass(frozen=True)
 class Need:
-    """What a pass returns besides writing the KV; other outputs are not computed.
+    """Outputs of a pass besides the KV that it writes; others are not computed.
 
     Args:
         last: they are needed for the last `last` nodes of each row; None means for all.
@@ -113,7 +112,7 @@ LOGITS = Need()
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass computed, for T nodes, L of which were to have logits (`Need.last`).
+    """Results of a pass for T nodes, L of which were to have logits (`Need.last`).
 
     Args:
         logits: [L, V], or None if not needed.
@@ -173,7 +172,7 @@ class Network(Protocol):
         ...
 
     def extend(self, rows: Tensor) -> int:
-        """Give embeddings to the next token ids behind the vocabulary, for later passes.
+        """Give embeddings to the next token ids after the vocabulary, for later passes.
 
         The target never writes such a token, so nodes that have one are never accepted. Parts of
         this network (`first_layers`, `without`) that exist already may not know them.
@@ -261,7 +260,7 @@ class GrowingNetwork(ABC):
         limits: Sequence[GrowthLimit],
         token_ids: Tensor | None = None,
     ) -> list[GrownTree]:
-        """Draft one tree behind the last node of each row that has nodes.
+        """Draft one tree after the last node of each row that has nodes.
 
         Args:
             token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
@@ -274,7 +273,7 @@ class GrowingNetwork(ABC):
 CHAIN_CANDIDATES = 16
 """Tokens of a level that transitions are added to, the most probable ones."""
 MOST_ADDED = 60.0
-"""What transitions add to a logit, at most: its exponential is a finite number of 32 bits."""
+"""The most that transitions add to a logit: its exponential is a finite number of 32 bits."""
 
 
 class ChainingNetwork(ABC):
@@ -284,11 +283,11 @@ class ChainingNetwork(ABC):
     def best_chain(
         self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
     ) -> tuple[list[int], list[float]] | None:
-        """The most probable token of each level, each behind the one before.
+        """The most probable token of each level, each after the one before.
 
         Args:
             logits: [K, V] of all levels.
-            transitions: A and W [V, E]: behind a token u, the logit of w gets A_u^T W_w more (up to
+            transitions: A and W [V, E]: after a token u, the logit of w gets A_u^T W_w more (up to
                 `MOST_ADDED`) if w is among the best `CHAIN_CANDIDATES` of its level; None if
                 nothing is added.
 
@@ -333,14 +332,14 @@ class WindowedNetwork(Network, Protocol):
 
 
 class RowState(NamedTuple):
-    """What the decoder of an encoder-decoder reads of one source of n positions.
+    """Keys and values that the decoder reads of one source of n positions.
 
     The tensors are never changed, so rows may share them.
 
     Args:
         keys: [layers, H, span, D] of its cross-attention.
         values: [layers, H, span, D].
-        mask: [span], 0 where there is a source position, and -inf in the padding behind.
+        mask: [span], 0 where there is a source position, and -inf in the padding after.
         encoded: [n, E] what the encoder returned, for a drafter that reads it; [0, E] if there is
             none (see `SourceNetwork.keeps_encoded`).
     """
@@ -377,7 +376,7 @@ class SourceNetwork(ABC):
         return len(self.encoder_readers) > 0
 
     def encode(self, source: Source) -> RowState:
-        """What the decoder reads of a source."""
+        """Encode a source for the decoder."""
         return self.read(self.encoded(source), keep=self.keeps_encoded)
 
     @abstractmethod
@@ -390,7 +389,7 @@ class SourceNetwork(ABC):
 
     @abstractmethod
     def read(self, encoded: Tensor, *, keep: bool = False) -> RowState:
-        """What the decoder reads of what an encoder returned, its own or another model's.
+        """The decoder's state from an encoder's output, its own or another model's.
 
         Args:
             encoded: [n, E].

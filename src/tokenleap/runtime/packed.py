@@ -1,7 +1,7 @@
 """Models whose packed weights are files in the cache, mapped into memory.
 
 A quantized model is packed once. `packed.py` rounds the weights of a folder or a GGUF file to int8
-or int4, and `packed.py` packs a GGUF file in its own numbers.
+or int4, and `packed.py` packs a GGUF file with its own quantization.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
     if not read.about.native:
         raise _NotNativeError
     if form == OWN and all(tensor.is_float for tensor in read.tensors):
-        raise _NotNativeError  # there is nothing to keep in its own numbers
+        raise _NotNativeError  # there is no quantization to keep
 
     def fill(_scratch: Path, product: Path) -> dict[str, str]:
         from tokenleap.models.convert import convert_settings
@@ -259,8 +259,8 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
 def _kept(recipe: _Recipe, build: _Build) -> Path:
     """A folder of packed files in the cache, made now if it is not there.
 
-    Its name tells the files that it was made from. So nobody maps some layers of an older version
-    and some of a newer one.
+    Its name tells the files that it was made from. So no process maps layers of an older version
+    and of a newer one.
     """
     origin, before = recipe.origin, recipe.identity()
     dtype_name = str(recipe.dtype).removeprefix("torch.")
@@ -402,10 +402,10 @@ def packing_progress(
 
 
 def _ignored(_done: int) -> None:
-    """Progress that nobody sees."""
+    """Progress that is not shown."""
 
 
-# Packs a GGUF file in its own numbers (`native/pack.py`), layer by layer.
+# Packs a GGUF file with its own quantization (`native/pack.py`), layer by layer.
 #
 # A layer whose numbers no format has is dequantized and rounded to int8. Layers that are one in the
 # native runtime (query, key and value; gate and up) are several if their kinds differ. Beside one
@@ -426,7 +426,7 @@ class GgufPacker:
     def run(self) -> str:
         """Write the files."""
         done = 0.0
-        with packing_progress(self._source, "its own numbers") as report:
+        with packing_progress(self._source, "its quantization") as report:
             for index in range(self._module.config.num_hidden_layers):
                 prefix = f"model.layers.{index}."
                 write_layer(self._folder, index, self._layer(prefix))
@@ -510,7 +510,7 @@ class GgufPacker:
         return packed or self._rounded(name, form)
 
     def _repacked(self, name: str) -> PackedWeights | None:
-        """A weight in its own numbers, a piece at a time; None if one is not finite."""
+        """A weight in its quantization, a piece at a time; None if one is not finite."""
         kind, rows = self._source.kind(name), torch.from_numpy(self._source.blocks(name))
         parts = []
         for piece in torch.split(rows, HEAD_ROWS):
@@ -544,7 +544,7 @@ class GgufPacker:
         return self._source.read(name, torch.float32)
 
     def _norm(self, prefix: str, name: str | None) -> Tensor | None:
-        """What a norm multiplies by; None if the model has none of this name."""
+        """The factor of a norm; None if the model has none of this name."""
         weight = None if name is None else self._found(f"{prefix}{name}.weight")
         return None if weight is None else self._family.norm(weight)
 

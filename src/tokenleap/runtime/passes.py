@@ -20,7 +20,6 @@ from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
-from tokenleap.runtime.choose import slab_for
 from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
 from tokenleap.runtime.kv_slab import KVBlock, KVSlab
 from tokenleap.runtime.network import (
@@ -47,7 +46,7 @@ INTERNAL_KEY = -1
 smaller ones. Requests have keys from 0."""
 
 MARGIN = ROW_MULTIPLE - 1
-"""Positions behind a row's tokens that padding may write to."""
+"""Positions after a row's tokens that padding may write to."""
 
 
 class Rows:
@@ -107,7 +106,7 @@ class Rows:
         self._slab.commit(self._row(key), nodes, kept)
 
     def rollback(self, key: int, length: int) -> None:
-        """Discard the KV behind the first `length` tokens."""
+        """Discard the KV after the first `length` tokens."""
         self._slab.rollback(self._row(key), length)
 
     def read(self, key: int, start: int, stop: int) -> KVBlock:
@@ -167,7 +166,7 @@ class Rows:
 
     @property
     def slab(self) -> KVSlab:
-        """What holds the rows."""
+        """The slab that holds the rows."""
         return self._slab
 
     @property
@@ -270,7 +269,7 @@ class Passes(SourceRows):
     def __init__(
         self, network: Network, max_model_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(network, slab_for(network, max_model_len), max_model_len)
+        super().__init__(network, KVSlab(), max_model_len)
         self.dtype, self.device = dtype, device
         self.num_passes = 0
 
@@ -345,7 +344,7 @@ class Passes(SourceRows):
     ) -> list[PassOutput]:
         """One forward pass over one tree per row.
 
-        The KV of all nodes is written behind the committed tokens. `commit` then keeps a path.
+        The KV of all nodes is written after the committed tokens. `commit` then keeps a path.
 
         Args:
             num_computed: per row, how many of the tree's first nodes the row's last pass computed
@@ -371,7 +370,7 @@ class Passes(SourceRows):
         num_masks: Sequence[int],
         mask_token: int,
     ) -> list[Tensor]:
-        """One pass over the pending tokens of each row and a block of masks behind them.
+        """One pass over the pending tokens of each row and a block of masks after them.
 
         Every mask sees the committed tokens, the pending ones, and all masks of its row. The KV of
         pending tokens is written as by `verify`, that of the masks must not be committed.
@@ -398,7 +397,7 @@ class Passes(SourceRows):
     ) -> list[GrownTree] | None:
         """Draft a tree per row, in one call (see `GrowingNetwork`).
 
-        The KV of pending and drafted nodes is written behind the committed tokens, as by `verify`.
+        The KV of pending and drafted nodes is written after the committed tokens, as by `verify`.
 
         Args:
             token_ids: [V] the tokens that logits stand for; None if these are 0, 1, ...
@@ -421,7 +420,7 @@ class Passes(SourceRows):
     def _tree_nodes(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[RowNodes]:
-        """Per row, the nodes of its tree behind its committed tokens."""
+        """Per row, the nodes of its tree after its committed tokens."""
         return [
             tree_nodes(tree, skipped, self.cached(key))
             for key, tree, skipped in zip(keys, trees, num_computed, strict=True)
@@ -481,5 +480,5 @@ def _joined(states: Sequence[Tensor]) -> Tensor:
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:
-    """The places of several groups that lie one behind the other."""
+    """The places of several groups that lie one after the other."""
     return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]

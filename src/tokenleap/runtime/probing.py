@@ -276,7 +276,7 @@ _CHUNKS = (256, 64, 63)
 """Sizes of the chunks in which the same prompt is computed."""
 
 _LONG_PASSES: dict[Hashable, bool] = {}
-"""What was found, by all that shapes depend on: these passes are most of the probe's time."""
+"""Findings by all that shapes depend on: these passes take most of the probe's time."""
 
 
 def _same_bits_in_long_passes(target: Probed) -> bool:

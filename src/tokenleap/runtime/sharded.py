@@ -204,7 +204,7 @@ class ShardedLinear(nn.Module):
             missing = -(-self.out_features // group.size) - len(weight)
             weight = nn.functional.pad(weight, (0, 0, 0, missing))
             bias = None if bias is None else nn.functional.pad(bias, (0, missing))
-        self._added = bias if kind in ADDED else None  # once, behind the sum
+        self._added = bias if kind in ADDED else None  # once, after the sum
         kept = None if kind in ADDED else bias
         self.inner = PackedLinear(weight, kept) if packed else _dense(weight, kept)
 
@@ -250,7 +250,7 @@ def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _digest(rows: Sequence[RowNodes], first: int, need: Need) -> int:
-    """What a pass computes, in one number below 2^32."""
+    """Digest of what a pass computes, below 2^32."""
     parts: Any = [
         (row.start, *row.tokens, -1, *row.positions, -1, *row.prefixes, -1, *map(tuple, row.tails))
         for row in rows

@@ -42,7 +42,7 @@ class Target(Passes):
         beside: a target whose network stays in memory as long as this one's (see `network_for`).
 
     Attributes:
-        quantization: "int8", "int4", "gguf" for a GGUF file in its own numbers, or None.
+        quantization: "int8", "int4", "gguf" for a GGUF file as it is, or None.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
         final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.

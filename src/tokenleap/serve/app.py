@@ -50,7 +50,7 @@ __all__ = [
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     """The ASGI app that serves this model.
 
-    Whoever runs it closes `llm` in the end. `app.state.server` is the `ServerState`.
+    The caller closes `llm` in the end. `app.state.server` is the `ServerState`.
     """
     app = endpoints(llm, settings)
     for kind, arguments, options in reversed(_guards(settings)):  # what is added last is outermost
@@ -59,7 +59,7 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
 
 
 def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
-    """The app without its guards: whoever runs it alone puts them in front (`guarded`)."""
+    """The app without its guards: a caller that runs it alone adds them (`guarded`)."""
     app = FastAPI(
         title="Tokenleap",
         version=__version__,
@@ -84,7 +84,7 @@ def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 
 def _guards(settings: Settings) -> list[Middleware]:
-    """What is around the endpoints, outermost first."""
+    """Middleware around the endpoints, outermost first."""
     found = [Middleware(RequestLog)] if settings.log_requests else []
     if settings.allowed_origins:
         cors = Middleware(
@@ -177,7 +177,7 @@ page_router = _router()
 # `POST .../ID/cancel`: a client stops an answer that it reads, and gets its end with the trace.
 #
 # OpenAI's API has this path for `/v1/responses`. Closing the connection stops an answer, too, but
-# then nobody is left to read its end.
+# then no client is left to read its end.
 
 
 router = APIRouter()

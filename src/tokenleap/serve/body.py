@@ -384,7 +384,7 @@ def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _bounds(settings: Settings) -> dict[str, dict[str, Any]]:
-    """What a field's numbers or texts may be, by the field's name."""
+    """Bounds of a field's numbers or texts, by the field's name."""
     found = {}
     for name, schema in SamplingParams.model_json_schema()["properties"].items():
         numbers = [each for each in _branches(schema) if each.get("type") in ("integer", "number")]

@@ -539,7 +539,7 @@ class CallFinder:
         return given, calls
 
     def finish(self) -> tuple[str, list[Call]]:
-        """What was held back, at the end of the output."""
+        """The text and calls that were held back, at the end of the output."""
         if found := self._calls(self._held):
             self._held = ""
             return "", found

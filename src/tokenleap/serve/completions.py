@@ -1,4 +1,4 @@
-"""`/v1/completions`: text behind text."""
+"""`/v1/completions`: continues a prompt."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class _Answer:
 def _texts_of(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool
 ) -> list[str]:
-    """What each token adds to the text; a character of several tokens is its last one's."""
+    """The text that each token adds; a character of several tokens belongs to the last one."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     texts = [detokenizer.add(token) for token in ids]
     texts[-1] += detokenizer.finish()

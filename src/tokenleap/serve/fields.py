@@ -171,7 +171,7 @@ class StreamOptions(Body):
 
 
 class Details(Body):
-    """What a response tells of speculation, under `tokenleap` in each choice.
+    """Speculation in a response, under `tokenleap` in each choice.
 
     Args:
         tokens: id, text and origin of each token, as they come.

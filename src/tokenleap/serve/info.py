@@ -1,4 +1,4 @@
-"""What a server tells about itself, and its tokenizer: `/v1/models`, `/tokenize`, `/health`, ..."""
+"""Information about a server, and its tokenizer: `/v1/models`, `/tokenize`, `/health`, ..."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads: vLLM's names where it has one, and `tokenleap:` for the rest.
+"""Metrics for Prometheus: vLLM's names where it has one, and `tokenleap:` for the rest.
 
 Counters are fed by the engine's thread (steps) and the event loop (requests). Gauges are read from
 the engine when Prometheus asks.
@@ -172,7 +172,7 @@ class ServerMetrics:
         (self._first if first else self._between).observe(seconds)
 
     def finished(self, output: Request, seconds: float) -> None:
-        """Count an output that has ended, or that nobody waits for any more."""
+        """Count an output that has ended, or that is no longer waited for."""
         reason = output.finish_reason or "abort"
         self._ended.labels(**self._labels, finished_reason=reason).inc()
         if output.index == 0:

@@ -197,7 +197,7 @@ def all_outputs(results: Sequence[RequestOutput]) -> list[CompletionOutput]:
 
 
 class Answer(Protocol):
-    """What an endpoint makes of a run."""
+    """The answer that an endpoint makes of a run."""
 
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response when all outputs have ended; made off the loop."""
@@ -309,7 +309,7 @@ def refuse_stream_options(body: SamplingBody) -> None:
 
 
 def chunk_usage(body: SamplingBody, run: Run) -> dict[str, Any]:
-    """What a chunk has besides its choices: the usage so far, if the request wants it."""
+    """A chunk's fields besides its choices: the usage so far, if the request wants it."""
     options = body.stream_options
     if options is None or not options.continuous_usage_stats:
         return {}

@@ -39,7 +39,7 @@ KEEP_ALIVE = 75
 
 
 class Serves(Protocol):
-    """What is behind an app."""
+    """The engine of an app."""
 
     stopping: bool
 
@@ -222,7 +222,7 @@ class _Transport:
     may take nothing for ever.
 
     Attributes:
-        held: whether nothing more is read, whoever else asks for it.
+        held: whether nothing more is read, even if others ask for it.
     """
 
     held = False

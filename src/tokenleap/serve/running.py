@@ -48,13 +48,13 @@ __all__ = [
 T = TypeVar("T")
 
 GONE = Response(status_code=499)
-"""What nobody reads: the client has gone."""
+"""Placeholder response: the client disconnected."""
 
 
 class Run:
     """The prompts of one HTTP request in the engine.
 
-    Whoever has it calls `close` in the end.
+    Its owner calls `close` in the end.
 
     Attributes:
         log: what the request's log line says of it, when it has ended.
@@ -306,7 +306,7 @@ class OpenRun(Protocol):
 
 
 class ServerState:
-    """What all endpoints share."""
+    """State that all endpoints share."""
 
     def __init__(self, llm: AsyncLLM, settings: Settings, engine: str = "0") -> None:
         settings.check_learning(llm.llm.speculative_config)
@@ -355,7 +355,7 @@ class ServerState:
             raise APIError(404, message, param="model", code="model_not_found")
 
     def scope_of(self, request: Request, cache_salt: str | None) -> Scope:
-        """What a request shares with others: those with its API key and its salt."""
+        """The scope in which a request shares: requests with its API key and its salt."""
         caller = getattr(request.state, "caller", "")
         digest = sha256(f"{caller} {cache_salt or ''}".encode()).hexdigest()
         private = cache_salt is None and not self.settings.share_drafts

@@ -15,7 +15,7 @@ __all__ = ["Settings", "bound_socket"]
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at this address. Nobody can connect before the server runs."""
+    """A socket at this address. Clients can connect once the server runs."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

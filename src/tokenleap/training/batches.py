@@ -2,7 +2,7 @@
 
 A pair (t, t + 1) stands for a draft that starts there: the head sees the target's hidden states up
 to position t and the token at t + 1, and level k of the draft guesses the token at t + 2 + k. Pairs
-in front of parts to learn are the roots of a batch. All levels of all roots are learnt at once,
+before parts to learn are the roots of a batch. All levels of all roots are learnt at once,
 with the text's own tokens in between (teacher forcing).
 
 A batch has conversations of similar length. Packing several into one row would fill it better, but
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 FIRST_LEARNT = 2
-"""The first token that a draft can guess: a pair is in front of it."""
+"""The first token that a draft can guess: a pair comes before it."""
 
 
 _WINDOW = 32
@@ -42,14 +42,14 @@ _WINDOW = 32
 
 
 class Levels(NamedTuple):
-    """What is to be learnt: L levels of the drafts of Q roots in each of B conversations.
+    """Examples to learn: L levels of the drafts of Q roots in each of B conversations.
 
     Args:
-        inputs: [B, L, Q] the last token in front of the one to guess.
+        inputs: [B, L, Q] the last token before the one to guess.
         labels: [B, L, Q] the token to guess.
         teacher_tokens: [B, L, Q, K] the target's most probable tokens there.
         teacher_logprobs: [B, L, Q, K] their log-probabilities.
-        valid: [B, L, Q] whether there is something to learn; false behind an answer's end, and for
+        valid: [B, L, Q] whether there is something to learn; false after an answer's end, and for
             padding.
     """
 
@@ -241,7 +241,7 @@ def collate(conversations: Sequence[Features], num_levels: int, first: int = FIR
     """One batch of these conversations, to learn `num_levels` levels of drafting.
 
     Args:
-        first: see `Trainee.first_learnt`. The roots of the batch are so many tokens in front of
+        first: see `Trainee.first_learnt`. The roots of the batch are so many tokens before
             the first ones that their drafts guess.
     """
     made = [_pairs(each, num_levels, first) for each in conversations]

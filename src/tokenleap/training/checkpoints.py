@@ -359,7 +359,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What held-out conversations show after a step.
+    """Results on held-out conversations after a step.
 
     Args:
         by_position: for each level, the probability that it is accepted if those before were.
@@ -374,7 +374,7 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """What the best drafter has most of."""
+        """The score by which the best drafter is chosen."""
         return self.mean_lengths[min(_SCORED_LENGTH, len(self.mean_lengths)) - 1]
 
 

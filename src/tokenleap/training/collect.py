@@ -146,7 +146,7 @@ class Chooser:
 
 
 def _prompt(conversation: Conversation) -> tuple[tuple[int, ...], ...]:
-    """The source, and what is in front of the first answer; all of a text without any."""
+    """The source, and what comes before the first answer; all of a text without any."""
     opening = conversation.tokens[: conversation.answers[0][0]] or conversation.tokens
     return conversation.source, opening
 
@@ -204,7 +204,7 @@ class Pair:
 
 
 class PairData:
-    """What files hold, in the order of the files.
+    """The data of files, in the order of the files.
 
     Attributes:
         reason: why the first of them was left out; empty if none was.
@@ -260,7 +260,7 @@ class PairSource:
                 yield self._answered(part)
 
     def _answered(self, pairs: Sequence[Pair]) -> list[Conversation]:
-        """What the target writes; where it begins to loop it is cut off."""
+        """The target's answers, cut off where they begin to loop."""
         prompts = [pair.prompt for pair in pairs]
         outputs = self._llm.generate(prompts, self._params, use_tqdm=False)
         written = []
@@ -418,7 +418,7 @@ _OVERLAP = 8
 
 @dataclass(frozen=True)
 class Diversity:
-    """What conversations are like.
+    """Statistics of conversations.
 
     Args:
         distinct: distinct n-grams of the answers as a share of all, for n = 1, 2, 3.
@@ -480,9 +480,9 @@ class Unseen:
 
 
 def _prompts(conversation: Conversation) -> Iterator[Sequence[int]]:
-    """What is in front of each answer; all of a text that begins with what is to be learnt.
+    """The tokens before each answer; all of a text that begins with what is to be learnt.
 
-    The source of an encoder-decoder is in front of everything.
+    The source of an encoder-decoder comes before everything.
     """
     start = 0
     yield conversation.source

@@ -342,7 +342,7 @@ _ROLES = {
 
 
 class FileData:
-    """What files hold, in the order of the files.
+    """The data of files, in the order of the files.
 
     Args:
         llm: the target; its tokenizer encodes, and its chat template shapes conversations.

@@ -2,11 +2,11 @@
 
     loss = E[D(p, q)]
 
-for the target's distribution p and the draft model's q behind every token in front of a part to
+for the target's distribution p and the draft model's q after every token before a part to
 learn. D is one of `losses`; the paper recommends to try several, since the best one depends on task
 and temperature. The answers are those that the target writes (`teacher`), those of the draft model
 (`on_policy`, see `distill.py`), some of both (`mixed`), or the user's own (`fixed`). p is
-that of the target, whoever wrote the text.
+that of the target, even if the draft model wrote the text.
 
 The draft model is a causal LM with the target's vocabulary. It reads nothing of the target but its
 tokens, so one pass over a conversation gives all levels: level k of the draft at root r is its
@@ -110,7 +110,7 @@ class DistillTrainee(Trainee):
     """A draft model that is being trained.
 
     Args:
-        lm: the draft model, with the target's tokens and perhaps other padding behind them.
+        lm: the draft model, with the target's tokens and perhaps other padding after them.
     """
 
     def __init__(self, lm: PreTrainedModel, vocab_size: int, loss: Loss) -> None:
@@ -142,7 +142,7 @@ class DistillTrainee(Trainee):
             )
         # A token of the target's padding may be beyond the draft model's.
         tokens = batch.tokens.clamp(max=self._own_size - 1)
-        # Padding is behind all tokens, which do not see it, so there is no mask.
+        # Padding is after all tokens, which do not see it, so there is no mask.
         states = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
         for level in range(num_levels):
             yield at_roots(states, (batch.roots + 1 + level).clamp(max=length - 1))
@@ -376,7 +376,7 @@ def loaded(
     lm = models.load_model(folder, torch.float32, torch.device("cpu"))
     if own is None or tokenizer is None:
         same = lm.config.get_text_config().vocab_size == vocab_size
-    else:  # padding behind the last token may differ
+    else:  # padding after the last token may differ
         same = own.get_vocab() == tokenizer.get_vocab()
     if not same:
         raise CompatibilityError(
@@ -474,7 +474,7 @@ def _save(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str, An
 # On-policy text: what the draft model writes while it learns (DistillSpec, section 4.1).
 #
 # While it drafts, a draft model continues its own tokens. So it also learns from its own answers to
-# the prompts, with the target's distribution p behind every token. The paper samples every batch
+# the prompts, with the target's distribution p after every token. The paper samples every batch
 # anew. Here the steps are cut into rounds: where a round begins, the draft model, as it then is,
 # answers the next prompts, and the passes of the runtime that serves compute p. Half of the answers
 # are greedy, as those of the target (`conversations.py`).

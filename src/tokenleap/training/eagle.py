@@ -80,7 +80,7 @@ __all__ = [
 
 
 class DraftOptions(Config):
-    """What is drafted.
+    """Options of the tokens that are drafted.
 
     Args:
         draft_vocab_size: most tokens that the head can draft: those that the target writes most
@@ -97,7 +97,7 @@ class DraftOptions(Config):
 
 
 class NoiseOptions(Config):
-    """What is done to hidden states.
+    """Options of the noise on hidden states.
 
     Args:
         noise: standard deviation of the noise on them, relative to their size.
@@ -202,7 +202,7 @@ def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, An
 
 
 class EagleHeadTraining(TrainingMethod):
-    """What the methods share that train EAGLE heads of any form."""
+    """Common base of the methods that train EAGLE heads of any form."""
 
     deeper: ClassVar[str] = "learn more levels"
 

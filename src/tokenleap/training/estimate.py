@@ -46,7 +46,7 @@ _SAMPLE = 128
 
 @dataclass(frozen=True)
 class TrainingBytes:
-    """What a training takes besides the target and the features.
+    """Bytes that a training takes besides the target and the features.
 
     Args:
         memory: weights, gradients, the optimizers' states, and what a batch keeps for gradients,
@@ -62,7 +62,7 @@ class TrainingBytes:
 def training_bytes(
     trainee: Trainee, num_layers: int, hidden_size: int, settings: TrainingSettings
 ) -> TrainingBytes:
-    """What a training takes."""
+    """The cost of a training."""
     weights = sum(weight.numel() for weight in trainee.parameters() if weight.requires_grad)
     moments = sum(
         weight.numel() * (1 if isinstance(each, torch.optim.Muon) else 2)
@@ -145,7 +145,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training takes."""
+    """The cost of a training."""
 
     writing_hours: float
     feature_hours: float
@@ -172,7 +172,7 @@ def estimate(
     on_policy_share: float = 0.0,
     num_drafters: int = 1,
 ) -> Estimate:
-    """What a training takes.
+    """The cost of a training.
 
     Args:
         on_policy_share: share of the text that the drafter writes, anew for every epoch. It is

@@ -1,4 +1,4 @@
-"""What training needs of the target's passes over conversations, computed once and kept on disk.
+"""Features: what training needs of the target's passes, computed once and kept on disk.
 
 For every token: the hidden states of the layers that a drafter reads, and the target's most
 probable next tokens. The passes are those of the runtime that will serve the drafter, so it learns
@@ -209,7 +209,7 @@ class FeatureCache:
         return torch.from_numpy(np.array(array[part]))
 
     def source(self, number: int) -> Sequence[int]:
-        """What an encoder-decoder read in a conversation; empty for other models."""
+        """The source of an encoder-decoder's conversation; empty for other models."""
         sources: Sequence[Sequence[int]] | None = self.index.get("sources")
         return () if sources is None else sources[number]
 

@@ -51,7 +51,7 @@ _PLACES = 512
 
 
 class Learnt(NamedTuple):
-    """What one batch showed.
+    """Results of one batch.
 
     Args:
         losses: [L] mean loss of each level.
@@ -193,7 +193,7 @@ class Trainee(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class HeadParts:
-    """What a drafter is made of.
+    """Parts that a drafter is made of.
 
     Args:
         embedding: [V, E] the target's.
@@ -238,7 +238,7 @@ class TrainingMethod(ABC):
     tunes_target: ClassVar[bool] = False
     """Whether it writes a target of its own, for which the drafts are."""
     deeper: ClassVar[str] = "learn for more epochs"
-    """What to do if later positions of drafts are much worse than the first."""
+    """The advice if later positions of drafts are much worse than the first."""
 
     for_sources: ClassVar[bool | None] = False
     """Whether it trains for encoder-decoders, or for decoder-only models; None for both."""
@@ -257,7 +257,7 @@ class TrainingMethod(ABC):
 
     @property
     def on_policy(self) -> OnPolicy | None:
-        """What of the text the drafter writes; None for nothing."""
+        """The part of the text that the drafter writes; None for nothing."""
         return None
 
     @property
@@ -271,7 +271,7 @@ class TrainingMethod(ABC):
         return self.num_drafters
 
     def missed(self, folder: Path, parts: HeadParts, data: TrainingSet) -> TrainingSet:
-        """What the next drafter is to learn; by default all of it."""
+        """The data that the next drafter is to learn; by default all of it."""
         return data
 
     def finish(self, out: Path, folders: Sequence[Path]) -> None:
@@ -346,7 +346,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the target knows about N places, in ids of the draft vocabulary.
+    """The target's knowledge about N places, in ids of the draft vocabulary.
 
     Args:
         labels: [N] the token it wrote; -1 outside the draft vocabulary.
@@ -433,7 +433,7 @@ LOSSES: dict[str, Loss] = {"kl": kl, "rkl": rkl, "jsd": jsd, "ce": ce, "tv": tv}
 
 
 class Rounds(Protocol):
-    """What is learnt if it is not the same from beginning to end."""
+    """Data that changes from round to round."""
 
     steps: int
 
@@ -442,12 +442,12 @@ class Rounds(Protocol):
         ...
 
     def examples(self, number: int) -> Examples:
-        """What a round learns from; it was prepared, perhaps by another process."""
+        """The examples of a round, which was prepared, perhaps by another process."""
         ...
 
 
 class Current(Examples):
-    """What is learnt now."""
+    """The examples that are learnt now."""
 
     def __init__(self, now: Examples) -> None:
         self.use(now)

@@ -1,4 +1,4 @@
-"""What can be trained: `tokenleap train METHOD`. A new method is one file and one entry here."""
+"""Methods of `tokenleap train METHOD`. A new one is one file and one entry here."""
 
 from __future__ import annotations
 

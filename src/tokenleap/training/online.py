@@ -320,7 +320,7 @@ class Mark:
 
 
 def marks_of(outcome: Outcome, num_levels: int, *, only_rejected: bool) -> list[Mark]:
-    """What a step has to teach.
+    """The places of a step that can be learnt.
 
     Args:
         num_levels: levels of drafting that are learnt. What is deeper in the draft is learnt as a
@@ -354,7 +354,7 @@ class Window:
         tokens: [n + 1].
         hidden: [n, A, E] the target's hidden states in int8; A may be 0.
         scales: [n, A, G] their scales.
-        roots: [Q] index in the window of the token in front of each mark's root.
+        roots: [Q] index in the window of the token before each mark's root.
         levels: [Q] of each mark.
         top_tokens: [Q, K] of each mark.
         top_logprobs: [Q, K] of each mark.

@@ -1,6 +1,6 @@
-"""Training of a target that predicts a block of tokens behind padding, for method `pad`.
+"""Training of a target that predicts a block of tokens after padding, for method `pad`.
 
-Behind the text up to position t stand k padding tokens at positions t + 1 to t + k. The i-th of
+After the text up to position t stand k padding tokens at positions t + 1 to t + k. The i-th of
 them learns the distribution p of the target for position t + 1 + i, as in semi-autoregressive
 fine-tuning (SPACE, Yi et al., arXiv 2402.11809). PaSS (Monea et al., arXiv 2311.13581) learns the
 embedding of such tokens only; here the whole copy of the target learns:
@@ -8,7 +8,7 @@ embedding of such tokens only; here the whole copy of the target learns:
     loss = L_own + lambda sum_k decay^k L_k
 
 for the loss L_own of the copy's own distribution, and L_k of the k-th padding token. One pass
-computes the text and many blocks behind it: every block sees the text in front of it and itself.
+computes the text and many blocks after it: every block sees the text before it and itself.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ __all__ = [
 ]
 
 
-# Blocks of padding behind many places of a text, in one pass of a language model.
+# Blocks of padding after many places of a text, in one pass of a language model.
 #
-# `pad` and `pass` train on them. Behind the text up to a root stand k padding tokens. Each of them
+# `pad` and `pass` train on them. After the text up to a root stand k padding tokens. Each of them
 # sees the text up to the root and the padding before it, as it will when it drafts. A pass has
-# blocks behind some of the roots, so that they are together about as long as the text.
+# blocks after some of the roots, so that they are together about as long as the text.
 
 
 class States(Protocol):
@@ -86,7 +86,7 @@ class BlockTraining(TrainingMethod):
 
     @property
     def nodes_per_token(self) -> int:
-        """See `TrainingMethod.nodes_per_token`: a block stands behind the root and every token."""
+        """See `TrainingMethod.nodes_per_token`: a block stands after the root and every token."""
         return block_nodes(self.served_tokens) // self.served_tokens
 
     def serving(self, folder: Path) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class BlockTraining(TrainingMethod):
 def block_levels(
     states: States, config: PreTrainedConfig, batch: Batch, padding: Tensor
 ) -> Iterator[Tensor]:
-    """The states at the padding behind every root, computed in several passes.
+    """The states at the padding after every root, computed in several passes.
 
     Args:
         padding: [k] the tokens of a block.
@@ -122,7 +122,7 @@ def some_blocks(batch: Batch, num_pads: int) -> Batch:
 def pass_with_blocks(
     states: States, config: PreTrainedConfig, batch: Batch, padding: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[B, T + 1, E] states of the text, and [B, Q, k, E] of the blocks [k] behind the roots."""
+    """[B, T + 1, E] states of the text, and [B, Q, k, E] of the blocks [k] after the roots."""
     size, (rows, blocks) = batch.tokens.shape[1], batch.roots.shape
     own = torch.arange(size, device=batch.tokens.device)
     ahead = 1 + torch.arange(len(padding), device=own.device)
@@ -173,7 +173,7 @@ def _masks(mask: Tensor, positions: Tensor, config: PreTrainedConfig) -> Tensor 
 
 
 def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:
-    """Who sees whom: [B, 1, S, S] for a text of `size` tokens and the blocks behind its roots."""
+    """Who sees whom: [B, 1, S, S] for a text of `size` tokens and the blocks after its roots."""
     own = torch.arange(size, device=roots.device)
     text = (own <= own.unsqueeze(-1)).expand(len(roots), -1, -1)  # [B, T + 1, T + 1]
     to_text = (own <= roots.unsqueeze(-1)).repeat_interleave(num_pads, dim=1)
@@ -186,7 +186,7 @@ def _mask(roots: Tensor, size: int, num_pads: int) -> Tensor:
 
 
 class PadTrainee(TargetTrainee):
-    """A copy of the target that learns to predict behind padding."""
+    """A copy of the target that learns to predict after padding."""
 
     def __init__(
         self,
@@ -203,11 +203,11 @@ class PadTrainee(TargetTrainee):
         self._config = lm.config.get_text_config()
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: the states at the padding behind every root, in several passes."""
+        """See `Trainee.outputs`: the states at the padding after every root, in several passes."""
         return block_levels(self.states, self._config, batch, torch.full((num_levels,), self.pad))
 
     def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """See `Trainee.forward`; in training, only blocks behind some roots are learnt."""
+        """See `Trainee.forward`; in training, only blocks after some roots are learnt."""
         if not self.training:
             return super().forward(batch, num_levels)
         some = some_blocks(batch, num_levels)
@@ -246,7 +246,7 @@ class PadTrainingOptions(Config):
     Args:
         pad_token_id: the padding token; None takes the mask or padding token, or a special token
             without another use.
-        draft_weight: weight of the losses behind padding, relative to the copy's own.
+        draft_weight: weight of the losses after padding, relative to the copy's own.
     """
 
     pad_token_id: Annotated[int, Ge(0)] | None = None
@@ -256,10 +256,10 @@ class PadTrainingOptions(Config):
 
 
 class PadTraining(BlockTraining, TuningMethod):
-    """Targets that predict behind padding."""
+    """Targets that predict after padding."""
 
     name: ClassVar[str] = "pad"
-    summary: ClassVar[str] = "the target itself, so that padding behind the text drafts"
+    summary: ClassVar[str] = "the target itself, so that padding after the text drafts"
     Options: ClassVar[type[Config]] = PadTrainingOptions
 
     @property
@@ -300,7 +300,7 @@ class PadTraining(BlockTraining, TuningMethod):
 #
 #     loss = sum_k decay^k E[loss(p, q_k)]
 #
-# Behind the text up to position t stand the look-ahead tokens [LA]_1 to [LA]_L. The i-th of them
+# After the text up to position t stand the look-ahead tokens [LA]_1 to [LA]_L. The i-th of them
 # learns the target's distribution p for position t + 1 + i. Only the L embeddings learn: the target
 # stays as it is, and so do its tokens.
 
@@ -331,11 +331,11 @@ class PassTrainee(Trainee):
         return []
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: the states at the look-ahead tokens behind every root."""
+        """See `Trainee.outputs`: the states at the look-ahead tokens after every root."""
         return block_levels(self._states, self._config, batch, self._tokens(num_levels))
 
     def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """See `Trainee.forward`; in training, only blocks behind some roots are learnt."""
+        """See `Trainee.forward`; in training, only blocks after some roots are learnt."""
         if not self.training:
             return super().forward(batch, num_levels)
         some = some_blocks(batch, num_levels)
@@ -369,7 +369,7 @@ class PassTraining(BlockTraining):
     """Look-ahead embeddings."""
 
     name: ClassVar[str] = "pass"
-    summary: ClassVar[str] = "embeddings behind the text, and nothing else (PaSS)"
+    summary: ClassVar[str] = "embeddings after the text, and nothing else (PaSS)"
     Options: ClassVar[type[Config]] = PassTrainingOptions
 
     @property

@@ -1,4 +1,4 @@
-"""What a training tells: its course in words, and what it brought (`TrainingReport`)."""
+"""The course of a training in words, and its result (`TrainingReport`)."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a training brought.
+    """The result of a training.
 
     Args:
         coverage: share of the held-out answers' tokens that are in the draft vocabulary.
@@ -217,13 +217,13 @@ class TrainingReport:
 
 
 def step_text(step: Step) -> str:
-    """What a step showed."""
+    """The line of a step."""
     shares = " ".join(f"{share:.0%}" for share in step.accuracy)
     return f"loss {step.losses[0]:.2f}, right {shares}"
 
 
 def evaluation_text(found: Evaluation) -> str:
-    """What an evaluation showed."""
+    """The lines of an evaluation."""
     positions = " ".join(f"{share:.0%}" for share in found.by_position)
     lengths = " ".join(f"{length:.2f}" for length in found.mean_lengths)
     star = " (best)" if found.best else ""
@@ -249,7 +249,7 @@ def advice(
     changed: Perplexity | None = None,
     deeper: str = TrainingMethod.deeper,
 ) -> Sequence[str]:
-    """What to change if acceptance is low, or if the new model has become worse."""
+    """The advice if acceptance is low, or if the new model has become worse."""
     found = []
     if coverage < 0.95:
         found.append(

@@ -113,7 +113,7 @@ class TrainingRun:
         return bool(self._processes.is_main_process)
 
     def _wanted(self) -> dict[str, Any]:
-        """What the folder is to hold, for `settings.json`."""
+        """The settings of the folder, for `settings.json`."""
         data, target = asdict(self._data), self._llm.engine.target
         for name in ("files", "unseen", "parallel"):
             data[name] = [str(file) for file in data[name]]
@@ -281,7 +281,7 @@ def _check_kind(method: TrainingMethod, llm: LLM) -> None:
 
 
 def _prompt(conversation: Conversation) -> Prompt:
-    """What the target continues, as `LLM.generate` takes it."""
+    """The prompt that the target continues, as `LLM.generate` takes it."""
     start = list(opening(conversation.tokens, conversation.answers))
     if not conversation.source:
         return start
@@ -490,7 +490,7 @@ class TrainingText:
         found = diversity(chooser.kept)
         self._reporter.say(
             f"{what}: {found.conversations:,} with {found.answer_tokens:,} tokens of answers, "
-            f"{found.prompt_tokens:.0f} tokens in front of an answer, {found.turns:.2f} turns, "
+            f"{found.prompt_tokens:.0f} tokens before an answer, {found.turns:.2f} turns, "
             f"{found.greedy:.0%} greedy; distinct 1-, 2- and 3-grams "
             f"{', '.join(f'{share:.1%}' for share in found.distinct)}; left out: {chooser.twice} "
             f"twice, {chooser.overlapping} for prompts that must stay unseen."

@@ -1,4 +1,4 @@
-"""What is learnt (`DataSettings`), and how any drafter is trained (`TrainingSettings`)."""
+"""Settings of the data (`DataSettings`) and of the training (`TrainingSettings`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Beta = Annotated[FiniteFloat, Ge(0), Lt(1)]
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is learnt.
+    """Settings of the data.
 
     Args:
         files: the user's own data; empty means that the target writes by itself.

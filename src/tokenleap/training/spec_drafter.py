@@ -189,8 +189,8 @@ def _spread(count: int, depth: int) -> list[int]:
 #
 #     loss = -mean over j of log P(y_(p + j) | y_1 ... y_p, x), j = 1 ... k
 #
-# for a prefix of p tokens, drawn uniformly for each text and step, and k masks behind it, which are
-# predicted at once. Labels end with the text; masks behind it learn nothing. The loss is smoothed.
+# for a prefix of p tokens, drawn uniformly for each text and step, and k masks after it, which are
+# predicted at once. Labels end with the text; masks after it learn nothing. The loss is smoothed.
 # Beyond the paper, a step can learn from several prefixes of a text, each with masks of its own
 # (`spec_drafter.py`), and with `Transitions`, y_(p + j - 1) is given, too.
 #
@@ -379,7 +379,7 @@ class SpecDrafterTrainee(Trainee):
         return F.embedding(tokens, output_layer(self.lm).weight)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: states of the masks behind every prefix that is a root."""
+        """See `Trainee.outputs`: states of the masks after every prefix that is a root."""
         states, mask = self._encoded(batch)
         rows, places = batch.levels.valid[:, 0].nonzero(as_tuple=True)
         prefixes = batch.roots[rows, places] + 1
@@ -429,7 +429,7 @@ class SpecDrafterTrainee(Trainee):
 
 
 def some_prefixes(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-    """Lengths of prefixes of each text, drawn among those in front of a part to learn.
+    """Lengths of prefixes of each text, drawn among those before a part to learn.
 
     Returns:
         [B, P] different prefixes of each text, and whether there are so many of them.
@@ -454,7 +454,7 @@ def _labels(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tokens_at(batch: Batch, places: Tensor) -> Tensor:
-    """[B, P, k] the tokens at these places of the texts; behind a text, any."""
+    """[B, P, k] the tokens at these places of the texts; after a text, any."""
     within = places.clamp(max=batch.tokens.shape[1] - 1)
     return batch.tokens.gather(1, within.flatten(1)).view_as(within)
 
@@ -575,9 +575,9 @@ class SpecDrafterTraining(TrainingMethod):
         )
 
 
-# Rows of texts with blocks of masks behind several prefixes of each, for Spec-Drafters.
+# Rows of texts with blocks of masks after several prefixes of each, for Spec-Drafters.
 #
-# A row has the columns of its text, and behind them k masks for each prefix. Text is causal, and
+# A row has the columns of its text, and after them k masks for each prefix. Text is causal, and
 # masks see a prefix and their own block. So the text is computed once for all its blocks, and each
 # block gets what it would get alone.
 
@@ -587,7 +587,7 @@ class MaskRows(NamedTuple):
 
     Args:
         tokens: [R, W].
-        positions: [R, W] those of masks go on behind their prefix.
+        positions: [R, W] those of masks continue after their prefix.
         sees: [R, 1, W, W] which columns each column sees.
         places: [R, P, k] the places in the text that masks stand for.
     """
@@ -606,7 +606,7 @@ class MaskRows(NamedTuple):
 
 
 def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) -> MaskRows:
-    """So many masks behind prefixes of texts.
+    """So many masks after prefixes of texts.
 
     Args:
         tokens: [R, T].
@@ -619,7 +619,7 @@ def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) 
     number = (columns - size).div(count, rounding_mode="floor")  # of the block; below 0 in the text
     places = prefixes[:, :, None] + columns[:count]
     positions = torch.cat([columns[:size].expand(rows, -1), places.flatten(1)], 1)
-    # Text sees the text up to itself, and a mask what is in front of its block.
+    # Text sees the text up to itself, and a mask the tokens before its block.
     last = torch.cat([columns[:size].expand(rows, -1) + 1, prefixes.repeat_interleave(count, 1)], 1)
     in_text = (number < 0) & (columns < last[:, :, None])
     in_block = (number >= 0) & (number == number[:, None])
@@ -652,7 +652,7 @@ def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -
 
 
 def _additive_mask(sees: Tensor) -> Tensor:
-    """What attention adds to its scores."""
+    """The mask that attention adds to its scores."""
     device = sees.device.type
     low = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if low else torch.float32

@@ -74,7 +74,7 @@ class StateTrainee(Trainee):
 
 
 def head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-    """What a head gives for each level; [B, Q, E].
+    """A head's output for each level; [B, Q, E].
 
     Args:
         last: [B, Q, E] hidden states at the roots, after the final norm.
@@ -97,7 +97,7 @@ class StateTrainingOptions(HeadOptions, NoiseOptions):
 
 
 class StateTraining(TrainingMethod):
-    """What the methods share."""
+    """Common base of the methods that train heads on the last hidden state."""
 
     Options: ClassVar[type[Config]] = StateTrainingOptions
     for_sources: ClassVar[bool | None] = None

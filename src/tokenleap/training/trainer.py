@@ -138,7 +138,7 @@ class Trainer:
 
     def _steps_and_evaluations(self) -> Iterator[Step | Evaluation]:
         progress = self._progress
-        yield from self._due_evaluation()  # a run may have been interrupted in front of it
+        yield from self._due_evaluation()  # a run may have been interrupted before it
         while not progress.finished:
             self._enter_round()
             for batches in self._step_batches():
@@ -424,7 +424,7 @@ class Averages:
 # How often a drafter's greedy drafts are right, and the mean acceptance length that follows.
 #
 # The drafts of all roots are known from one pass of training. A chain of n tokens is simulated on
-# them as decoding would use it: it accepts the right tokens in front of the first wrong one, adds
+# them as decoding would use it: it accepts the right tokens before the first wrong one, adds
 # the target's own token, and goes on from there.
 
 

@@ -1,4 +1,4 @@
-"""What methods have in common that change the target: a copy of it learns to be easy to draft for.
+"""Training that changes the target: a copy of it learns to be easy to draft for.
 
 They write a new model. Drafts for it are lossless with respect to it, not to the target that it was
 made of. That one stays as it is and is the teacher: its own text and its most probable tokens are
@@ -115,7 +115,7 @@ class TuningMethod(TrainingMethod):
         write_lm(trainee.lm, parts.name, folder, {**notes, **self.notes(trainee)})
 
     def notes(self, trainee: TargetTrainee) -> dict[str, Any]:
-        """What serving has to know, for `config.json`; the default is nothing."""
+        """Notes for serving, in `config.json`; by default none."""
         return {}
 
     def serving(self, folder: Path) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class TuningMethod(TrainingMethod):
 #
 #     sum_l w(t, l) E[loss(p, q_l)],   w(t, l) = C(t, l) e(l) / sum_i C(t, i) e(i),
 #
-# over the exits: q_l is what final norm and output layer make of the state behind layer l, and
+# over the exits: q_l is what final norm and output layer make of the state after layer l, and
 #
 #     e(l) = s (0 + 1 + ... + l) for l < L - 1,   e(L - 1) = L - 1 + s (0 + 1 + ... + (L - 2)).
 #
@@ -225,7 +225,7 @@ class EarlyExitTrainee(TargetTrainee):
     def _exits(
         self, tokens: Tensor, layers: Sequence[int], dropout: Tensor | None = None
     ) -> list[Tensor]:
-        """[B, T, E] after the final norm, behind each of these layers."""
+        """[B, T, E] after the final norm, after each of these layers."""
         norm, stack = final_norm(self.lm), decoder_layers(self.lm)
         assert norm is not None
         with _behind(stack, _dropped(dropout, len(tokens))) as found:
@@ -240,7 +240,7 @@ def _dropped(dropout: Tensor | None, size: int) -> Tensor | None:
 
 @contextmanager
 def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tensor]]:
-    """While a model runs, leave layers out for some conversations, and record what is behind each.
+    """While a model runs, leave layers out for some conversations, and record what follows each.
 
     Args:
         dropped: [L, B] whether a layer is left out; None leaves nothing out.
@@ -479,7 +479,7 @@ class TunedOptions(HeadOptions):
 
 
 class _TunedTraining(StateTraining):
-    """What the methods share."""
+    """Common base of the methods that train heads together with the target."""
 
     Options: ClassVar[type[Config]] = TunedOptions
     Kind: ClassVar[type[TunedTrainee]]

@@ -40,7 +40,6 @@ from tokenleap.drafters.models import leave_out
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.llm import LLM
 from tokenleap.request import Request
-from tokenleap.runtime.cuda import eager_network
 from tokenleap.runtime.inputs import PassInputs, RowNodes
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.network import LOGITS, Network
@@ -91,7 +90,7 @@ class Run(NamedTuple):
 
 
 class Objective(Protocol):
-    """What can be measured about a skip set."""
+    """A measurement of a skip set."""
 
     @property
     def verify_cost(self) -> Sequence[float]:
@@ -265,7 +264,7 @@ class Text:
         A position sees its own new KV and the KV of all positions before it. That is the committed
         KV if it exists, and otherwise the new KV of this pass.
         """
-        committed, network = self._slab.lengths[0], eager_network(model.network)
+        committed, network = self._slab.lengths[0], model.network
         nodes = RowNodes(
             start=committed,
             tokens=self._tokens[part.start : part.stop].tolist(),
@@ -369,9 +368,6 @@ class LayerLaboratory(Laboratory):
         plain, drafted = _Speed(), _Speed()
         ways: list[tuple[Drafter, int, _Speed]]
         ways = [(NoDrafter(), 0, plain), (drafter, gamma, drafted)]
-        if eager_network(self._target.network) is not self._target.network:
-            # Capture the drafter's CUDA graphs before the timed runs.
-            self._continue(self._texts[0].prompt, drafter, gamma)
         for text in self._texts:
             for how, length, speed in ways:
                 speed.add(self._continue(text.prompt, how, length))

@@ -17,7 +17,7 @@ from tokenleap import LLM
 from tokenleap.errors import TokenleapError
 
 Fault: TypeAlias = tuple[Callable[[Path], object], str]
-"""What is done to a folder, and a pattern of what is said to it."""
+"""Damage to a folder, and a pattern of the error message."""
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

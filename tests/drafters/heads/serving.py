@@ -1,4 +1,4 @@
-"""What the tests of all heads do with an engine."""
+"""Helpers of the tests of all heads: runs of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = [[3, 5, 7, 3, 5], [11, 4], list(range(1, 40)), [8, 8, 8], [1], [2, 2]]
 
 
 def drafts(output: Any) -> list[tuple[int, ...]]:
-    """What was drafted where, for positions at which something was."""
+    """Drafted tokens of each step that drafted any."""
     return [step.drafted for step in output.trace if step.drafted]
 
 

@@ -84,7 +84,7 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
 
 
 def drafted(head: EagleHead, hidden: Any, tokens: list[int], root: int) -> list[Tensor]:
-    """The logits of a chain of the text's own tokens behind `root`."""
+    """The logits of a chain of the text's own tokens after `root`."""
     request = Request(
         tokens[: root + 1], SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
     )

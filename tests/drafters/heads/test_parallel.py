@@ -51,7 +51,7 @@ LEVELS = 5
 def expected_block(
     net: ParallelNet, hidden: Tensor, tokens: Tensor, root: int, levels: int
 ) -> list[Tensor]:
-    """Logits of each level behind pair `root`: plain causal attention over pairs and masks."""
+    """Logits of each level after pair `root`: plain causal attention over pairs and masks."""
     config, known = net.config, root + 1
     masks = torch.full((levels - 1,), config.mask_token_id)
     ids = torch.cat([tokens[1 : known + 1], masks])[None]
@@ -96,7 +96,7 @@ def test_a_block_is_plain_attention_over_masks(form: str) -> None:
 def block_of(
     folder: Path, target: Target, hidden: Mapping[int, Tensor], tokens: list[int], root: int
 ) -> list[Tensor]:
-    """[Vd] of each level from what serves, behind the token `root`."""
+    """[Vd] of each level from what serves, after the token `root`."""
     head, _ = load_parallel_head(read_checkpoint(folder, ["peagle"]), target)
     return grown(head, hidden, [tokens[: root + 1]], LEVELS)[0]
 
@@ -156,7 +156,7 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
 def test_logits_do_not_depend_on_what_is_computed_with_them(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """In a batch and with more levels behind: the same bits."""
+    """In a batch and with more levels after: the same bits."""
     model = tiny_model(head_dim=32, dtype=dtype)
     save_head(tmp_path, tiny_net(parallel_config(), model))
     target = Target(model)

@@ -32,7 +32,7 @@ def test_other_models_have_none(name: object) -> None:
     assert shipped_config(name, trees=True) is None
 
 
-def test_a_model_without_a_head_decodes_plainly() -> None:
+def test_a_model_without_a_head_does_not_speculate() -> None:
     assert LLM(tiny_model()).speculative_config.method_name == "none"
 
 

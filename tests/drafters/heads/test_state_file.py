@@ -173,7 +173,7 @@ def test_the_output_rows_must_be_in_memory(tmp_path: Path) -> None:
 
 
 def test_the_configuration_is_plain(tmp_path: Path) -> None:
-    """What other programs can rely on."""
+    """Other programs can rely on these fields."""
     fields = json.loads((written("medusa", tmp_path) / "config.json").read_text())
     assert fields == {
         "model_type": "tokenleap_head",

@@ -299,7 +299,7 @@ def test_a_quantized_target(method: str, quantization: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @torch.inference_mode()
 def test_hidden_states_are_read_after_the_final_norm(architecture: str, tmp_path: Path) -> None:
-    """What the target's own output layer reads, in every architecture."""
+    """As the target's own output layer does, in every architecture."""
     model = tiny_model(architecture)
     saved("medusa", model, tmp_path)
     target = Target(model)

@@ -52,7 +52,7 @@ def test_a_byte_level_tokenizer_gives_the_tokens_of_the_whole_text(
     whole = merging(TEXT * 50)["input_ids"]
     assert len(set(whole)) > 10
     assert tokens_of(file, merging) == whole
-    # The cuts matter: pieces that simply end behind line ends have other tokens.
+    # The cuts matter: pieces that simply end after line ends have other tokens.
     lines = merging((TEXT * 50).splitlines(keepends=True))["input_ids"]
     assert list(itertools.chain.from_iterable(lines)) != whole
 

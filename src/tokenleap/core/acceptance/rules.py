@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Coupled(AcceptanceRule):
-    """The rule `coupled`, the default: lossless, for chains and trees of any drafter."""
+    """Seeded sampling that does not depend on the drafter: lossless, for all chains and trees."""
 
     name: ClassVar[str] = "coupled"
     lossless: ClassVar[bool] = True
@@ -88,7 +88,7 @@ class Coupled(AcceptanceRule):
 
 
 class Rejection(AcceptanceRule):
-    """The rule `rejection`: lossless for all drafters and trees; greedy decoding has one-hot p."""
+    """Speculative sampling: accept with probability min(1, p/q), else draw from the residual."""
 
     name: ClassVar[str] = "rejection"
     lossless: ClassVar[bool] = True
@@ -144,7 +144,7 @@ def accept_by_ratio(
 
 
 class Block(AcceptanceRule):
-    """The rule `block`: lossless, for chains only."""
+    """Accept a chain as a whole instead of token by token: lossless."""
 
     name: ClassVar[str] = "block"
     lossless: ClassVar[bool] = True
@@ -203,7 +203,7 @@ PRECISION = 1e-12
 
 
 class KSequential(AcceptanceRule):
-    """The rule `k_sequential`: lossless, for chains and for trees with independent siblings."""
+    """One scale rho for all siblings, which are independent draws from one q: lossless."""
 
     name: ClassVar[str] = "k_sequential"
     lossless: ClassVar[bool] = True
@@ -378,10 +378,16 @@ def accept_longest(
 
 
 class Typical(AcceptanceRule):
-    """The rule `typical`: lossy when sampling; greedy decoding (entropy 0) accepts the argmax."""
+    """Keep tokens that are not too improbable, given the target's uncertainty: lossy."""
 
     class Options(Config):
-        """Options of `typical`, under vLLM's names."""
+        """Options of `typical`, under vLLM's names.
+
+        Args:
+            posterior_threshold: a drafted token with a larger p is always kept.
+            posterior_alpha: a drafted token is also kept if its p is above this times exp(-H), with
+                H the entropy of p in nats.
+        """
 
         posterior_threshold: Annotated[float, Gt(0), Le(1)] = 0.09
         posterior_alpha: Annotated[float, Gt(0), Lt(1)] = 0.3
@@ -415,10 +421,10 @@ class Typical(AcceptanceRule):
 
 
 class TopBeta(AcceptanceRule):
-    """The rule `top_beta`: lossy; the defaults are those of SpecDec."""
+    """Spec-Verification: keep tokens near the target's best ones, with SpecDec's defaults: lossy."""
 
     class Options(BlockOptions):
-        """Options of `top_beta`; see `BlockOptions` for `minimum_block`.
+        """Options of `top_beta`, besides those of `BlockOptions`.
 
         Args:
             beta: a drafted token must be among this many most probable tokens.
@@ -462,10 +468,14 @@ class TopBeta(AcceptanceRule):
 
 
 class Lenient(AcceptanceRule):
-    """The rule `lenient`: lossy; the output distribution may exceed p by the factor 1 / l."""
+    """Lenient speculative sampling: the output may exceed p by the factor 1 / l: lossy."""
 
     class Options(Config):
-        """Options of `lenient`."""
+        """Options of `lenient`.
+
+        Args:
+            lenience: the factor l on q; 1 is lossless. No token becomes more probable than p / l.
+        """
 
         lenience: Annotated[float, Gt(0), Le(1)] = 0.5
 
@@ -504,10 +514,10 @@ class Lenient(AcceptanceRule):
 
 
 class Distance(AcceptanceRule):
-    """The rule `distance`: lossy, and of use only where similar tokens have similar ids."""
+    """Keep tokens whose ids are close to the target's best one's: lossy."""
 
     class Options(BlockOptions):
-        """Options of `distance`; see `BlockOptions` for `minimum_block`.
+        """Options of `distance`, besides those of `BlockOptions`.
 
         Args:
             epsilon: largest difference between the ids of a drafted token and of the target's most

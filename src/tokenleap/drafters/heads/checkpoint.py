@@ -81,7 +81,7 @@ _Positive = Annotated[FiniteFloat, Gt(0)]
 
 @dataclass(frozen=True)
 class Description:
-    """What `config.json` says."""
+    """The contents of a `config.json`."""
 
     config: EagleConfig
     verifier: Verifier
@@ -181,7 +181,7 @@ def read_description(path: Path, kinds: Sequence[str] = ("eagle3",)) -> Descript
 
 
 def described(fields: Mapping[str, Any], path: Path) -> Description:
-    """What the fields of `config.json` say."""
+    """Parse the fields of a `config.json`."""
     parallel = fields.get("speculators_model_type") == "peagle"
     file = validated(_ParallelFile if parallel else _File, fields, path)
     layer, notes = file.transformer_layer_config, file.tokenleap
@@ -315,7 +315,7 @@ def new_net(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds.
+    """The contents of a folder.
 
     Args:
         tensors: the weights by their names in the file, without those of `vocabulary`.
@@ -394,7 +394,7 @@ def read_checkpoint(path: str | Path, kinds: Sequence[str] = ("eagle3",)) -> Che
 
 
 def file_tensors(net: EagleNet) -> dict[str, Tensor]:
-    """What a file holds; EAGLE-1's layout has no maps where all tokens can be drafted."""
+    """The tensors of a file; EAGLE-1's layout has no maps where all tokens can be drafted."""
     tensors = net.state_dict()
     if isinstance(net, FeatureNet) and net.config.draft_vocab_size == net.config.vocab_size:
         del tensors["d2t"], tensors["t2d"]

@@ -134,7 +134,7 @@ class _States:
         return self._length
 
     def keep(self, start: int, states: Tensor) -> None:
-        """Keep states [n, E] of the tokens from `start` on; those behind them are forgotten."""
+        """Keep states [n, E] of the tokens from `start` on; those after them are forgotten."""
         assert start <= self._length, "states of tokens before these are missing"
         stop = start + len(states)
         if stop > len(self._buffer):
@@ -227,7 +227,7 @@ class EagleHead(OwnModel):
         self.layers = fusion.layers
         self._fusion = fusion
         self._states: dict[int, _Committed] = {}  # by request key
-        self._outputs: dict[int, _States] = {}  # request key -> states behind the nodes of its tree
+        self._outputs: dict[int, _States] = {}  # request key -> states after the nodes of its tree
 
     def use_head(self, network: Network, fusion: Fusion) -> None:
         """Draft with other weights of the same sizes, on the KV and the states that are there."""
@@ -506,7 +506,7 @@ class _Fusion:
 
 # `parallel`: one pass of a trained head drafts a whole block (P-EAGLE, arXiv 2602.01469).
 #
-# The head is an EAGLE-3 head with learnt masks behind the root (see `eagle_net.py`). Every level
+# The head is an EAGLE-3 head with learnt masks after the root (see `eagle_net.py`). Every level
 # of a draft is one node of its pass (see `block.py`).
 
 

@@ -5,7 +5,7 @@ predicts the token at t + 2. For committed tokens the state is
 
     f_t = fc [norm(h_t^1); ...; norm(h_t^A)],   h_t^a entering layer `aux_layers[a]` of the target.
 
-Behind the last committed token the state is the head's own output of the pair before. One layer of
+After the last committed token the state is the head's own output of the pair before. One layer of
 the Llama family computes on such pairs; its attention reads [norm(e); norm(f)], twice as wide as
 the residual stream. Tensor names are those of the `speculators` format, so `state_dict()` is what a
 checkpoint holds.
@@ -164,7 +164,7 @@ class EagleLayer(nn.Module):
     """A layer of the Llama family whose attention reads token and state.
 
     Args:
-        joint: false for an ordinary layer behind such a one; it has no `hidden_norm`.
+        joint: false for an ordinary layer after such a one; it has no `hidden_norm`.
     """
 
     hidden_norm: RMSNorm
@@ -181,7 +181,7 @@ class EagleLayer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """[B, T, E] the stream in front of the layer, [B, H, T, D] -> [B, T, E] behind it."""
+        """[B, T, E] the stream before the layer, [B, H, T, D] -> [B, T, E] after it."""
         x = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
@@ -224,7 +224,7 @@ class EagleNet(nn.Module):
     """
 
     KIND: ClassVar[str] = "an EAGLE-3 head"
-    """What messages call it."""
+    """Its name in messages."""
 
     d2t: Tensor
     t2d: Tensor
@@ -300,7 +300,7 @@ class EagleNet(nn.Module):
     ) -> tuple[Tensor, list[KeysValues]]:
         """One level of drafting from many pairs at once (training-time test).
 
-        At level k, index r stands for the k-th token drafted behind a root, a pair of level 0. It
+        At level k, index r stands for the k-th token drafted after a root, a pair of level 0. It
         sees the pairs up to the root, and of levels 1 to k its own index only.
 
         Args:
@@ -340,13 +340,13 @@ class EagleNet(nn.Module):
 
 # The network of P-EAGLE: an EAGLE-3 head that drafts a block in one pass (arXiv 2602.01469).
 #
-# The tokens of a block do not depend on each other. Behind the pair of the last committed token,
+# The tokens of a block do not depend on each other. After the pair of the last committed token,
 # with the target's own state, stand pairs of a mask token and a learnt state:
 #
 #     f_mask = fc [norm(m^1); ...; norm(m^A)],   m = `mask_hidden`.
 #
 # The d-th of them sees the committed pairs and the d - 1 before it, and predicts the token d places
-# behind the first drafted one. The first layer is EAGLE-3's; ordinary ones may follow it. Tensor
+# after the first drafted one. The first layer is EAGLE-3's; ordinary ones may follow it. Tensor
 # names are those of the `speculators` format ("peagle").
 
 
@@ -355,7 +355,7 @@ class ParallelConfig(EagleConfig):
     """See `EagleConfig`.
 
     Args:
-        mask_token_id: the token of the pairs behind the last committed one.
+        mask_token_id: the token of the pairs after the last committed one.
         depths: most tokens of a draft, as many as were learnt.
     """
 

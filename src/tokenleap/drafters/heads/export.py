@@ -65,7 +65,7 @@ def export_head(
 
 
 def check_folder(folder: Path, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Probe:
-    """What an EAGLE head and a target do on our text, after the checks of loading it."""
+    """Check an EAGLE head as when it is loaded, then run it and a target on our text."""
     net, _, fusion = load_parts(read_checkpoint(folder, list(KINDS)), target, tokenizer)
     tokens = our_text(tokenizer)
     if len(tokens) < 2 or len(tokens) >= target.max_model_len:

@@ -1,4 +1,4 @@
-"""What the folders of all trained heads have in common: reading, checking and writing them.
+"""Read, check and write the folders of trained heads: all that they have in common.
 
 A folder holds a `config.json` and the weights. Every error names the file, says what is wrong with
 it, and is one line.

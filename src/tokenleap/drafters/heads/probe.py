@@ -1,7 +1,7 @@
 """Whether a trained head and the model in use belong together, by what they do on a short text.
 
 When a head is trained, its `config.json` records a `Probe`: a text, the target's most probable
-token behind each of its tokens, and how many of these the head's first level predicts. Other
+token after each of its tokens, and how many of these the head's first level predicts. Other
 weights, dtypes and runtimes of the same model agree nearly everywhere (int4: 90 to 100 %). A model
 that does not is another one, and the head is refused.
 
@@ -68,10 +68,10 @@ _Tokens = Annotated[str, StringConstraints(pattern=r"^\d+( \d+)+$")]
 
 @dataclass(frozen=True)
 class Probe:
-    """What is recorded.
+    """The record of a head's target and of its predictions.
 
     Args:
-        follows: the target's most probable token behind each of them, in the same form.
+        follows: the target's most probable token after each of them, in the same form.
         accepted: how many of these the head predicts; None for heads of which it is not known.
     """
 
@@ -86,7 +86,7 @@ class Probe:
         return cls(_joined(seen.tokens), _joined(seen.follows), share)
 
     def note(self) -> dict[str, Any]:
-        """What `config.json` holds, among the notes on the training."""
+        """The entry in `config.json`, among the notes on the training."""
         return {"probe": asdict(self)}
 
 
@@ -104,7 +104,7 @@ class Seen:
 
     Args:
         tokens: [n].
-        follows: [n] the most probable token behind each.
+        follows: [n] the most probable token after each.
         hidden: layer id -> [n, E] hidden states.
     """
 
@@ -228,9 +228,9 @@ def _enough(share: float, probe: Probe | None) -> float:
 
 
 def _other_layers(net: EagleNet, target: Target, tokens: Sequence[int], least: float) -> str | None:
-    """What to do if a head predicts at least so much with other layers; None if it does not.
+    """The advice if a head predicts at least so much with other layers; None if it does not.
 
-    Of EAGLE-1, nobody chooses the layers.
+    The layers of EAGLE-1 are fixed.
     """
     last = target.network.num_layers
     if isinstance(net, FeatureNet):

@@ -87,7 +87,7 @@ class _Recent:
         self._states: Tensor | None = None  # [n, E] of the tokens from `_first` on
 
     def keep(self, start: int, states: Tensor) -> None:
-        """Keep the states [n, E] of the tokens from `start` on; those behind are forgotten."""
+        """Keep the states [n, E] of the tokens from `start` on; those after are forgotten."""
         self.cut(start)
         if self._states is None or self._first + len(self._states) != start:
             self._first, self._states = start, states[:0]
@@ -278,7 +278,7 @@ MODEL_TYPE = "tokenleap_head"
 
 @dataclass(frozen=True)
 class StateFile:
-    """What a folder holds.
+    """The contents of a folder.
 
     Args:
         draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.

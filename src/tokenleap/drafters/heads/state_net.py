@@ -61,7 +61,7 @@ class StateConfig:
     own_rows: bool = False
 
     def fault(self) -> str | None:
-        """What is contradictory in it; None if nothing is."""
+        """A contradiction in it; None if there is none."""
         if self.draft_vocab_size > self.vocab_size:
             return f"draft_vocab_size is above the vocab_size of {self.vocab_size}"
         return None
@@ -301,7 +301,7 @@ class MedusaNet(StateNet):
 # `hydra`: Medusa's heads, which also read the tokens drafted before (Ankner et al., 2402.05109).
 #
 # The head for depth k reads the hidden state h and the embeddings of the root and of the k tokens
-# drafted behind it:
+# drafted after it:
 #
 #     x = R_k s + SiLU(U_k s + b_k),  s = [h; e(t_0); ...; e(t_k)],  then Medusa's blocks,
 #     logits = W_k x.
@@ -416,7 +416,7 @@ class BlockwiseNet(StateNet):
         self.heads = nn.ModuleList([_BlockwiseHead(config) for _ in range(config.num_heads)])
 
     def initialise(self) -> None:
-        """Random hidden layers behind zeros, so that every head begins as the target's own."""
+        """Random hidden layers after zeros, so that every head begins as the target's own."""
         for head in cast("list[_BlockwiseHead]", list(self.heads)):
             nn.init.normal_(head.hidden.weight, std=self.config.hidden_size**-0.5)
             for zero in (head.hidden.bias, head.output.weight, head.output.bias):

@@ -164,7 +164,7 @@ class Datastore:
         tensors, metadata = FILE.load(path, ("tokens", "suffixes"))
         tokens = _array(tensors.get("tokens"), _TOKENS)
         suffixes = _array(tensors.get("suffixes"), _POSITIONS)
-        # The last element of `tokens` is the separator behind the last text.
+        # The last element of `tokens` is the separator after the last text.
         fits = len(tokens) == len(suffixes) > 0 and metadata.get("vocab_size") == str(tokens[-1])
         if not fits:
             raise FILE.damaged(path)

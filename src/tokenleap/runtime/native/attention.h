@@ -1,6 +1,6 @@
 // Attention of a few queries over the KV slab.
 //
-// A query sees a prefix of its row's slots. In a token tree it also sees some slots behind the
+// A query sees a prefix of its row's slots. In a token tree it also sees some slots after the
 // prefix: its ancestors and itself. Ranks number these slots by position. Every score is one dot
 // product, and the weighted sum of values runs over the ranks in ascending order; tiles add 32 of them
 // at a time, each in an order of their own. So a node of a tree gets the same bits as the same tokens in

@@ -26,7 +26,7 @@ struct BlockChain {
     }
 
 private:
-    // Puts the best candidate behind a token first. Nothing is added to the other tokens of the vocabulary.
+    // Puts the best candidate after a token first. Nothing is added to the other tokens of the vocabulary.
     void follow(Ranking& best, int32_t before) const {
         float total = 1.0f, largest = -1.0f;
         int first = 0;

@@ -61,7 +61,7 @@ inline f32x16 gumbel(const int64_t* bits) {
     return -log(-log_of(exponent, fraction));
 }
 
-// Chooses the tokens that are drawn behind a node. One is made per node, because it needs memory.
+// Chooses the tokens that are drawn after a node. One is made per node, because it needs memory.
 class Drawing {
 public:
     // Put the `width` tokens with the largest scores first into `best`, in descending order.
@@ -103,7 +103,7 @@ private:
     static constexpr float CLARITY = 0.7f;
     static constexpr int RIVALS = 4;
 
-    // Sixteen logits over the temperature; -infinity behind the last.
+    // Sixteen logits over the temperature; -infinity after the last.
     f32x16 some(long first) const { return Ranking::some(logits_, first, vocabulary_) / temperature_; }
 
     float at(int32_t token) const { return logits_[token] / temperature_; }

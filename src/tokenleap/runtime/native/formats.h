@@ -8,7 +8,7 @@
 //   BF16    [K/2][32][2] bfloat16                                               bfloat16
 //   INT8    [K/32] of ([8][32][4] uint8: w/d + 128; [32] half: d)               Bytes
 //   INT4    [K/32] of ([4][32][4] two nibbles: (w-m)/d; [32] half: d; half: m)  Bytes
-//   INT5    the same with bit 4 of all words, [32][4], behind the nibbles       Bytes
+//   INT5    the same with bit 4 of all words, [32][4], after the nibbles       Bytes
 //
 //   Q4K, Q5K, Q6K   see k_blocks.h                                              Bytes
 //

@@ -37,7 +37,7 @@ public:
         for (int level = 0; p_.nodes; level++) {
             if (t_.draws) shake(level, id);
             run_.thread(id);
-            run_.meet(id);  // nobody reads the pass any more, which is about to change
+            run_.meet(id);  // the pass is read no more, and is about to change
             run_.share(p_.scored, id, [&](int i) { rank(i, t_.widths[level]); });
             run_.meet(id);
             if (id == 0) extend(level + 1);

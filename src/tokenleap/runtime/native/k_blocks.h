@@ -5,10 +5,10 @@
 //
 //   format  weights of a panel: [K/32] groups, then [K/256] blocks
 //   Q4K     ([4][32][4] bits 0 to 3, two in a byte; [32] uint8: s; [32] uint8: m), ([32] half: d; [32] half: e)
-//   Q5K     the same with [32][4] bit 4 of all eight words behind bits 0 to 3
+//   Q5K     the same with [32][4] bit 4 of all eight words after bits 0 to 3
 //   Q6K     ([4][32][4] bits 0 to 3; [2][32][4] bits 4 and 5; [2][32] int8: s), ([32] half: d)
 //
-// Input rows are `Bytes` (formats.h). For Q6K, they have [K/32][2] int32 behind them: -32 times the sums of
+// Input rows are `Bytes` (formats.h). For Q6K, they have [K/32][2] int32 after them: -32 times the sums of
 // each half of a group.
 
 #pragma once

@@ -69,7 +69,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """What a decoder is for the C++ code.
+    """A decoder for the C++ code.
 
     Args:
         decoder: the structure, to which the layers are not joined yet.

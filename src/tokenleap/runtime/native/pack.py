@@ -274,7 +274,7 @@ def _bytes(scales: Tensor) -> Tensor:
     return scales.transpose(1, 2).contiguous().view(torch.uint8)
 
 
-# Packs GGUF's K-quants in their own numbers; `k_blocks.h` describes the formats.
+# Packs GGUF's K-quants without requantizing them; `k_blocks.h` describes the formats.
 #
 # A weight of a K-quant is `d s q - e m`: d and e are float16 and belong to a block of 256 weights;
 # s and m are whole numbers of a group of 32 weights (16 in Q6_K), and q has four to six bits.
@@ -371,7 +371,7 @@ def _factors(blocks: Tensor) -> Tensor:
     return blocks.contiguous().view(torch.float16)
 
 
-# Packs blocks of a GGUF file in their own numbers, where a kernel's format has them.
+# Packs blocks of a GGUF file without requantizing them, where a kernel's format allows.
 #
 #     Q4_0, Q4_1       -> int4           a scale and a least number (Q4_0: -8 scales) per 32 weights
 #     Q5_1             -> int5           the same

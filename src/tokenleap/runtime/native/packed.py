@@ -342,7 +342,7 @@ def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
 
 
 _Kind: TypeAlias = tuple[torch.dtype, torch.Size, bytes]
-"""What tensors with the same bits have in common, and few others: their first bytes, too."""
+"""A key that tensors with the same bits share with few others: it has their first bytes."""
 
 _FIRST_BYTES = 256
 

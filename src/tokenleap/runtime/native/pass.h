@@ -40,7 +40,7 @@ struct Decoder {
     float logit_cap, score_cap;                          // c of c tanh(x / c); none (0)
     Activation activation;
     int32_t whole_norms, ungated;                        // (0)
-    int32_t norms_sums;  // whether a layer's norms are of the stream behind each part, instead of its inputs (0)
+    int32_t norms_sums;  // whether a layer's norms are of the stream after each part, instead of its inputs (0)
     // An embedding of each position, [.., E], beside that of the token; null if there is none (null). One token may
     // have none (-1).
     const float* position_embedding;
@@ -53,7 +53,7 @@ struct Decoder {
     // A drafting head reads a state beside each token; its first layer's inputs are twice as wide:
     // the normalised embedding, then the normalised state. Null norms for a language model.
     int32_t norm_before_residual;  // whether the stream begins with the normalised state
-    int32_t norm_output;           // whether hidden states behind the last layer are normalised; an encoder's are, too
+    int32_t norm_output;           // whether hidden states after the last layer are normalised; an encoder's are, too
     Norm embedding_norm;           // of an encoder-decoder, too: of what the stream begins with
     const float* state_norm;
     // Or a head's stream begins with this layer of embedding and state, as they are (EAGLE-1). Null weight if not.
@@ -82,7 +82,7 @@ struct Pass {
     const int32_t* slots;        // [T] where a node's keys and values go
     const int32_t* prefixes;     // [T] slots seen from the row's beginning on
     const int32_t* tail_starts;  // [T + 1] offsets into tails
-    const int32_t* tails;        // slots seen behind the prefix
+    const int32_t* tails;        // slots seen after the prefix
     const int32_t* scored_nodes; // [L] ascending: the nodes whose logits are needed
     const Buffers* buffers;      // of each layer
     const Source* sources;       // of each row of the slab; null for a decoder without sources
@@ -94,7 +94,7 @@ struct Pass {
     uint8_t* workspace;
 };
 
-// A tree that is drafted behind a node of a pass, its root.
+// A tree that is drafted after a node of a pass, its root.
 struct Tree {
     double least_token, least_path;  // nothing is drafted below a token of a smaller probability, or path
     int32_t depth, nodes;            // levels at most; it ends with the level that reaches so many nodes
@@ -111,10 +111,10 @@ struct Draw {
     int32_t coupled, unused;     // whether the noise is the target's own
 };
 
-// Trees of the most probable or of drawn tokens, one behind each scored node of a pass. A drafting head goes
-// on from its own states: then the pass returns the hidden states behind the last layer, and no others.
+// Trees of the most probable or of drawn tokens, one after each scored node of a pass. A drafting head goes
+// on from its own states: then the pass returns the hidden states after the last layer, and no others.
 //
-// Siblings are drawn without replacement. Without `beam`, the logits of all passes are then kept, one behind
+// Siblings are drawn without replacement. Without `beam`, the logits of all passes are then kept, one after
 // the other. Probabilities of coupled draws say how clearly the noise decides (`Drawing` in drawing.h).
 struct Trees {
     Tree* trees;               // [L]

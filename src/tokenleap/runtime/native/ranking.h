@@ -41,7 +41,7 @@ struct Best {
 
 // The most probable tokens after a node, in descending order; of equals the first.
 struct Ranking {
-    static constexpr int MOST = 80;  // 64 children, and the next one behind them
+    static constexpr int MOST = 80;  // 64 children, and the next one after them
 
     int count = 0;
     int32_t tokens[MOST];
@@ -70,7 +70,7 @@ struct Ranking {
             store(values + i, exp(load<f32x16>(values + i) - largest) * scale);
     }
 
-    // Sixteen logits; -infinity behind the last.
+    // Sixteen logits; -infinity after the last.
     static f32x16 some(const float* logits, long first, long vocabulary) {
         if (first + LANES <= vocabulary) return load<f32x16>(logits + first);
         f32x16 x = splat(NONE);

@@ -33,7 +33,7 @@ public:
     static constexpr int PIECES = 4;
     int pieces() const { return p_.nodes < 32 ? 1 : PIECES; }
 
-    // Lay out the buffers one behind the other from `base` on; returns their size in bytes.
+    // Lay out the buffers one after the other from `base` on; returns their size in bytes.
     size_t layout(uint8_t* base) {
         size_t used = 0, nodes = p_.nodes;
         auto take = [&](size_t bytes) {
@@ -240,7 +240,7 @@ private:
         });
     }
 
-    // What stands behind a part of a layer: its norm, if that is of the sum.
+    // What stands after a part of a layer: its norm, if that is of the sum.
     void normalise_sums(const Norm& norm, int id) {
         if (!d_.norms_sums) return;
         team_.each(id, [&](int part) {

@@ -161,7 +161,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def wrong_stack(parts: Stack, dtype: torch.dtype) -> str | None:
-    """What of an encoder or a decoder the kernels do not support; None if they support all."""
+    """The part of an encoder or a decoder that the kernels lack; None if they have all."""
     first = parts.layers[0]
     size, width = first.attention.query.in_features, _width(first.attention)
     if (reason := wrong_shape(width, size, first.down.in_features)) is not None:

@@ -54,7 +54,7 @@ private:
         int phases = 0;
     };
     struct alignas(64) Part {
-        std::atomic<int> phase{0};  // the first in which nobody has taken it
+        std::atomic<int> phase{0};  // the first in which no thread has taken it
     };
 
     template <class Work>

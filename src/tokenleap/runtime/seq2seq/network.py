@@ -188,7 +188,7 @@ class CrossStates:
         self._joined: CrossKeys | None = None
 
     def of(self, inputs: PassInputs, slab: KVSlab) -> CrossKeys:
-        """What the rows of a pass read. Rows without nodes need not have read a source."""
+        """Keys that the rows of a pass read. Rows without nodes need not have read a source."""
         states = states_of(inputs, slab)
         if self._joined is None or not are_same(states, self._states):
             self._states, self._joined = states, _join(states)
@@ -196,7 +196,7 @@ class CrossStates:
 
 
 def states_of(inputs: PassInputs, slab: KVSlab) -> list[RowState | None]:
-    """What each row of a pass reads; None for rows that have not read a source."""
+    """The source state that each row of a pass reads; None for rows that have read no source."""
     rows = range(inputs.first, inputs.first + len(inputs.rows))
     return [RowState(*found) if (found := slab.state(row)) else None for row in rows]
 
@@ -295,7 +295,7 @@ class _Sizes:
 
 
 class EncoderSide(SourceNetwork):
-    """What a network of an encoder-decoder has besides its decoder (see `SourceNetwork`).
+    """The encoder's side of an encoder-decoder's network (see `SourceNetwork`).
 
     Args:
         linear: the class of linear layers that read what the encoder returns; None keeps the
@@ -461,7 +461,7 @@ class Seq2SeqNetwork(EncoderSide):
     def _added(
         self, x: Tensor, norm: Elementwise, sublayer: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
-        """The residual stream behind a sublayer; None adds nothing."""
+        """The residual stream after a sublayer; None adds nothing."""
         if self._norm_first:
             return x if sublayer is None else x + sublayer(norm(x))
         return norm(x if sublayer is None else x + sublayer(x))

@@ -44,14 +44,14 @@ __all__ = [
 
 
 class Positions(Protocol):
-    """What positions add to a pass."""
+    """Position information of a pass."""
 
     def embedding(self, inputs: PassInputs) -> Tensor | None:
         """[T, E] added to the embeddings of the nodes; None if nothing is."""
         ...
 
     def bias(self, positions: Tensor, mask: Tensor) -> Tensor | None:
-        """What is added to the scores of self-attention; None if nothing is.
+        """The addition to the scores of self-attention; None if there is none.
 
         Args:
             positions: [B, N] of the nodes.
@@ -77,7 +77,7 @@ class TablePositions:
 
     def embedding(self, inputs: PassInputs) -> Tensor:
         positions = inputs.flat(inputs.positions)
-        # The padding of a row at the end of the context may have positions behind the table.
+        # The padding of a row at the end of the context may have positions past the table.
         found = F.embedding(positions.clamp(max=len(self.table) - 1), self.table)
         if self.without is None:
             return found
@@ -94,7 +94,7 @@ class RelativePositions:
     Args:
         by_distance: [L, H, distances] the bias of each head; the last one holds for larger
             distances. L is 1 if all layers have the same, and the number of layers in UMT5.
-        behind: how many of them, the first, are for what comes behind a node.
+        behind: how many of them, the first, are for what follows a node.
     """
 
     by_distance: Tensor
@@ -178,7 +178,7 @@ class Stack:
     """An encoder, or what a decoder has in common with one.
 
     Args:
-        embedding_norm: the norm behind the embedding; None if there is none.
+        embedding_norm: the norm after the embedding; None if there is none.
         norm_first: whether each sublayer's norm precedes it, or follows the residual sum.
     """
 

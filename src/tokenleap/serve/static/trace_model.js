@@ -62,7 +62,7 @@ function readStep(step, index, position) {
   );
   check(
     step.parents.every((parent, node) => Number.isInteger(parent) && parent >= -1 && parent < node),
-    "a parent behind its child",
+    "a parent after its child",
   );
   check([...step.accepted, ...step.rejected].every(within), "accepted tokens that are not drafted");
   check(Number.isInteger(step.committed) && ORIGINS.includes(step.origin), "no result");

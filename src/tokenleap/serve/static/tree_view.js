@@ -1,5 +1,5 @@
 // One step as a tree: the last token before it at the left, drafted tokens level by level, and the
-// token that the target added behind the accepted path.
+// token that the target added after the accepted path.
 
 import { el, probability, svg, visible } from "./dom.js";
 import { fate, textOf } from "./trace_model.js";

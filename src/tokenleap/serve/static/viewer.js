@@ -295,7 +295,7 @@ const missing = (step) =>
   step.candidates.length
     ? "The server withholds these alternatives: they may tell of other requests."
     : "This trace has no alternatives. generate --trace records them.";
-const rootNote = "The tree continues the text behind this token.";
+const rootNote = "The tree continues the text after this token.";
 function timeLegend() {
   const one = (name) => el("span", { class: `time ${name}` }, name);
   return el("p", { class: "legend" }, one("verify"), one("draft"), one("accept"));

@@ -123,7 +123,7 @@ function scaled(points, curve = []) {
   return { sizes, at: (x) => scale * at(x) };
 }
 
-/** Straight lines from point to point; behind the last one, in proportion. */
+/** Straight lines from point to point; after the last one, in proportion. */
 function polygon(points) {
   const at = (x) => {
     const right = points.findIndex(([size]) => size >= x);
