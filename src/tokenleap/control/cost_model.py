@@ -1,8 +1,9 @@
 """`cost_model`: draft as much as maximizes expected tokens per second; the default controller.
 
-Drafters that look tokens up draft first and are cut afterwards: see `cost_model.py`. What the
-steps teach is in `estimates.py`. `planner.py` finds the best step, and `estimates.py` says when
-requests that do not draft try again.
+Three classes share the name. `CostModel` chooses how deep to draft before it is drafted,
+`LookupModel` cuts lookups, which cost little, after they were made, and `HybridModel` chooses
+between a lookup and a trained draft. What the steps teach is in `estimates.py`, and `planner.py`
+finds the best step.
 
 The model is that of Leviathan et al., theorem 3.8, with refinements. The cost of a pass is a
 measured curve and not a constant. Each request has its own running estimate of the acceptance rate
@@ -14,21 +15,9 @@ depth l yields
 for 1 + d n(l) nodes and l levels of drafting. A chain has n(l) = l nodes and passes each level with
 probability alpha, which gives equation 1. For a tree, n(l) is learnt from the drafter's drafts, and
 each level has its own p_j: the probability that one of its nodes is accepted, given that one of the
-level above was.
+level above was. So level j of request r adds d p_1 ... p_j expected tokens to the batch.
 
-The nodes of a step go where they add most. Level j of request r adds d p_1 ... p_j expected tokens.
-Levels are taken in descending order of expected tokens per node, as many as maximize the batch's
-expected tokens per second. If no draft raises that rate, the step is plain decoding.
-
-A request's first draft takes longer, because the drafter reads the whole text, and the source of an
-encoder-decoder. Drafts begin only if they are expected to save that time in what is left of the
-output; `estimates.py` judges by the outputs that have ended. The first few requests of a draft
-model expect more of drafts than is known, and may pay a small share of their time. Until a later
-draft has been timed, the step after a first draft drafts for the same requests again and for no
-others.
-
-Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent of
-the time goes into plain steps, which keep the cost of a plain pass up to date.
+If no draft raises the batch's expected tokens per second, the step is plain decoding.
 """
 
 from __future__ import annotations
@@ -105,8 +94,8 @@ class _Planned:
         return self.steps < _PLANNED_AGAIN and (self.made_for == made_for or self.gain < _HOPELESS)
 
 
-class CostModel(Controller):
-    """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level."""
+class _ByCosts(Controller):
+    """Base of the three."""
 
     class Options(Config):
         """Options of `cost_model`.
@@ -121,8 +110,27 @@ class CostModel(Controller):
     summary: ClassVar[str] = "drafts as much as gives the most expected tokens per second"
     needs_costs: ClassVar[bool] = True
 
+    @property
+    def _probe_every(self) -> int:
+        assert isinstance(self.options, _ByCosts.Options)
+        return self.options.probe_every
+
+
+class CostModel(_ByCosts):
+    """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level.
+
+    A request's first draft takes longer, because the drafter reads the whole text, and the source
+    of an encoder-decoder. Drafts begin only if they are expected to save that time in what is left
+    of the output, judged by the outputs that have ended. The first few requests of a draft model
+    expect more of drafts than is known, and may pay a small share of their time. Until a later
+    draft has been timed, the step after a first draft drafts for the same requests again and for no
+    others.
+
+    Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent
+    of the time goes into plain steps, which keep the cost of a plain pass up to date.
+    """
+
     def setup(self) -> None:
-        assert isinstance(self.options, self.Options)
         self._trees = self.levels is not None
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
         self._levels = len(sizes)
@@ -133,7 +141,7 @@ class CostModel(Controller):
             at_once=self.at_once,
             stops_early=self.stops_early,
         )
-        self._probing = Probing(self.options.probe_every, self._estimates)
+        self._probing = Probing(self._probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
@@ -308,28 +316,10 @@ class CostModel(Controller):
             self._plan = None
 
     def release(self, request: Request) -> None:
-        """Forget the request; the estimates over all requests stay."""
         if request.key in self._rest.keys:
             rest, self._rest = self._rest, Rest()
             self.rest(rest.waiting, rest.taken)
         self._estimates.release(request)
-
-
-# `cost_model` for drafters that look tokens up: look up first, then cut the drafts.
-#
-# A lookup takes little time, and how it found a token tells how likely that token is right. So the
-# drafter proposes all tokens it finds, and `trim` keeps those that maximize expected tokens per
-# second. Looked-up tokens are deterministic (q is one-hot), so any function of the text may choose
-# among them.
-#
-# Each token has a feature that says how it was found (`Draft.features`), and each feature has an
-# acceptance rate. The tokens generated next show which proposals were right, including those that
-# were cut. So nothing has to be drafted just to learn.
-#
-# The tokens of all requests compete in the order of their probability of being accepted. The step
-# verifies as many as maximize the batch's expected tokens per second. This is the choice of gamma
-# in Leviathan et al., section 3.5, made anew in every step. If no draft raises that rate, the step
-# is plain decoding.
 
 
 _POLLING = 0.002
@@ -376,19 +366,21 @@ class LookupPlan:
         return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
 
 
-class LookupModel(Controller):
-    """Drafts of at most `num_speculative_tokens` tokens, cut to those that pay."""
+class LookupModel(_ByCosts):
+    """Cuts drafts of at most `num_speculative_tokens` looked-up tokens to those that pay.
 
-    class Options(CostModel.Options):
-        """See `CostModel.Options`."""
+    A lookup takes little time, and how it found a token tells how likely that token is right. So
+    the drafter proposes all tokens it finds, and `trim` keeps those that maximize expected tokens
+    per second: the choice of gamma in Leviathan et al., section 3.5, made anew in every step.
+    Looked-up tokens are deterministic (q is one-hot), so any function of the text may choose among
+    them.
 
-    name: ClassVar[str] = CostModel.name
-    summary: ClassVar[str] = CostModel.summary
-    needs_costs: ClassVar[bool] = True
+    Each token has a feature that says how it was found (`Draft.features`), and each feature has an
+    acceptance rate. The tokens generated next show which proposals were right, including those that
+    were cut. So nothing has to be drafted just to learn.
+    """
 
     def setup(self) -> None:
-        assert isinstance(self.options, CostModel.Options)
-        self._probe_every = self.options.probe_every
         self._states: dict[int, _State] = {}
         self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
@@ -399,7 +391,6 @@ class LookupModel(Controller):
         self._asked: dict[int, _State] = {}  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`: the full length where lookups pay, else nothing."""
         self._asked, self._planning = {}, 0.0
         budgets = [NO_BUDGET] * len(batch)
         if not self.costs:  # a pass has to be timed first
@@ -427,7 +418,6 @@ class LookupModel(Controller):
         self._step += steps
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
         plan = self.plan(batch, drafts, rows)
         self.follow(batch, plan)
         trimmed = list(drafts)
@@ -482,7 +472,6 @@ class LookupModel(Controller):
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
 
     def release(self, request: Request) -> None:
-        """Forget the request; what was learnt from its drafts stays."""
         self._states.pop(request.key, None)
         self._asked.pop(request.key, None)
 
@@ -497,22 +486,6 @@ def _worth_verifying(
         return plan, 0.0
     added = costs(plan.expected.positions, rows) - costs(beside.positions, rows)
     return plan, added / costs(rows, rows) / len(plan.taken)
-
-
-# `cost_model` for drafters that have a lookup and a trained draft: see `drafters/combine.py`.
-#
-# In every step and for every request, one of three is verified: the lookup, a trained draft, or
-# nothing. `LookupModel` estimates what the lookups are worth after they were made, and `CostModel`
-# what trained drafts are worth before they are made. Both count expected tokens per second of
-# measured time, so their estimates can be compared:
-#
-# 1. Look up, and plan the step without trained drafts (`LookupModel.plan`).
-# 2. The requests whose lookup is worth less than a trained draft are candidates. Plan the step in
-#    which they have trained drafts and the others keep their lookups (`CostModel.budgets_beside`).
-# 3. Take the better plan of the two.
-#
-# A trained draft may contain the beginning of the lookup. The rest of the lookup is then appended
-# to it, as far as that pays. How often such tokens are right is learnt by their features.
 
 
 _BEST_RATE = 0.8
@@ -545,15 +518,23 @@ class _Clock:
         return seconds
 
 
-class HybridModel(Controller):
-    """Lookups of at most `num_speculative_tokens` tokens, or trained drafts of at most `levels`."""
+class HybridModel(_ByCosts):
+    """Lookups of at most `num_speculative_tokens` tokens, or trained drafts of at most `levels`.
 
-    class Options(CostModel.Options):
-        """See `CostModel.Options`."""
+    In every step and for every request, one of three is verified: the lookup, a trained draft, or
+    nothing. `LookupModel` estimates the worth of lookups after they were made, and `CostModel` that
+    of trained drafts before they are made. Both count expected tokens per second of measured time,
+    so their estimates can be compared:
 
-    name: ClassVar[str] = CostModel.name
-    summary: ClassVar[str] = CostModel.summary
-    needs_costs: ClassVar[bool] = True
+    1. Look up, and plan the step without trained drafts (`LookupModel.plan`).
+    2. The requests whose lookup is worth less than a trained draft are candidates. Plan the step in
+       which they have trained drafts and the others keep their lookups
+       (`CostModel.budgets_beside`).
+    3. Take the better plan of the two.
+
+    A trained draft may contain the beginning of the lookup. The rest of the lookup is then appended
+    to it, as far as that pays. How often such tokens are right is learnt by their features.
+    """
 
     def setup(self) -> None:
         levels = self.levels or [1] * self.num_speculative_tokens
@@ -579,7 +560,6 @@ class HybridModel(Controller):
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`: those of the lookups."""
         self._resting = self._goes_on_resting(batch, rows)
         if self._resting:
             return [NO_BUDGET] * len(batch)
@@ -642,7 +622,6 @@ class HybridModel(Controller):
         return [row for row in rows if not plan.nodes.get(row) or gains[row] > plan.gains[row]]
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        """See `Controller.trim`: cuts lookups, and what was appended to trained drafts."""
         if self._resting:
             return list(drafts)
         self._clock.trained += self._clock.lap()
@@ -696,7 +675,6 @@ class HybridModel(Controller):
         self._trained.observe(trained, self._clock.trained)
 
     def release(self, request: Request) -> None:
-        """Forget the request; what was learnt from its drafts stays."""
         self._lookups.release(request)
         self._trained.release(request)
         self._found.pop(request.key, None)
