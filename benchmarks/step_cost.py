@@ -35,7 +35,7 @@ from tokenleap.bench.run import order
 from tokenleap.control import Budget, Fixed
 from tokenleap.core.acceptance import rule_class
 from tokenleap.core.tree import Draft, TokenTree, chain
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.lookups import NgramDrafter, NgramOptions
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.scheduler import Scheduler
@@ -199,7 +199,7 @@ class Filled(Drafter):
     """
 
     def __init__(self, paths: int, length: int) -> None:
-        self.drafts_trees = paths > 1
+        self.traits = DrafterTraits(drafts_trees=paths > 1)
         self._ngram = NgramDrafter(NgramOptions(prompt_lookup_min=1))
         self._length = length
         one = range(length)

@@ -18,7 +18,7 @@ from tokenleap.core.acceptance import RULES
 from tokenleap.core.references import common_prefix
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.engine.scheduler import Scheduler
 from tokenleap.request import Request
 from tokenleap.runtime.kv_slab import OverBudget
@@ -76,7 +76,7 @@ class Scripted(Drafter):
 class RandomTrees(Scripted):
     """Random deterministic trees that contain the expected path at random places."""
 
-    drafts_trees = True
+    traits = DrafterTraits(drafts_trees=True)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         return [self._tree(r, budget) for r, budget in zip(batch, budgets, strict=True)]
@@ -128,10 +128,11 @@ class Reader(Drafter):
         layers: tuple[int, ...] = (0, 1, 2),
         full_every: int = 0,
     ) -> None:
-        self.hidden_layers = layers
         self.ended: list[tuple[list[int], dict[int, Tensor]]] = []
         self.shown_again = 0
-        self.drafts_trees = inner is not None and inner.drafts_trees
+        trees = inner is not None and inner.traits.drafts_trees
+        self.traits = DrafterTraits(drafts_trees=trees, hidden_layers=layers)
+        self._layers = layers
         self._inner = inner
         self._full_every = full_every
         self._proposals = 0
@@ -148,7 +149,7 @@ class Reader(Drafter):
         return self._inner.propose(batch, budgets)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        length = len(hidden[self.hidden_layers[0]])
+        length = len(hidden[self._layers[0]])
         self._keep(request, start, request.token_ids[start : start + length], hidden)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
@@ -166,9 +167,7 @@ class Reader(Drafter):
     def release(self, request: Request) -> None:
         seen = self._seen.pop(request.key, [])
         states = {
-            layer: torch.stack([each[layer] for _, each in seen])
-            for layer in self.hidden_layers
-            if seen
+            layer: torch.stack([each[layer] for _, each in seen]) for layer in self._layers if seen
         }
         self.ended.append((list(request.token_ids), states))
 
@@ -179,7 +178,7 @@ class Reader(Drafter):
         assert start <= len(seen), "states of tokens before these are missing"
         for offset, token in enumerate(tokens):
             # Copies, as they are valid until the next pass.
-            states = {layer: hidden[layer][offset].clone() for layer in self.hidden_layers}
+            states = {layer: hidden[layer][offset].clone() for layer in self._layers}
             if start + offset == len(seen):
                 seen.append((token, states))
                 continue

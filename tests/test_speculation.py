@@ -19,7 +19,7 @@ from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution, LazyDistribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.lookups import NoDrafter
 from tokenleap.engine.scheduler import Scheduler
 from tokenleap.request import Request
@@ -48,7 +48,7 @@ def test_lookups_are_not_asked_where_nobody_may_draft() -> None:
     batch = [request_of([1, 2]), request_of([3])]
     for looks_up in (False, True):
         drafter.state.clear()
-        drafter.looks_up = looks_up
+        drafter.traits = DrafterTraits(looks_up=looks_up)
         drafts = Speculation(strategy_of(drafter, Fixed(0))).draft(batch)
         assert [draft.tree.tokens for draft in drafts] == [(2,), (3,)]
         assert len(drafter.state) == (0 if looks_up else 2)
@@ -401,7 +401,7 @@ def test_each_controller_is_told_the_seconds_of_its_own_drafter(clock: Clock) ->
 def test_a_step_without_drafts_is_for_readers_of_hidden_states(layers: tuple[int, ...]) -> None:
     """It was not the controller's decision, and drafters were not asked."""
     controller, drafter = Watching(2), Faulty()
-    drafter.hidden_layers = layers
+    drafter.traits = DrafterTraits(hidden_layers=layers)
     speculation = Speculation(strategy_of(drafter, controller))
     request = request_of([1, 2])
     plain = speculation.plain()

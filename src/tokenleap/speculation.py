@@ -44,7 +44,7 @@ class Guard:
         self, drafter: Drafter, requests: Sequence[Request], budgets: Sequence[Budget]
     ) -> list[Draft]:
         """Propose for all; after a failure for each request alone, to find the one that fails."""
-        if drafter.looks_up and not any(budget.nodes for budget in budgets):
+        if drafter.traits.looks_up and not any(budget.nodes for budget in budgets):
             return [request.undrafted() for request in requests]
         try:
             drafts = drafter.propose(requests, budgets)
@@ -118,9 +118,9 @@ def _check(drafter: Drafter, drafts: Sequence[Draft], requests: Sequence[Request
             raise TypeError("the draft's token ids and parents must be of type int")
         if tokens[0] != request.root:
             raise ValueError(f"the draft's root is token {tokens[0]}, not {request.root}")
-        if not drafter.drafts_trees and not tree.is_chain:
+        if not drafter.traits.drafts_trees and not tree.is_chain:
             raise ValueError("the draft is a tree, and the drafter's `drafts_trees` is False")
-        if not 0 <= min(tokens) <= max(tokens) < max(vocab_size, drafter.token_limit):
+        if not 0 <= min(tokens) <= max(tokens) < max(vocab_size, drafter.traits.token_limit):
             raise ValueError(f"the draft has token ids outside the vocabulary of {vocab_size}")
         # Other sequences make their distributions when they are read.
         if isinstance(draft.q, tuple | list) and not all(
@@ -149,7 +149,7 @@ class Strategy:
     learner: Learner | None = None
 
     def __post_init__(self) -> None:
-        if not self.drafter.drafts_trees:  # chains fit every rule
+        if not self.drafter.traits.drafts_trees:  # chains fit every rule
             return
         name, drafter = self.rule.name, type(self.drafter).__name__
         if not self.rule.takes_trees:
@@ -157,7 +157,7 @@ class Strategy:
                 f"acceptance rule '{name}' takes chains only, and {drafter} proposes "
                 "trees: choose another rule, or make the drafter draft chains."
             )
-        if self.rule.needs_independent_siblings and not self.drafter.independent_siblings:
+        if self.rule.needs_independent_siblings and not self.drafter.traits.independent_siblings:
             raise CompatibilityError(
                 f"acceptance rule '{name}' needs siblings that are drawn independently, and those "
                 f"of {drafter} are not: draft chains, or trees with expansion "
@@ -330,7 +330,7 @@ class Speculation:
         seconds = 0.0
         for group in self._groups([outcome.request for outcome in outcomes]):
             own = [by_key[request.key] for request in group.requests]
-            if group.strategy.drafter.hidden_layers:
+            if group.strategy.drafter.traits.hidden_layers:
                 began = clock.now()
                 self._guard.observe(group.strategy.drafter, own, times)
                 seconds += clock.now() - began

@@ -21,7 +21,7 @@ from tokenleap.decode import Verifier, step
 from tokenleap.drafters.base import Drafter
 from tokenleap.drafters.model_drafter import ModelDrafter
 from tokenleap.drafters.models import OwnModel
-from tokenleap.drafters.shapes import TreeOptions, shape_of
+from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
@@ -91,7 +91,7 @@ TREES = {
 
 def drafter_of(options: TreeOptions) -> Drafter:
     """Trees of a draft model that is the target."""
-    return ModelDrafter(OwnModel(Target(tiny_model())), options, shape_of(options), coupled=False)
+    return ModelDrafter(OwnModel(Target(tiny_model())), options, coupled=False)
 
 
 def generate(

@@ -112,8 +112,8 @@ def test_lookups_are_merged_by_their_odds() -> None:
 
 def test_an_ensemble_of_lookups_looks_up() -> None:
     lookup, other = NgramDrafter(NgramOptions()), NoDrafter()
-    assert Ensemble([lookup, lookup]).looks_up
-    assert not Ensemble([lookup, other]).looks_up
+    assert Ensemble([lookup, lookup]).traits.looks_up
+    assert not Ensemble([lookup, other]).traits.looks_up
 
 
 def test_the_switch_settles_on_the_better_drafter() -> None:

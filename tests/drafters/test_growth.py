@@ -386,7 +386,7 @@ def test_trees_of_draws_take_the_most_probable_tokens_of_greedy_requests(
 @pytest.mark.parametrize("expansion", ["auto", "sample", "sample_with_replacement", "top_k"])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_chains_say_how_probable_they_are(expansion: str, temperature: float) -> None:
-    """However they are drawn: controllers learn from it where to stop (`Drafter.stops_early`)."""
+    """However they are drawn: controllers learn from it where to stop."""
     llm = made("draft_model", num_speculative_tokens=4, expansion=expansion)
     params = SamplingParams(temperature=temperature, seed=1)
     (draft,) = proposed(llm, requests(params), [Budget(4, 4)])

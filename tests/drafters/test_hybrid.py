@@ -29,7 +29,7 @@ from tokenleap.control.estimates import agreed, by_match, by_rank, disagreed
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.combine import Hybrid, MoreTokens, graft
 from tokenleap.request import Request
 
@@ -46,7 +46,7 @@ class Says(Drafter):
     """Proposes the same tokens for every request, and counts for whom."""
 
     def __init__(self, tokens: Sequence[int], *, looks_up: bool, match: int = 1) -> None:
-        self.looks_up = looks_up
+        self.traits = DrafterTraits(looks_up=looks_up)
         self._tokens, self._match = tokens, match
         self.asked: list[int] = []
         self.silent: set[int] = set()  # keys of requests for which it has nothing
@@ -57,7 +57,7 @@ class Says(Drafter):
 
     def _draft(self, request: Request, length: int) -> Draft:
         tokens = () if request.key in self.silent else self._tokens[:length]
-        features = by_match(self._match, len(tokens)) if self.looks_up else ()
+        features = by_match(self._match, len(tokens)) if self.traits.looks_up else ()
         return Draft.deterministic(chain([request.root, *tokens]), features)
 
 
@@ -212,7 +212,9 @@ def test_bits_are_those_of_plain_decoding(
         made = llm.generate(PROMPTS, PARAMS[params])
         assert [output.metrics.drafter_failure for output in made] == [None] * len(PROMPTS)
         assert [o.token_ids for o in made] == [o.token_ids for o in plain]
-        if not drafter_of(llm).drafts_trees:  # whose last bits may differ without a native runtime
+        if not drafter_of(
+            llm
+        ).traits.drafts_trees:  # whose last bits may differ without a native runtime
             assert [o.logprobs for o in made] == [o.logprobs for o in plain]
 
 
@@ -269,10 +271,10 @@ def test_a_part_that_fails_costs_only_its_request_the_drafts(
 def test_options_pass_through() -> None:
     drafter = drafter_of(hybrid(drafter=TREE))
     assert isinstance(drafter, Hybrid)
-    assert drafter.drafts_trees
+    assert drafter.traits.drafts_trees
     assert sum(drafter.level_sizes(16)) == 8
     chains_only = drafter_of(hybrid(acceptance="block"))
-    assert not chains_only.drafts_trees
+    assert not chains_only.traits.drafts_trees
     static = drafter_of(hybrid(drafter={"method": "eagle", "tree": [2, 1]}))
     assert isinstance(static, Hybrid)
     assert static.level_sizes(16) == [2, 2]

@@ -256,7 +256,7 @@ def test_what_is_reckoned_with_is_enough(
     """
     draft = Target(small)
     draft.limit_memory(3 * KEY_BLOCK * draft.cell_bytes)
-    drafter = ModelDrafter(OwnModel(draft), TreeOptions(), shape, coupled=False)
+    drafter = ModelDrafter(OwnModel(draft), TreeOptions(), coupled=False)
     batch = [
         Request(prompt_of(length), GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
         for length in (short, long, short)

@@ -282,7 +282,7 @@ def test_controllers_are_told_how_large_levels_are() -> None:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         sizes = [depths.count(level) for level in range(1, 1 + max(depths))]
         drafter, gamma = drafter_of(llm), llm.speculative_config.gamma
-        assert drafter.level_sizes(gamma) == (sizes if drafter.drafts_trees else None)
+        assert drafter.level_sizes(gamma) == (sizes if drafter.traits.drafts_trees else None)
         assert sum(sizes) == gamma
 
 

@@ -244,8 +244,8 @@ def test_trees_stay_trees() -> None:
     for method in BRANCHING:
         llm = tiny_llm(tiny_model(), method)
         strategy = llm.engine.strategies.for_prediction(None, llm.engine._speculation.default)
-        assert strategy.drafter.drafts_trees
-        assert strategy.drafter.follows_prediction
+        assert strategy.drafter.traits.drafts_trees
+        assert strategy.drafter.traits.follows_prediction
 
 
 def test_what_predictions_taught_is_forgotten() -> None:

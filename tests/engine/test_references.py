@@ -157,7 +157,9 @@ def test_methods_that_cannot_quote_refuse_them() -> None:
         if method in COMBINED or method == "regex":
             continue
         llm = tiny_llm(tiny_model(), method)
-        assert llm.engine._speculation.default.drafter.quotes_references == (method in QUOTING)
+        assert llm.engine._speculation.default.drafter.traits.quotes_references == (
+            method in QUOTING
+        )
     assert set(QUOTING) <= quoting
     with pytest.raises(CompatibilityError, match="'copy', 'ngram' or 'suffix'"):
         tiny_llm(tiny_model(), "recycle").generate([[1, 2]], GREEDY, references=[[3]])

@@ -23,7 +23,7 @@ from tokenleap import LLM, ConfigError, PromptError, RequestError, SamplingParam
 from tokenleap.control import Budget
 from tokenleap.core.sampler import BadWords, Sampler, TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.request import Request
 
@@ -126,7 +126,7 @@ def test_every_drafter_has_the_bits_of_plain_decoding(method: str, name: str) ->
 class _Tempting(Drafter):
     """Drafts a forbidden word beside what is allowed, at every node of a tree."""
 
-    drafts_trees = True
+    traits = DrafterTraits(drafts_trees=True)
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens

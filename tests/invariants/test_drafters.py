@@ -31,7 +31,7 @@ def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft
             target.add(request.key)
         held = target.cached(request.key)
         tokens = request.token_ids[held:-1]
-        hidden = target.prefill(request.key, tokens, drafter.hidden_layers)
+        hidden = target.prefill(request.key, tokens, drafter.traits.hidden_layers)
         if hidden:
             drafter.observe_prefill(request, held, hidden)
     return drafter.propose(batch, budgets)
@@ -39,7 +39,7 @@ def propose(llm: LLM, batch: list[Request], budgets: list[Budget]) -> list[Draft
 
 def num_tokens(llm: LLM) -> int:
     """Those of the vocabulary, and those that the drafter has added after it."""
-    return max(VOCAB_SIZE, drafter_of(llm).token_limit)
+    return max(VOCAB_SIZE, drafter_of(llm).traits.token_limit)
 
 
 def release(llm: LLM, request: Request) -> None:

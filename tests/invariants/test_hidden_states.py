@@ -344,7 +344,7 @@ def test_requests_that_ask_for_different_layers(kind: Kind) -> None:
     kind.llm(None).generate(prompts, PARAMS, speculative_config=configs)
     for reader in readers:
         ((tokens, states),) = reader.ended
-        assert tuple(states) == reader.hidden_layers
+        assert tuple(states) == reader.traits.hidden_layers
         for layer, each in states.items():
             assert torch.equal(each, expected[tuple(tokens)][layer])
 
@@ -431,7 +431,7 @@ def test_any_schedule(seed: int) -> None:
     assert sum(len(reader.ended) for reader in readers) > 3
     for reader in readers:
         for tokens, states in reader.ended:
-            assert tuple(states) == reader.hidden_layers
+            assert tuple(states) == reader.traits.hidden_layers
             for layer, each in states.items():
                 assert torch.equal(each, expected[tuple(tokens)][layer])
 
@@ -454,7 +454,7 @@ def combined(kind: Kind, method: str, reader: Reader) -> dict[str, Any]:
 def test_inside_another_drafter(kind: Kind, method: str) -> None:
     reader = Reader(scripted(kind, Scripted), kind.hidden_layers)
     llm = kind.llm(combined(kind, method, reader))
-    assert drafter_of(llm).hidden_layers == kind.hidden_layers
+    assert drafter_of(llm).traits.hidden_layers == kind.hidden_layers
     outputs = llm.generate(PROMPTS, PARAMS)
     assert all(output.metrics.drafter_failure is None for output in outputs)
     exact = kind.exact_trees or method != "ensemble"

@@ -241,7 +241,7 @@ class Laboratory:
         self._target, self._config = llm.engine.target, llm.speculative_config
         self._rule = self._config.rule
         self._strategies = llm.engine.strategies.sharing_models()
-        if self._fresh_drafter().drafts_trees:
+        if self._fresh_drafter().traits.drafts_trees:
             raise CompatibilityError(
                 f"method '{self._config.method_name}' drafts trees: the theory of alpha and "
                 "gamma is about chains."

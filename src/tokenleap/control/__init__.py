@@ -17,7 +17,7 @@ CONTROLLERS: dict[str, type[Controller]] = {
 
 
 FOR_LOOKUPS: dict[str, type[Controller]] = {LookupModel.name: LookupModel}
-"""Replacements, by name, for drafters that look their tokens up (`Drafter.looks_up`)."""
+"""Replacements, by name, for drafters that look their tokens up (`DrafterTraits.looks_up`)."""
 
 FOR_HYBRIDS: dict[str, type[Controller]] = {HybridModel.name: HybridModel}
 """Replacements, by name, for drafters that have a lookup and a trained draft (`hybrid`)."""

@@ -82,8 +82,8 @@ class Controller(ABC):
             It is measured before the first controller that declares `needs_costs` runs.
         levels: number of nodes at each level of a full draft, as far as known beforehand, if the
             drafter drafts trees; None for chains.
-        at_once: whether one pass of the drafter makes all levels (see `Drafter.drafts_at_once`).
-        stops_early: whether its chains can end below improbable tokens (see `Drafter.stops_early`).
+        at_once: `DrafterTraits.drafts_at_once`: one pass of the drafter makes all levels.
+        stops_early: `DrafterTraits.stops_early`: its chains can end below improbable tokens.
     """
 
     class Options(Config):

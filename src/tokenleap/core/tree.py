@@ -124,9 +124,9 @@ class Draft:
             earlier siblings (invariant 2): `q[i - 1]` belongs to node `i`. A node that was not
             drawn at random has a one-hot distribution.
         features: [n] one feature per drafted node, or empty. A drafter that looks its tokens up
-            (`Drafter.looks_up`) says here how it found each token: by the length of the match, or
-            by the rank of the token (`control.evidence`). Controllers learn an acceptance rate for
-            each feature.
+            (`DrafterTraits.looks_up`) says here how it found each token: by the length of the
+            match, or by the rank of the token (`control.evidence`). Controllers learn an acceptance
+            rate for each feature.
         draws: (node, q) of all draws in order, if a token that was drawn several times below the
             same path has one node for these draws; `q` has that of the first. Empty if every node
             was drawn once.

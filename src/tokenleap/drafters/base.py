@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator
 
 from tokenleap.core.config import Config
+from tokenleap.core.per_request import PerRequest, drop_request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Drafter",
     "DrafterOptions",
+    "DrafterTraits",
     "InnerConfig",
+    "PerRequest",
     "VocabularyOverlap",
     "Way",
     "layers_of",
@@ -108,6 +111,54 @@ class DrafterOptions(Config):
         return None
 
 
+@dataclass(frozen=True)
+class DrafterTraits:
+    """What the engine, controllers and other drafters know of a drafter; it does not change.
+
+    Args:
+        drafts_trees: whether a node of its drafts may have several children.
+        independent_siblings: whether the children of a node are independent draws from one shared q
+            object.
+        looks_up: whether it looks its tokens up: every q is one-hot, a lookup takes much less time
+            than a target pass, and its drafts have `Draft.features`. Such a drafter is not called
+            in steps in which every budget is 0.
+        drafts_at_once: whether one pass of its model makes all levels of a draft, so that a deep
+            one costs little more than a shallow one.
+        stops_early: whether its drafts are chains that have `Draft.path_probs` and end below an
+            improbable token, which saves the time of those that would follow
+            (`Budget.min_path_prob`).
+        reads_target_kv: whether it drafts on the target's own KV. It can then continue only the
+            committed tokens, not another drafter's tokens.
+        quotes_references: whether it drafts from `Request.references`, too.
+        follows_prediction: whether it drafts from `Request.prediction`, too.
+        only_counts: whether `observe` counts, and no draft depends on it. Beams have no outcomes to
+            show.
+        hidden_layers: layers of the target whose hidden states it needs (ids as in
+            `runtime.network.Need`). `observe_prefill` and `Outcome.hidden` then show it those of
+            all committed tokens but the last. Chunked prefill, preemption and prefix caching do not
+            change this.
+        token_limit: ids of its tokens are below this, or in the target's vocabulary (see
+            `Network.extend`).
+        vocabulary_overlap: how the tokens of its draft model compare with the target's; None
+            without a draft model, or if one of the two has no tokenizer.
+        learnable: the part that can learn while it serves; None if there is none.
+    """
+
+    drafts_trees: bool = False
+    independent_siblings: bool = False
+    looks_up: bool = False
+    drafts_at_once: bool = False
+    stops_early: bool = False
+    reads_target_kv: bool = False
+    quotes_references: bool = False
+    follows_prediction: bool = False
+    only_counts: bool = False
+    hidden_layers: tuple[int, ...] = ()
+    token_limit: int = 0
+    vocabulary_overlap: VocabularyOverlap | None = None
+    learnable: Learnable | None = None
+
+
 class Drafter(ABC):
     """Proposes the next tokens of each request.
 
@@ -116,59 +167,13 @@ class Drafter(ABC):
     the target's output only through `observe` and `observe_prefill`. What it remembers of a request
     is for requests with the same `Request.memory`, and for no others.
 
-    The class attributes describe the drafter. An instance may override them.
+    Attributes:
+        traits: the drafter's description, of the class or of an instance.
+        inner: drafters that serve the same requests for this one. They forget what it forgets.
     """
 
-    drafts_trees: bool = False
-    """Whether a node of its drafts may have several children."""
-
-    independent_siblings: bool = False
-    """Whether the children of a node are independent draws from one shared q object."""
-
-    shares_nodes: bool = False
-    """Whether draws of one token below the same path share a node (`Draft.draws`). The engine sets
-    it by the rule (`AcceptanceRule.counts_draws`); a drafter without equal draws ignores it."""
-
-    looks_up: bool = False
-    """Whether it looks its tokens up: every q is one-hot, a lookup takes much less time than a
-    target pass, and its drafts have `Draft.features`. Such a drafter is not called in steps in
-    which every budget is 0."""
-
-    drafts_at_once: bool = False
-    """Whether one pass of its model makes all levels of a draft, so that a deep one costs little
-    more than a shallow one."""
-
-    stops_early: bool = False
-    """Whether its drafts are chains that have `Draft.path_probs` and end below an improbable token,
-    which saves the time of those that would follow (`Budget.min_path_prob`)."""
-
-    reads_target_kv: bool = False
-    """Whether it drafts on the target's own KV. It can then continue only the committed tokens, not
-    another drafter's tokens."""
-
-    quotes_references: bool = False
-    """Whether it drafts from `Request.references`, too."""
-
-    only_counts: bool = False
-    """Whether `observe` counts, and no draft depends on it. Beams have no outcomes to show."""
-
-    follows_prediction: bool = False
-    """Whether it drafts from `Request.prediction`, too."""
-
-    hidden_layers: tuple[int, ...] = ()
-    """Layers of the target whose hidden states it needs (ids as in `runtime.network.Need`).
-    `observe_prefill` and `Outcome.hidden` then show it those of all committed tokens but the last.
-    Chunked prefill, preemption and prefix caching do not change this."""
-
-    token_limit: int = 0
-    """Ids of its tokens are below this, or in the target's vocabulary (see `Network.extend`)."""
-
-    vocabulary_overlap: VocabularyOverlap | None = None
-    """How the tokens of its draft model compare with the target's; None without a draft model, or
-    if one of the two has no tokenizer."""
-
-    learnable: Learnable | None = None
-    """The part that can learn while it serves; None if there is none."""
+    traits: DrafterTraits = DrafterTraits()
+    inner: Sequence[Drafter] = ()
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """The number of nodes at each level of a full draft, for controllers.
@@ -182,7 +187,7 @@ class Drafter(ABC):
         Returns:
             Nodes at depths 1, 2, ...; None for a drafter of chains.
         """
-        return [1] * limit if self.drafts_trees else None
+        return [1] * limit if self.traits.drafts_trees else None
 
     @abstractmethod
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -230,21 +235,27 @@ class Drafter(ABC):
         """
         self.release(request)
 
-    def release(self, request: Request) -> None:  # noqa: B027 - most drafters keep no state
-        """Forget a request that has ended."""
+    def release(self, request: Request) -> None:
+        """Forget a request that has ended: all `PerRequest` state, and that of `inner`."""
+        drop_request(self, request.key)
+        for drafter in self.inner:
+            drafter.release(request)
 
-    def forget(self) -> None:  # noqa: B027 - most drafters keep no state
+    def forget(self) -> None:
         """Forget everything that ended requests left for later ones."""
+        for drafter in self.inner:
+            drafter.forget()
 
-    def ignore_times(self) -> None:  # noqa: B027 - most drafters do
+    def ignore_times(self) -> None:
         """From now on, let no measured time decide what is drafted.
 
         It is called before the first draft of a strategy under which the output's bits depend on
-        the drafts: seeded runs are then reproducible only if drafts do not depend on the clock. A
-        drafter that combines others passes it on.
+        the drafts: seeded runs are then reproducible only if drafts do not depend on the clock.
         """
+        for drafter in self.inner:
+            drafter.ignore_times()
 
 
 def layers_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:
     """Ids of all layers whose hidden states these drafters need, ascending."""
-    return tuple(sorted({layer for drafter in drafters for layer in drafter.hidden_layers}))
+    return tuple(sorted({layer for drafter in drafters for layer in drafter.traits.hidden_layers}))

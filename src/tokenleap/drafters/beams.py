@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tokenleap.control.base import Budget
 from tokenleap.core.beams import BeamDraft, Beams, scores_of
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.blocks import BlockScorer
 from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
 from tokenleap.errors import CompatibilityError
@@ -33,7 +33,7 @@ class Proposer(ABC):
     """Adds proposals to the tree of a search."""
 
     quotes_references: bool = False
-    """See `Drafter.quotes_references`."""
+    """See `DrafterTraits.quotes_references`."""
 
     @abstractmethod
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:
@@ -67,11 +67,10 @@ class _Pace:
 class BeamDrafter(Drafter):
     """The trees of beam searches, with proposals or without."""
 
-    drafts_trees = True
-
     def __init__(self, proposer: Proposer | None = None) -> None:
         self._proposer = proposer
-        self.quotes_references = proposer is not None and proposer.quotes_references
+        quotes = proposer is not None and proposer.quotes_references
+        self.traits = DrafterTraits(drafts_trees=True, quotes_references=quotes)
         self._paces: dict[int, _Pace] = {}
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -108,7 +107,7 @@ class DraftPerBeam(Proposer):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.quotes_references = drafter.quotes_references
+        self.quotes_references = drafter.traits.quotes_references
         self._views: dict[int, list[Request]] = {}  # request key -> the beams' own requests
 
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:
@@ -201,8 +200,9 @@ class DraftedBeams(Proposer):
 def beam_drafter(drafter: Drafter) -> BeamDrafter:
     """A drafter for beam searches that takes its proposals from this one."""
     own = type(drafter).__name__
-    learns = type(drafter).observe is not Drafter.observe and not drafter.only_counts
-    if drafter.hidden_layers or drafter.reads_target_kv or drafter.token_limit or learns:
+    traits = drafter.traits
+    learns = type(drafter).observe is not Drafter.observe and not traits.only_counts
+    if traits.hidden_layers or traits.reads_target_kv or traits.token_limit or learns:
         raise CompatibilityError(
             f"beam_width: {own} drafts from the target's states or from the outcome of its drafts, "
             "which beams do not have: draft with a text method or a draft model, or with "

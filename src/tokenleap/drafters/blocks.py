@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tokenleap.control import Budget
 from tokenleap.core.tree import TokenTree
+from tokenleap.drafters.base import DrafterTraits
 from tokenleap.drafters.model_drafter import ModelDrafter
 from tokenleap.drafters.models import OwnModel
 from tokenleap.request import Request
@@ -369,8 +370,11 @@ class BlockScorer(OwnModel):
 class BlockDrafter(ModelDrafter):
     """Chains and trees from a model that drafts all levels at once; no deeper than it can."""
 
-    drafts_at_once = True
     _scorer: BlockScorer
+
+    @property
+    def _described(self) -> DrafterTraits:
+        return replace(super()._described, drafts_at_once=True)
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         sizes = super().level_sizes(limit)

@@ -7,10 +7,10 @@ a process imports the drafters that it uses. `build.py` has all other methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.files import renamed
-from tokenleap.drafters.shapes import shape_of
 from tokenleap.errors import CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def build_ensemble(parts: DrafterParts) -> Drafter:
     """Several drafters, merged."""
     from tokenleap.drafters.combine import Ensemble
 
-    return Ensemble(_several(parts))
+    return Ensemble(_several(parts), shares_nodes=parts.shares_nodes)
 
 
 def build_switch(parts: DrafterParts) -> Drafter:
@@ -194,7 +194,7 @@ def build_hybrid(
 
     options: HybridOptions = parts.options
     lookup = parts.build(options.lookup, parts.target, parts.coupled)
-    if not lookup.looks_up:
+    if not lookup.traits.looks_up:
         raise ConfigError("lookup: its method must look tokens up, as 'suffix' and 'ngram' do.")
     given = {name: v for name, v in options.drafter.items() if name != "num_speculative_tokens"}
     trained = parts.build({**given, "model": parts.model}, parts.target, parts.coupled)
@@ -249,14 +249,16 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
         scorer = vocabularies.same_model()
         drafter = _with_model(parts, scorer)
         if draft.source is not None:
-            drafter.learnable = LearnableModel(scorer, draft.source, draft.model, parts.target)
+            learnable = LearnableModel(scorer, draft.source, draft.model, parts.target)
+            drafter.traits = replace(drafter.traits, learnable=learnable)
     elif way == "intersection":
         drafter = _with_model(parts, vocabularies.translated_model())
     elif reason := parts.options.refused_for_text():
         raise ConfigError(f"{vocabularies.overlap(way)}; {reason}")
     else:
         drafter = vocabularies.text_drafter()
-    drafter.vocabulary_overlap = vocabularies.overlap(way)
+    overlap = vocabularies.overlap(way)
+    drafter.traits = replace(drafter.traits, vocabulary_overlap=overlap)
     return drafter
 
 
@@ -271,9 +273,9 @@ def build_eagle(parts: DrafterParts) -> Drafter:
     head, rows = load_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
     layers = head.layers
-    shape = shape_of(parts.options)
-    drafter = EagleDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
-    drafter.learnable = LearnableEagle(head, checkpoint.path, layers, parts.target, quantization)
+    drafter = EagleDrafter(head, layers, parts.options, **_drawing(parts))
+    learnable = LearnableEagle(head, checkpoint.path, layers, parts.target, quantization)
+    drafter.traits = replace(drafter.traits, learnable=learnable)
     return drafter
 
 
@@ -287,8 +289,7 @@ def build_parallel(parts: DrafterParts) -> Drafter:
     head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
     layers = checkpoint.description.config.aux_layers
-    shape = shape_of(parts.options)
-    return ParallelDrafter(head, layers, parts.options, shape, coupled=parts.coupled)
+    return ParallelDrafter(head, layers, parts.options, **_drawing(parts))
 
 
 def build_medusa(parts: DrafterParts) -> Drafter:
@@ -330,8 +331,7 @@ def build_spec_drafter(parts: DrafterParts) -> Drafter:
     quantization = parts.options.draft_quantization
     scorer, rows = load_spec_drafter(parts.model, parts.target, quantization)
     parts.share_memory(rows)
-    shape = shape_of(parts.options)
-    return BlockDrafter(scorer, parts.options, shape, coupled=parts.coupled)
+    return BlockDrafter(scorer, parts.options, **_drawing(parts))
 
 
 def build_pass(parts: DrafterParts) -> Drafter:
@@ -360,8 +360,7 @@ def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
     """Chains or trees from a drafting model."""
     from tokenleap.drafters.model_drafter import ModelDrafter
 
-    shape = shape_of(parts.options)
-    return ModelDrafter(scorer, parts.options, shape, coupled=parts.coupled)
+    return ModelDrafter(scorer, parts.options, **_drawing(parts))
 
 
 def _state_head(parts: DrafterParts, kind: type[StateNet], *layouts: Layout) -> Drafter:
@@ -376,7 +375,12 @@ def _state_head(parts: DrafterParts, kind: type[StateNet], *layouts: Layout) -> 
     file = read()
     head = StateHead(load_net(file, kind, parts.target), parts.target)
     check_target(file.path.parent, file.verifier, file.notes, parts.target)
-    shape = shape_of(parts.options)
-    drafter = StateDrafter(head, parts.options, shape, coupled=parts.coupled)
-    drafter.learnable = LearnableState(head, read, kind, parts.target)
+    drafter = StateDrafter(head, parts.options, **_drawing(parts))
+    learnable = LearnableState(head, read, kind, parts.target)
+    drafter.traits = replace(drafter.traits, learnable=learnable)
     return drafter
+
+
+def _drawing(parts: DrafterParts) -> dict[str, bool]:
+    """How drafters with a model draw their tokens."""
+    return {"coupled": parts.coupled, "shares_nodes": parts.shares_nodes}

@@ -22,7 +22,7 @@ from tokenleap.control.estimates import agreed, disagreed, path_probs, prior_rat
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, layers_of
+from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest, layers_of
 from tokenleap.drafters.options import (
     CombineOptions,
     HorizontalOptions,
@@ -54,15 +54,19 @@ class Several(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = list(drafters)
-        self.hidden_layers = layers_of(drafters)
-        self.token_limit = max(drafter.token_limit for drafter in drafters)
-        self.quotes_references = any(drafter.quotes_references for drafter in drafters)
-        self.follows_prediction = any(drafter.follows_prediction for drafter in drafters)
+        traits = [drafter.traits for drafter in drafters]
+        self.inner = self._drafters
+        self.traits = DrafterTraits(
+            hidden_layers=layers_of(drafters),
+            token_limit=max(each.token_limit for each in traits),
+            quotes_references=any(each.quotes_references for each in traits),
+            follows_prediction=any(each.follows_prediction for each in traits),
+        )
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show the hidden states to every drafter that needs any."""
         for drafter in self._drafters:
-            if drafter.hidden_layers:
+            if drafter.traits.hidden_layers:
                 drafter.observe_prefill(request, start, hidden)
 
     def rewind(self, request: Request) -> None:
@@ -70,30 +74,15 @@ class Several(Drafter):
         for drafter in self._drafters:
             drafter.rewind(request)
 
-    def release(self, request: Request) -> None:
-        """Every drafter forgets the request."""
-        for drafter in self._drafters:
-            drafter.release(request)
-
-    def forget(self) -> None:
-        """Every drafter forgets earlier requests."""
-        for drafter in self._drafters:
-            drafter.forget()
-
-    def ignore_times(self) -> None:
-        """No drafter decides by the clock."""
-        for drafter in self._drafters:
-            drafter.ignore_times()
-
 
 class Ensemble(Several):
     """All drafters propose, and `merge` makes one tree of their drafts."""
 
-    drafts_trees = True
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, drafters: Sequence[Drafter], *, shares_nodes: bool = False) -> None:
         super().__init__(drafters)
-        self.looks_up = all(drafter.looks_up for drafter in drafters)
+        self._shares_nodes = shares_nodes
+        looks_up = all(drafter.traits.looks_up for drafter in drafters)
+        self.traits = replace(self.traits, drafts_trees=True, looks_up=looks_up)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Merged trees, cut to the budget's number of nodes."""
@@ -103,7 +92,7 @@ class Ensemble(Several):
             for lane, drafter in enumerate(self._drafters)
         ]
         return [
-            merge(drafts, budget.nodes, shared=self.shares_nodes)
+            merge(drafts, budget.nodes, shared=self._shares_nodes)
             for drafts, budget in zip(zip(*proposals, strict=True), budgets, strict=True)
         ]
 
@@ -243,12 +232,16 @@ class Switch(Several):
     def __init__(self, drafters: Sequence[Drafter], options: SwitchOptions) -> None:
         super().__init__(drafters)
         self._options = options
-        self._choices: dict[int, _Choice] = {}
+        self._choices = PerRequest(lambda: _Choice([_Arm() for _ in drafters]))
         self._timed = True
-        self.drafts_trees = any(drafter.drafts_trees for drafter in drafters)
-        self.reads_target_kv = any(drafter.reads_target_kv for drafter in drafters)
-        self.independent_siblings = all(
-            drafter.independent_siblings or not drafter.drafts_trees for drafter in drafters
+        traits = [drafter.traits for drafter in drafters]
+        self.traits = replace(
+            self.traits,
+            drafts_trees=any(each.drafts_trees for each in traits),
+            reads_target_kv=any(each.reads_target_kv for each in traits),
+            independent_siblings=all(
+                each.independent_siblings or not each.drafts_trees for each in traits
+            ),
         )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -258,7 +251,7 @@ class Switch(Several):
         """
         chosen: dict[int, list[tuple[Request, Budget]]] = {}
         for request, budget in zip(batch, budgets, strict=True):
-            choice = self._choice(request)
+            choice = self._choices[request.key]
             choice.drafting = budget.chain > 0
             if choice.drafting:
                 choice.current = choice.next(self._options.try_every)
@@ -274,29 +267,19 @@ class Switch(Several):
         """Record the step's goodput for the drafter in use, and show it the outcome."""
         cost = times.draft + times.verify + times.accept if self._timed else 1.0
         for outcome in outcomes:
-            choice = self._choice(outcome.request)
+            choice = self._choices[outcome.request.key]
             if choice.drafting:
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, cost)
             # Until the next draft: plain steps do not count for any drafter.
             choice.drafting = False
             for index, drafter in enumerate(self._drafters):
-                if index == choice.current or drafter.hidden_layers:
+                if index == choice.current or drafter.traits.hidden_layers:
                     drafter.observe([outcome], times)
 
     def ignore_times(self) -> None:
         """Choose by committed tokens per step."""
         self._timed = False
         super().ignore_times()
-
-    def release(self, request: Request) -> None:
-        """Forget the request. A rewind, in contrast, keeps the records of the drafters."""
-        self._choices.pop(request.key, None)
-        super().release(request)
-
-    def _choice(self, request: Request) -> _Choice:
-        if request.key not in self._choices:
-            self._choices[request.key] = _Choice([_Arm() for _ in self._drafters])
-        return self._choices[request.key]
 
 
 # `horizontal_cascade`: better drafters for early positions, cheaper ones for later positions.
@@ -358,24 +341,28 @@ class HorizontalCascade(Drafter):
     def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
         for index, drafter in enumerate(drafters):
             method = options.drafters[index]["method"]
-            if drafter.drafts_trees:
+            if drafter.traits.drafts_trees:
                 raise CompatibilityError(
                     f"a horizontal cascade joins chains, and drafter '{method}' proposes trees."
                 )
-            if index and drafter.reads_target_kv:
+            if index and drafter.traits.reads_target_kv:
                 raise CompatibilityError(
                     f"'{method}' drafts from the target's own KV, which ends with the committed "
                     "tokens: in a horizontal cascade it can only come first."
                 )
-        self.reads_target_kv = drafters[0].reads_target_kv
-        if any(drafter.hidden_layers for drafter in drafters[1:]):
+        if any(drafter.traits.hidden_layers for drafter in drafters[1:]):
             raise CompatibilityError(
                 "a drafter that reads hidden states, which end with the committed tokens, can only "
                 "come first in a horizontal cascade."
             )
-        self.hidden_layers = drafters[0].hidden_layers
-        self.quotes_references = any(drafter.quotes_references for drafter in drafters)
-        self.follows_prediction = any(drafter.follows_prediction for drafter in drafters)
+        traits = [drafter.traits for drafter in drafters]
+        self.traits = DrafterTraits(
+            reads_target_kv=traits[0].reads_target_kv,
+            hidden_layers=traits[0].hidden_layers,
+            quotes_references=any(each.quotes_references for each in traits),
+            follows_prediction=any(each.follows_prediction for each in traits),
+        )
+        self.inner = list(drafters)
         self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -398,19 +385,9 @@ class HorizontalCascade(Drafter):
         """Nothing to do: `_Stage.extend` rewinds a drafter whose tokens differ from the text."""
 
     def release(self, request: Request) -> None:
-        """Every drafter forgets the request."""
+        """Every drafter that was shown the request forgets it."""
         for stage in self._stages:
             stage.release(request)
-
-    def forget(self) -> None:
-        """Every drafter forgets earlier requests."""
-        for stage in self._stages:
-            stage.forget()
-
-    def ignore_times(self) -> None:
-        """No drafter decides by the clock."""
-        for stage in self._stages:
-            stage.ignore_times()
 
 
 class _Stage:
@@ -419,7 +396,7 @@ class _Stage:
     def __init__(self, drafter: Drafter, max_tokens: int) -> None:
         self._drafter = drafter
         self._max_tokens = max_tokens
-        self._seen: dict[int, list[int]] = {}
+        self._seen = PerRequest[list[int]](list)
 
     def extend(self, chains: Sequence[_Chain], lane: int) -> None:
         """Extend the chains whose budget allows it; `lane` is the number of this stage."""
@@ -434,7 +411,7 @@ class _Stage:
             for drafted, _ in growing
         ]
         for request in shown:
-            seen = self._seen.get(request.key, [])
+            seen = self._seen[request.key]
             if request.token_ids[: len(seen)] != seen:
                 self._drafter.rewind(request)
             self._seen[request.key] = request.token_ids
@@ -443,7 +420,7 @@ class _Stage:
             drafted.add(draft)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        if self._drafter.hidden_layers:  # it needs all outcomes
+        if self._drafter.traits.hidden_layers:  # it needs all outcomes
             for outcome in outcomes:
                 self._seen.setdefault(outcome.request.key, [])  # so that `release` reaches it
         else:
@@ -458,12 +435,6 @@ class _Stage:
     def release(self, request: Request) -> None:
         if self._seen.pop(request.key, None) is not None:
             self._drafter.release(request)
-
-    def forget(self) -> None:
-        self._drafter.forget()
-
-    def ignore_times(self) -> None:
-        self._drafter.ignore_times()
 
 
 # `hybrid`: per step and request a lookup or a trained draft, whichever is worth more.
@@ -523,13 +494,17 @@ class Hybrid(Several):
         self._lookup, self._trained = lookup, trained
         self._max_nodes = max_nodes
         self.chooser: Chooser = MoreTokens(len(self.level_sizes(max_nodes)))
-        self.learnable = trained.learnable
-        self.drafts_trees = lookup.drafts_trees or trained.drafts_trees
-        self.reads_target_kv = trained.reads_target_kv
-        self.drafts_at_once = trained.drafts_at_once
-        self.stops_early = trained.stops_early
-        self.independent_siblings = trained.independent_siblings and not lookup.drafts_trees
-        self._adds_siblings = self.drafts_trees and not self.independent_siblings
+        ours, theirs = lookup.traits, trained.traits
+        self.traits = replace(
+            self.traits,
+            drafts_trees=ours.drafts_trees or theirs.drafts_trees,
+            independent_siblings=theirs.independent_siblings and not ours.drafts_trees,
+            reads_target_kv=theirs.reads_target_kv,
+            drafts_at_once=theirs.drafts_at_once,
+            stops_early=theirs.stops_early,
+            learnable=theirs.learnable,
+        )
+        self._adds_siblings = self.traits.drafts_trees and not self.traits.independent_siblings
 
     def with_lookup(self, make: Callable[[Drafter], Drafter]) -> Hybrid:
         """The same trained drafter beside a lookup that is made of the present one."""

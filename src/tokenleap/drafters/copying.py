@@ -36,7 +36,7 @@ from tokenleap.control.estimates import (
 from tokenleap.core.references import NO_REFERENCES, References
 from tokenleap.core.tree import Draft, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.combine import Hybrid, Several
 from tokenleap.drafters.lookups import SEPARATOR, NoDrafter, Occurrences, Positions
 from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
@@ -172,8 +172,7 @@ class CopyDrafter(Drafter):
     It proposes nothing while text and input are not aligned.
     """
 
-    looks_up = True
-    quotes_references = True
+    traits = DrafterTraits(looks_up=True, quotes_references=True)
 
     def __init__(self, options: CopyOptions, special_ids: Collection[int] = ()) -> None:
         self._options = options
@@ -235,8 +234,7 @@ class PredictionDrafter(Drafter):
     proposed tokens.
     """
 
-    looks_up = True
-    follows_prediction = True
+    traits = DrafterTraits(looks_up=True, follows_prediction=True)
 
     def __init__(self) -> None:
         self._followers: dict[int, Follower] = {}
@@ -303,17 +301,19 @@ class BetterLookup(Several):
     How often the tokens of either are right is learnt from what is generated, by their features.
     """
 
-    looks_up = True
-
     def __init__(self, first: Drafter, second: Drafter, most: int) -> None:
-        assert first.looks_up
-        assert second.looks_up
+        assert first.traits.looks_up
+        assert second.traits.looks_up
         super().__init__([first, second])
         self._first, self._second, self._most = first, second, most
         self._rates = AcceptanceRates(), AcceptanceRates()
         self._proposed: dict[int, tuple[Draft, Draft]] = {}
-        self.drafts_trees = second.drafts_trees
-        self.independent_siblings = second.independent_siblings
+        self.traits = replace(
+            self.traits,
+            looks_up=True,
+            drafts_trees=second.traits.drafts_trees,
+            independent_siblings=second.traits.independent_siblings,
+        )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """The better draft of the two for each request."""
@@ -363,7 +363,7 @@ def with_prediction(drafter: Drafter, most: int) -> Drafter:
         return prediction
     if isinstance(drafter, Hybrid):
         return drafter.with_lookup(lambda lookup: BetterLookup(prediction, lookup, most))
-    if drafter.looks_up:
+    if drafter.traits.looks_up:
         return BetterLookup(prediction, drafter, most)
     return Hybrid(prediction, drafter, most)
 

@@ -27,7 +27,7 @@ from tokenleap.control import Budget
 from tokenleap.control.estimates import by_rank, prior_rate
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import LookaheadOptions, RecycleOptions
 from tokenleap.request import Request
@@ -108,7 +108,7 @@ class Window:
 class LookaheadDrafter(Drafter):
     """Trees of n-grams and the window; q is one-hot."""
 
-    drafts_trees = True
+    traits = DrafterTraits(drafts_trees=True)
 
     def __init__(self, options: LookaheadOptions) -> None:
         self._options = options
@@ -280,8 +280,7 @@ class RecycleDrafter(Drafter):
     It proposes nothing after a token that has not occurred before.
     """
 
-    drafts_trees = True
-    looks_up = True
+    traits = DrafterTraits(drafts_trees=True, looks_up=True)
 
     def __init__(self, options: RecycleOptions) -> None:
         self._options = options

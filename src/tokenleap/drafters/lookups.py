@@ -24,7 +24,7 @@ from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.params import GREEDY_BELOW
 from tokenleap.core.references import NO_REFERENCES, References
 from tokenleap.core.tree import Draft, chain
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.options import (
     LONGEST_ALIGNED,
     CountedOptions,
@@ -141,8 +141,7 @@ class NgramDrafter(Drafter):
     It proposes nothing if no suffix has occurred before.
     """
 
-    looks_up = True
-    quotes_references = True
+    traits = DrafterTraits(looks_up=True, quotes_references=True)
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options

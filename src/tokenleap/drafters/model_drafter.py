@@ -19,7 +19,7 @@ from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, Limits, Truncation
 from tokenleap.core.noise import Noise
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.growth import (
     Drawn,
     Growth,
@@ -36,7 +36,7 @@ from tokenleap.drafters.growth import (
     spread,
     truncates,
 )
-from tokenleap.drafters.shapes import Node, Shape, TreeOptions
+from tokenleap.drafters.shapes import Node, TreeOptions, shape_of
 from tokenleap.errors import RequestError
 from tokenleap.request import Request
 from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, PassOutput
@@ -52,7 +52,7 @@ class Scorer(Protocol):
     """A drafting model with its KV: the part of `ModelDrafter` that differs between methods."""
 
     reads_target_kv: bool
-    """See `Drafter.reads_target_kv`."""
+    """See `DrafterTraits.reads_target_kv`."""
 
     partial: bool
     """Whether the drafting model lacks some of the target's tokens. Their logits are -inf."""
@@ -154,19 +154,33 @@ class TargetScorer(Scorer):
 
 
 class ModelDrafter(Drafter):
-    """Trees and chains from a drafting model."""
+    """Trees and chains from a drafting model.
+
+    Args:
+        coupled: whether to draw with the target's own noise.
+        shares_nodes: whether equal draws below a node share a node (`Draft.draws`).
+    """
 
     def __init__(
-        self, scorer: Scorer, options: TreeOptions, shape: Shape, *, coupled: bool
+        self, scorer: Scorer, options: TreeOptions, *, coupled: bool, shares_nodes: bool = False
     ) -> None:
         self._scorer = scorer
         self._options = options
-        self._shape = shape
+        self._shape = shape_of(options)
         self._coupled = coupled
-        self.drafts_trees = shape.branches
-        self.stops_early = not shape.branches
-        self.reads_target_kv = scorer.reads_target_kv
-        self.independent_siblings = options.expansion == "sample_with_replacement"
+        self._independent = options.expansion == "sample_with_replacement"
+        self._shares = shares_nodes and self._independent and self._shape.branches
+        self.traits = self._described
+
+    @property
+    def _described(self) -> DrafterTraits:
+        branches = self._shape.branches
+        return DrafterTraits(
+            drafts_trees=branches,
+            stops_early=not branches,
+            reads_target_kv=self._scorer.reads_target_kv,
+            independent_siblings=self._independent,
+        )
 
     @property
     def scorer(self) -> Scorer:
@@ -202,14 +216,9 @@ class ModelDrafter(Drafter):
             for request, growth in zip(batch, growths, strict=True)
         ]
 
-    @property
-    def _shares(self) -> bool:
-        """Whether equal draws share a node."""
-        return self.shares_nodes and self.independent_siblings and self._shape.branches
-
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """See `Drafter.level_sizes`: those of the shape."""
-        return self._shape.level_sizes(limit) if self.drafts_trees else None
+        return self._shape.level_sizes(limit) if self.traits.drafts_trees else None
 
     def release(self, request: Request) -> None:
         """Free the scorer's state of the request."""
@@ -313,7 +322,7 @@ class ModelDrafter(Drafter):
     def _can_draw_at_once(self, growth: Growth) -> bool:
         """Whether the children of a node are drawn without replacement from the raw logits."""
         draw, budget = growth.at_once, growth.budget
-        if draw is None or self.independent_siblings or growth.request.sampler.changes_logits:
+        if draw is None or self._independent or growth.request.sampler.changes_logits:
             return False
         # Of independent draws, probabilities after truncation are known only later.
         stops = budget.min_token_prob or budget.min_path_prob

@@ -24,7 +24,7 @@ from tokenleap.core.distribution import Distribution
 from tokenleap.core.references import Source, common_prefix
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes, step
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.model_drafter import GrowingScorer, Scorer, TargetScorer
 from tokenleap.drafters.options import (
     CascadeOptions,
@@ -540,7 +540,7 @@ class _InnerSpeculation:
 
     def hidden_layers(self, _: Sequence[Request]) -> tuple[int, ...]:
         """Layers of the middle model whose hidden states the inner drafter needs."""
-        return self.drafter.hidden_layers
+        return self.drafter.traits.hidden_layers
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
         """The inner drafter learns. The outer step measures the time of the whole cascade."""
@@ -597,8 +597,6 @@ class Cascade(Drafter):
             the tokens were drawn from.
     """
 
-    stops_early = True
-
     def __init__(
         self,
         model: Target,
@@ -609,8 +607,11 @@ class Cascade(Drafter):
         coupled: bool,
     ) -> None:
         assert rule.lossless
-        self.quotes_references = drafter.quotes_references
-        self.follows_prediction = drafter.follows_prediction
+        self.traits = DrafterTraits(
+            stops_early=True,
+            quotes_references=drafter.traits.quotes_references,
+            follows_prediction=drafter.traits.follows_prediction,
+        )
         self._model = model
         self._drafter = drafter
         self._speculation = _InnerSpeculation(drafter, options.inner_num_speculative_tokens, rule)
@@ -685,11 +686,11 @@ class Cascade(Drafter):
             agreed = common_prefix(cached, inner.token_ids[:-1])
             if inner.token_ids[: len(before.token_ids)] != before.token_ids:
                 self._drafter.rewind(inner)
-                if self._drafter.hidden_layers:  # it is shown all of them anew
+                if self._drafter.traits.hidden_layers:  # it is shown all of them anew
                     agreed = 0
         self._inner[request.key] = inner
         self._model.rollback(inner.key, agreed)
-        layers = self._drafter.hidden_layers
+        layers = self._drafter.traits.hidden_layers
         hidden = self._model.prefill(inner.key, inner.token_ids[agreed:-1], layers)
         if hidden:
             self._drafter.observe_prefill(inner, agreed, hidden)

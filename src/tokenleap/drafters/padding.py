@@ -26,7 +26,7 @@ from torch import Tensor
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
@@ -67,7 +67,7 @@ MOST_PADDING = 15
 class PadDrafter(Drafter):
     """Trees of the last pass' predictions, with padding below every node; q is one-hot."""
 
-    drafts_trees = True
+    traits = DrafterTraits(drafts_trees=True)
     most_guesses: int | None = None
     """Longest draft; None if only the budget limits it."""
 
@@ -157,7 +157,8 @@ class PassDrafter(PadDrafter):
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__(first)
-        self.most_guesses, self.token_limit = count, first + count
+        self.most_guesses = count
+        self.traits = DrafterTraits(drafts_trees=True, token_limit=first + count)
 
     def padding(self, place: int) -> int:
         return self._pad + place

@@ -26,6 +26,8 @@ class DrafterParts:
     Args:
         options: the method's own options.
         coupled: whether the acceptance rule wants drafts drawn with the target's own noise.
+        shares_nodes: whether it wants draws of one token below the same path to share a node
+            (`Draft.draws`); a drafter without equal draws ignores it.
         target: the target, for methods that draft with a part of it.
         model: what the user gave as `model`; a folder for methods with `takes_head`.
         share_memory: counts KV rows of the drafter into `kv_cache_memory`.
@@ -39,6 +41,7 @@ class DrafterParts:
 
     options: Any
     coupled: bool
+    shares_nodes: bool
     target: Target
     model: Any
     share_memory: Callable[[Rows], None]

@@ -25,7 +25,7 @@ from tokenleap.core.references import References
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import SuffixOptions
 from tokenleap.request import Request
@@ -144,12 +144,13 @@ class SuffixDrafter(Drafter):
     It proposes nothing if no suffix has occurred before.
     """
 
-    quotes_references = True
-    only_counts = True
-
     def __init__(self, options: SuffixOptions) -> None:
-        self.drafts_trees = options.branching
-        self.looks_up = not options.branching
+        self.traits = DrafterTraits(
+            drafts_trees=options.branching,
+            looks_up=not options.branching,
+            quotes_references=True,
+            only_counts=True,
+        )
         self._options = options
         self._depth = options.suffix_decoding_max_tree_depth
         # Indexed by the length of the match:
@@ -185,7 +186,7 @@ class SuffixDrafter(Drafter):
         if earlier is not None:
             find = partial(earlier.find, recent)
             chosen = self._best(earlier.longest(recent), find, budget, best)
-        draft = chosen.draft(request.root, with_features=self.looks_up)
+        draft = chosen.draft(request.root, with_features=self.traits.looks_up)
         if chosen is not best:
             self._earlier.used(request.scope, chosen.source)
             self._recalled[request.key] = draft.tree

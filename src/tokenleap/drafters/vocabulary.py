@@ -30,7 +30,7 @@ from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.base import Drafter, VocabularyOverlap, Way
 from tokenleap.drafters.model_drafter import ModelDrafter
 from tokenleap.drafters.models import OwnModel, resized
-from tokenleap.drafters.shapes import Chain, TreeOptions
+from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request
 from tokenleap.runtime.network import GrowthLimit, GrowthPlan, PassOutput
@@ -128,7 +128,7 @@ class TextDrafter(Drafter):
         self._splitter = splitter
         self._vocab_size = vocab_size
         self._special = frozenset(script.tokenizer.all_special_ids)
-        self._writer = ModelDrafter(OwnModel(model), TreeOptions(), Chain(), coupled=False)
+        self._writer = ModelDrafter(OwnModel(model), TreeOptions(), coupled=False)
         self._shadows: dict[int, Request] = {}  # key -> a request over the translated tokens
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:

@@ -510,7 +510,7 @@ def predictions_per_prompt(count: int, given: Any) -> list[GivenPrediction]:
 
 def check_quotes(method: str, drafter: Drafter) -> None:
     """Refuse references that no draft could come from."""
-    if not drafter.quotes_references:
+    if not drafter.traits.quotes_references:
         names = " or ".join(", ".join(f"'{name}'" for name in QUOTING).rsplit(", ", 1))
         raise CompatibilityError(
             f"references: method '{method}' does not quote them: draft with {names}, or with a "

@@ -156,7 +156,7 @@ class StrategyFactory:
 
         Where the prediction is of no use, it drafts with the same drafter as `strategy`.
         """
-        if strategy.drafter.follows_prediction:
+        if strategy.drafter.traits.follows_prediction:
             return strategy
         if (known := self._for_predictions.get(strategy)) is not None:
             return known
@@ -227,6 +227,7 @@ class StrategyFactory:
         parts = DrafterParts(
             options=config.options,
             coupled=coupled,
+            shares_nodes=shares,
             target=target,
             model=config.model,
             share_memory=self._kv_budget.add,
@@ -240,10 +241,8 @@ class StrategyFactory:
             ),
         )
         drafter = config.drafter_spec.build(parts)
-        if not isinstance(config.method, Drafter):  # a user's own may serve several rules
-            drafter.shares_nodes = shares
         _check_layers(config.method_name, drafter, target)
-        self.vocabulary_overlap = drafter.vocabulary_overlap or self.vocabulary_overlap
+        self.vocabulary_overlap = drafter.traits.vocabulary_overlap or self.vocabulary_overlap
         return drafter
 
     def _controller(
@@ -255,15 +254,15 @@ class StrategyFactory:
             name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
         gamma = max(config.gamma_under(name), least)
         hybrid = isinstance(drafter, Hybrid)
-        kind = controller_class(name, looks_up=drafter.looks_up, hybrid=hybrid)
+        kind = controller_class(name, looks_up=drafter.traits.looks_up, hybrid=hybrid)
         options = None if config.controller is None else config.controller_options
         controller = kind(
             gamma,
             options,
             self._costs,
             drafter.level_sizes(gamma),
-            at_once=drafter.drafts_at_once,
-            stops_early=drafter.stops_early,
+            at_once=drafter.traits.drafts_at_once,
+            stops_early=drafter.traits.stops_early,
         )
         if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
             drafter.chooser = controller
@@ -271,7 +270,7 @@ class StrategyFactory:
 
     def _is_exact(self, drafter: Drafter) -> bool:
         """Whether passes over this drafter's drafts have the same bits as plain ones."""
-        return self._target.exact_trees if drafter.drafts_trees else self._target.bit_exact
+        return self._target.exact_trees if drafter.traits.drafts_trees else self._target.bit_exact
 
     def _measure_costs(self, controller: Controller) -> None:
         """Time passes, once for all controllers, if this controller chooses by their costs."""
@@ -295,10 +294,10 @@ class StrategyFactory:
 
 def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that needs hidden states of a layer that the model does not have."""
-    if not drafter.hidden_layers:
+    if not drafter.traits.hidden_layers:
         return
     last = target.network.num_layers
-    for layer in drafter.hidden_layers:
+    for layer in drafter.traits.hidden_layers:
         if not 0 <= layer <= last:
             raise CompatibilityError(
                 f"method '{method}' reads the hidden states of layer {layer}, and this model has "
@@ -495,7 +494,7 @@ def learner_for(
     method: str, drafter: Drafter, options: OnlineOptions, target: Target, *, same_bits: bool
 ) -> Learner:
     """The learner of a drafter."""
-    if drafter.learnable is None:
+    if drafter.traits.learnable is None:
         raise CompatibilityError(
             f"online: method '{method}' has nothing that learns while it serves: use 'eagle', "
             "'medusa', 'hydra', 'blockwise', 'mlp_speculator', a 'hybrid' with one of these, or "
@@ -507,5 +506,6 @@ def learner_for(
             "and learning for a 'share' of the time would make them depend on the clock: set "
             "'every', or use the rule 'coupled' on a target that is bit-exact."
         )
-    made: Learner = getattr(import_module(_MODULE), _CLASS)(drafter.learnable, options, target)
+    make = getattr(import_module(_MODULE), _CLASS)
+    made: Learner = make(drafter.traits.learnable, options, target)
     return made

@@ -9,6 +9,7 @@ head's own outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
@@ -31,7 +32,7 @@ from tokenleap.drafters.heads.folder import check_layers, vocabulary_weights
 from tokenleap.drafters.heads.probe import check_head
 from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
 from tokenleap.drafters.models import OwnModel, scored
-from tokenleap.drafters.shapes import Shape, TreeOptions
+from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 from tokenleap.runtime.choose import head_network
@@ -101,12 +102,12 @@ class HeadDrafter(ModelDrafter):
         head: Head,
         layers: Sequence[int],
         options: TreeOptions,
-        shape: Shape,
         *,
         coupled: bool,
+        shares_nodes: bool = False,
     ) -> None:
-        super().__init__(head, options, shape, coupled=coupled)
-        self.hidden_layers = tuple(sorted(layers))
+        super().__init__(head, options, coupled=coupled, shares_nodes=shares_nodes)
+        self.traits = replace(self.traits, hidden_layers=tuple(sorted(layers)))
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         self._scorer.keep(request, start, hidden)

@@ -50,7 +50,7 @@ from tokenleap.drafters.heads.state_net import (
     StateNet,
 )
 from tokenleap.drafters.options import StateHeadOptions
-from tokenleap.drafters.shapes import Shape, TreeOptions
+from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.folder import check_sizes as check_model_sizes
 from tokenleap.request import Request
@@ -259,9 +259,14 @@ class StateDrafter(HeadDrafter):
     """Chains and trees from a head without attention; no deeper than it has heads."""
 
     def __init__(
-        self, head: StateHead, options: TreeOptions, shape: Shape, *, coupled: bool
+        self,
+        head: StateHead,
+        options: TreeOptions,
+        *,
+        coupled: bool,
+        shares_nodes: bool = False,
     ) -> None:
-        super().__init__(head, (head.layer,), options, shape, coupled=coupled)
+        super().__init__(head, (head.layer,), options, coupled=coupled, shares_nodes=shares_nodes)
         self._most = head.num_heads
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:

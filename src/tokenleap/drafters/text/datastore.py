@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from tokenleap.control import Budget
 from tokenleap.control.estimates import by_match
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.base import Drafter
+from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import RestOptions
 from tokenleap.drafters.text.ngrams import (
@@ -256,8 +256,8 @@ class RestDrafter(Drafter):
     """
 
     def __init__(self, datastore: Datastore, options: RestOptions) -> None:
-        self.drafts_trees = options.branching
-        self.looks_up = not options.branching
+        branching = options.branching
+        self.traits = DrafterTraits(drafts_trees=branching, looks_up=not branching)
         self._datastore = datastore
         self._options = options
 
@@ -280,7 +280,7 @@ class RestDrafter(Drafter):
             tokens.append(token)
             parents.append(parent + 1)
         tree = TokenTree(tuple(tokens), tuple(parents))
-        features = by_match(match, tree.num_drafted) if self.looks_up else ()
+        features = by_match(match, tree.num_drafted) if self.traits.looks_up else ()
         return Draft.deterministic(tree, features)
 
     def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:
