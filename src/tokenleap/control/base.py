@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le
 from pydantic import field_validator
@@ -74,6 +75,9 @@ NO_BUDGET = Budget(0, 0)
 class Controller(ABC):
     """Decides before each step how much to draft, and learns from the outcome.
 
+    What a user makes is a template: each drafter of each target has a copy of it (`serving`), with
+    the state that `setup` creates.
+
     Args:
         num_speculative_tokens: the draft length the user asked for. A controller may take it as a
             constant, a start or a limit.
@@ -109,6 +113,23 @@ class Controller(ABC):
         self.costs = CostCurve() if costs is None else costs
         self.levels, self.at_once, self.stops_early = levels, at_once, stops_early
         self.setup()
+
+    def serving(
+        self,
+        costs: CostCurve,
+        levels: Sequence[int] | None,
+        *,
+        at_once: bool,
+        stops_early: bool,
+        at_least: int = 0,
+    ) -> Self:
+        """A copy with fresh state, for drafts of `at_least` so many tokens of one drafter."""
+        made = copy(self)
+        made.num_speculative_tokens = max(self.num_speculative_tokens, at_least)
+        made.costs, made.levels = costs, levels
+        made.at_once, made.stops_early = at_once, stops_early
+        made.setup()
+        return made
 
     def setup(self) -> None:  # noqa: B027
         """Create the controller's own state; the default has none."""
