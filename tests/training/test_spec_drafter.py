@@ -393,7 +393,7 @@ def test_what_is_written_can_draft(pairs: Pairs, tmp_path: Path) -> None:
     trainee.transitions = random_transitions(trainee.lm)
     method.write(trainee, parts, tmp_path, {"seed": 0})
     scorer, passes = load_spec_drafter(tmp_path, pairs.target)
-    assert scorer.most_depths == 3
+    assert scorer.most_depth == 3
     assert scorer.transitions is not None
     added = scorer.transitions.added_after(torch.tensor([5]))[0]
     rows = trainee.lm.get_output_embeddings().weight[:VOCAB_SIZE]

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from tokenleap.control.base import Budget
 from tokenleap.core.beams import BeamDraft, Beams, scores_of
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.base import Drafter, DrafterTraits
-from tokenleap.drafters.blocks import BlockScorer
+from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest
 from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
@@ -71,7 +70,7 @@ class BeamDrafter(Drafter):
         self._proposer = proposer
         quotes = proposer is not None and proposer.quotes_references
         self.traits = DrafterTraits(drafts_trees=True, quotes_references=quotes)
-        self._paces: dict[int, _Pace] = {}
+        self._paces = PerRequest(_Pace)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """The trees that the searches need, and proposals within the budgets."""
@@ -88,12 +87,10 @@ class BeamDrafter(Drafter):
         return [drafts[request.key] for request in batch]
 
     def _drafts_now(self, request: Request) -> bool:
-        pace = self._paces.setdefault(request.key, _Pace())
-        return pace.drafts_now(request.metrics.num_accepted_tokens)
+        return self._paces[request.key].drafts_now(request.metrics.num_accepted_tokens)
 
     def release(self, request: Request) -> None:
-        """Forget the request."""
-        self._paces.pop(request.key, None)
+        super().release(request)
         if self._proposer is not None:
             self._proposer.release(request)
 
@@ -166,9 +163,10 @@ class DraftedBeams(Proposer):
 
     def _extended(self, request: Request, levels: int) -> TokenTree:
         beams = replace(_beams(request), finished=())
-        if isinstance(self._scorer, BlockScorer):  # its levels count from the committed tokens
+        most = self._scorer.most_depth
+        if most is not None:  # its levels count from the committed tokens
             known = max(beams.tree.depths[leaf] for _, leaf in beams.live)
-            levels = min(levels, self._scorer.most_depths - known)
+            levels = min(levels, most - known)
             if levels < 1:
                 return beams.tree
             self._scorer.expect({request.key: known + levels})
@@ -193,7 +191,6 @@ class DraftedBeams(Proposer):
         return beams.tree
 
     def release(self, request: Request) -> None:
-        """Forget the request."""
         self._scorer.release(request)
 
 

@@ -8,19 +8,16 @@ of a level of a tree have the same children.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tokenleap.control import Budget
+from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.base import DrafterTraits
-from tokenleap.drafters.model_drafter import ModelDrafter
 from tokenleap.drafters.models import OwnModel
 from tokenleap.request import Request
 from tokenleap.runtime.network import (
@@ -36,7 +33,6 @@ from tokenleap.runtime.network import (
 __all__ = [
     "MATRIX",
     "TRANSITIONS_FILE",
-    "BlockDrafter",
     "BlockScorer",
     "TokenTransitions",
     "Transitions",
@@ -49,47 +45,38 @@ __all__ = [
 # Trees of most probable tokens, of logits that one pass has computed for all depths.
 
 
-class _Choices(Protocol):
-    """The most probable children of nodes."""
-
-    def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
-        """Children of a node: places among the candidates of their level, and probabilities."""
-        ...
+_Choices: TypeAlias = Callable[[int, int, int], tuple[list[int], list[float]]]
+"""The most probable children of a node: of its level, its place among the candidates of that level,
+and a width; places among the candidates of their level, and probabilities."""
 
 
-class _Independent:
+def _independent(probabilities: list[list[float]]) -> _Choices:
     """Children that depend on their level alone."""
-
-    def __init__(self, probabilities: list[list[float]]) -> None:
-        self._probabilities = probabilities
-
-    def children(self, level: int, _place: int, width: int) -> tuple[list[int], list[float]]:
-        return list(range(width)), self._probabilities[level][:width]
+    return lambda level, _, width: (list(range(width)), probabilities[level][:width])
 
 
-class _Dependent:
+def _dependent(probabilities: Tensor, added: Tensor, width: int) -> _Choices:
     """Children that depend on their parent, too.
 
     Args:
         probabilities: [K, C] of the candidates, without transitions.
         added: [K - 1, C, C], see `TokenTransitions.between`.
     """
+    weights = probabilities[1:, None] * added.clamp(max=MOST_ADDED).exp()
+    # Nothing is added to the other tokens of the vocabulary, so their mass stays.
+    others = (1 - probabilities[1:].sum(-1)).clamp(min=0)
+    total = weights.sum(-1, keepdim=True) + others[:, None, None]
+    best = (weights / total).topk(width)
+    first: list[float] = probabilities[0].tolist()
+    places: list[list[list[int]]] = best.indices.tolist()
+    found: list[list[list[float]]] = best.values.tolist()
 
-    def __init__(self, probabilities: Tensor, added: Tensor, width: int) -> None:
-        weights = probabilities[1:, None] * added.clamp(max=MOST_ADDED).exp()
-        # Nothing is added to the other tokens of the vocabulary, so their mass stays.
-        others = (1 - probabilities[1:].sum(-1)).clamp(min=0)
-        total = weights.sum(-1, keepdim=True) + others[:, None, None]
-        best = (weights / total).topk(width)
-        self._first: list[float] = probabilities[0].tolist()
-        self._places: list[list[list[int]]] = best.indices.tolist()
-        self._probabilities: list[list[list[float]]] = best.values.tolist()
-
-    def children(self, level: int, place: int, width: int) -> tuple[list[int], list[float]]:
+    def children(level: int, place: int, width: int) -> tuple[list[int], list[float]]:
         if level == 0:
-            return list(range(width)), self._first[:width]
-        above = level - 1
-        return self._places[above][place][:width], self._probabilities[above][place][:width]
+            return list(range(width)), first[:width]
+        return places[level - 1][place][:width], found[level - 1][place][:width]
+
+    return children
 
 
 class _Product:
@@ -149,9 +136,9 @@ def product_tree(
     count = width if transitions is None else min(max(width, CHAIN_CANDIDATES), logits.shape[-1])
     best = logits[: len(widths)].float().softmax(-1).topk(count)
     choices: _Choices = (
-        _Independent(best.values.tolist())
+        _independent(best.values.tolist())
         if transitions is None
-        else _Dependent(best.values, transitions.between(best.indices), width)
+        else _dependent(best.values, transitions.between(best.indices), width)
     )
     tokens = best.indices if token_ids is None else token_ids[best.indices]
     return _grown(tokens.tolist(), choices, plan, limit, width)
@@ -162,17 +149,9 @@ def product_chain(
 ) -> GrownTree:
     """`product_tree` for one child per node, of what `ChainingNetwork.best_chain` has chosen."""
     tokens, probabilities = chain
-    count, path = 0, 1.0
-    for probability in probabilities[: limit.nodes]:
-        if probability == 0:
-            break
-        count, path = count + 1, path * probability
-        if probability < limit.min_token_prob or path < limit.min_path_prob:
-            break
-    kept = list(tokens[:count])
-    if token_ids is not None:
-        kept = token_ids[kept].tolist()
-    return GrownTree(kept, list(range(-1, count - 1)), list(probabilities[:count]))
+    ids = tokens if token_ids is None else token_ids[list(tokens)].tolist()
+    plan, choices = GrowthPlan((1,) * len(ids)), _independent([[each] for each in probabilities])
+    return _grown([[token] for token in ids], choices, plan, limit, 1)
 
 
 def _grown(
@@ -184,8 +163,7 @@ def _grown(
         found: list[int] = []
         for parent in frontier:
             place = tree.places[parent] if parent >= 0 else 0
-            children = choices.children(level, place, min(size, most))
-            found += tree.add(parent, tokens[level], *children)
+            found += tree.add(parent, tokens[level], *choices(level, place, min(size, most)))
         frontier = tree.best(found, plan.beam)
         if tree.is_full:
             break
@@ -272,25 +250,25 @@ def save_transitions(transitions: Transitions, folder: Path) -> None:
 
 
 class BlockScorer(OwnModel):
-    """A model with KV rows of its own whose first pass computes all levels (see `Scorer`).
+    """A model with KV rows of its own whose first pass computes all levels.
 
     Attributes:
         transitions: between the tokens that logits stand for; None if there are none.
     """
 
-    most_depths: int
+    drafts_at_once = True
+    most_depth: int
     transitions: TokenTransitions | None = None
     _vocabulary: Tensor | None
 
-    def prepare_blocks(self, most_depths: int, vocabulary: Tensor | None = None) -> None:
+    def prepare_blocks(self, most_depth: int, vocabulary: Tensor | None = None) -> None:
         """Say how deep drafts can be, and which tokens [Vd] logits stand for, if not 0, 1, ..."""
-        self.most_depths, self._vocabulary = most_depths, vocabulary
-        self._depths: dict[int, int] = {}  # request key -> levels of its draft
-        # Request key -> number of nodes before the root, and [K, Vd] the logits of all levels.
-        self._levels: dict[int, tuple[int, Tensor]] = {}
+        self.most_depth, self._vocabulary = most_depth, vocabulary
+        self._depths = PerRequest[int]()  # levels of the next draft
+        # The number of nodes before the root, and [K, Vd] the logits of all levels.
+        self._levels = PerRequest[tuple[int, Tensor]]()
 
     def expect(self, depths: Mapping[int, int]) -> None:
-        """Say how many levels the next draft of each request has, at least 1."""
         self._depths.update(depths)
 
     @abstractmethod
@@ -339,7 +317,7 @@ class BlockScorer(OwnModel):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
-        """See `GrowingScorer`; None for drawn tokens."""
+        """See `Scorer.grow`; None for drawn tokens."""
         if any(limit.draw is not None for limit in limits):
             return None
         self._compute(keys, pending)
@@ -360,36 +338,3 @@ class BlockScorer(OwnModel):
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         super().finish_draft(request, num_tokens)
         self._levels.pop(request.key, None)
-
-    def release(self, request: Request) -> None:
-        super().release(request)
-        for kept in (self._depths, self._levels):
-            kept.pop(request.key, None)
-
-
-class BlockDrafter(ModelDrafter):
-    """Chains and trees from a model that drafts all levels at once; no deeper than it can."""
-
-    _scorer: BlockScorer
-
-    @property
-    def _described(self) -> DrafterTraits:
-        return replace(super()._described, drafts_at_once=True)
-
-    def level_sizes(self, limit: int) -> Sequence[int] | None:
-        sizes = super().level_sizes(limit)
-        return None if sizes is None else sizes[: self._scorer.most_depths]
-
-    def _limits(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> dict[int, Budget]:
-        """See `ModelDrafter._limits`; the model has to know the depth of a draft beforehand."""
-        found = {
-            key: replace(budget, depth=self._depth(budget))
-            for key, budget in super()._limits(batch, budgets).items()
-        }
-        self._scorer.expect({key: budget.depth for key, budget in found.items()})
-        return found
-
-    def _depth(self, budget: Budget) -> int:
-        """Levels of a draft: all of its nodes, their ancestors included, lie within them."""
-        levels = len(self._shape.level_sizes(budget.nodes))
-        return min(budget.depth, levels, self._scorer.most_depths)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from tokenleap.drafters.base import Drafter
     from tokenleap.drafters.heads.state import Layout
     from tokenleap.drafters.heads.state_net import StateNet
-    from tokenleap.drafters.model_drafter import Scorer
+    from tokenleap.drafters.model_drafter import Head, Scorer
+    from tokenleap.drafters.online import Learnable
     from tokenleap.drafters.options import HybridOptions
     from tokenleap.drafters.spec import DrafterParts
 
@@ -265,31 +266,27 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
 def build_eagle(parts: DrafterParts) -> Drafter:
     """A trained head with attention."""
     from tokenleap.drafters.heads.checkpoint import read_checkpoint
-    from tokenleap.drafters.heads.eagle import EagleDrafter, load_head
+    from tokenleap.drafters.heads.eagle import load_head
     from tokenleap.drafters.learnable import LearnableEagle
 
     checkpoint = read_checkpoint(parts.model)
     quantization = parts.options.draft_quantization
     head, rows = load_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
-    layers = head.layers
-    drafter = EagleDrafter(head, layers, parts.options, **_drawing(parts))
-    learnable = LearnableEagle(head, checkpoint.path, layers, parts.target, quantization)
-    drafter.traits = replace(drafter.traits, learnable=learnable)
-    return drafter
+    learnable = LearnableEagle(head, checkpoint.path, parts.target, quantization)
+    return _with_head(parts, head, learnable)
 
 
 def build_parallel(parts: DrafterParts) -> Drafter:
     """A trained head with attention that drafts a block in one pass."""
     from tokenleap.drafters.heads.checkpoint import read_checkpoint
-    from tokenleap.drafters.heads.eagle import ParallelDrafter, load_parallel_head
+    from tokenleap.drafters.heads.eagle import load_parallel_head
 
     checkpoint = read_checkpoint(parts.model, ["peagle"])
     quantization = parts.options.draft_quantization
     head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
-    layers = checkpoint.description.config.aux_layers
-    return ParallelDrafter(head, layers, parts.options, **_drawing(parts))
+    return _with_head(parts, head)
 
 
 def build_medusa(parts: DrafterParts) -> Drafter:
@@ -325,13 +322,12 @@ def build_mlp_speculator(parts: DrafterParts) -> Drafter:
 
 def build_spec_drafter(parts: DrafterParts) -> Drafter:
     """An encoder-decoder of its own that fills a block of masks."""
-    from tokenleap.drafters.blocks import BlockDrafter
     from tokenleap.drafters.spec_drafter import load_spec_drafter
 
     quantization = parts.options.draft_quantization
     scorer, rows = load_spec_drafter(parts.model, parts.target, quantization)
     parts.share_memory(rows)
-    return BlockDrafter(scorer, parts.options, **_drawing(parts))
+    return _with_model(parts, scorer)
 
 
 def build_pass(parts: DrafterParts) -> Drafter:
@@ -363,22 +359,28 @@ def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
     return ModelDrafter(scorer, parts.options, **_drawing(parts))
 
 
+def _with_head(parts: DrafterParts, head: Head, learnable: Learnable | None = None) -> Drafter:
+    """Chains or trees from a trained head."""
+    from tokenleap.drafters.model_drafter import HeadDrafter
+
+    drafter = HeadDrafter(head, parts.options, **_drawing(parts))
+    drafter.traits = replace(drafter.traits, learnable=learnable)
+    return drafter
+
+
 def _state_head(parts: DrafterParts, kind: type[StateNet], *layouts: Layout) -> Drafter:
     """The drafter of a head without attention, from our own or a published layout."""
     from functools import partial
 
     from tokenleap.drafters.heads.probe import check_target
-    from tokenleap.drafters.heads.state import StateDrafter, StateHead, load_net, read_state_file
+    from tokenleap.drafters.heads.state import StateHead, load_net, read_state_file
     from tokenleap.drafters.learnable import LearnableState
 
     read = partial(read_state_file, parts.model, kind, layouts)
     file = read()
     head = StateHead(load_net(file, kind, parts.target), parts.target)
     check_target(file.path.parent, file.verifier, file.notes, parts.target)
-    drafter = StateDrafter(head, parts.options, **_drawing(parts))
-    learnable = LearnableState(head, read, kind, parts.target)
-    drafter.traits = replace(drafter.traits, learnable=learnable)
-    return drafter
+    return _with_head(parts, head, LearnableState(head, read, kind, parts.target))
 
 
 def _drawing(parts: DrafterParts) -> dict[str, bool]:

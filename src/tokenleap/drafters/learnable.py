@@ -45,23 +45,18 @@ class LearnableHead(Learnable):
 
 
 class LearnableEagle(LearnableHead):
-    """An EAGLE head.
-
-    Args:
-        layers: ids of the target's layers whose hidden states it reads.
-    """
+    """An EAGLE head."""
 
     def __init__(
         self,
         head: EagleHead,
         path: Path,
-        layers: tuple[int, ...],
         target: Target,
         quantization: str | None,
     ) -> None:
         self._head, self._path, self._target = head, path, target
         self._quantization = quantization
-        self.layers = layers
+        self.layers = head.layers
 
     def net(self) -> EagleNet:
         return head_net(read_checkpoint(self._path), self._target).to(self._target.device)
@@ -88,7 +83,7 @@ class LearnableState(LearnableHead):
         self, head: StateHead, read: Callable[[], StateFile], kind: type[StateNet], target: Target
     ) -> None:
         self._head, self._read, self._kind, self._target = head, read, kind, target
-        self.layers = (head.layer,)
+        self.layers = head.layers
 
     def net(self) -> StateNet:
         net = load_net(self._read(), self._kind, self._target)

@@ -8,17 +8,18 @@ nodes, and whose KV it uses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isnan
-from typing import Protocol
 
 from torch import Tensor
 
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, Limits, Truncation
 from tokenleap.core.noise import Noise
+from tokenleap.core.per_request import drop_request
 from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, DrafterTraits
 from tokenleap.drafters.growth import (
     Drawn,
@@ -42,37 +43,44 @@ from tokenleap.request import Request
 from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, PassOutput
 from tokenleap.runtime.target import Target
 
-__all__ = ["GrowingScorer", "ModelDrafter", "Scorer", "TargetScorer"]
+__all__ = ["Head", "HeadDrafter", "ModelDrafter", "Scorer", "TargetScorer"]
 
 
-# `Scorer`: the interface of the drafting models behind `ModelDrafter`.
-
-
-class Scorer(Protocol):
+class Scorer(ABC):
     """A drafting model with its KV: the part of `ModelDrafter` that differs between methods."""
 
-    reads_target_kv: bool
+    reads_target_kv: bool = False
     """See `DrafterTraits.reads_target_kv`."""
 
-    partial: bool
+    partial: bool = False
     """Whether the drafting model lacks some of the target's tokens. Their logits are -inf."""
 
-    token_ids: Tensor | None
+    token_ids: Tensor | None = None
     """[Vd] the target's ids of the tokens that logits stand for, ascending; None if these are all
     tokens of the target."""
 
+    drafts_at_once: bool = False
+    """See `DrafterTraits.drafts_at_once`; `expect` then says how many levels there will be."""
+
+    most_depth: int | None = None
+    """Levels of its deepest draft; None without a limit of its own."""
+
+    @abstractmethod
     def room(self, request: Request) -> int:
         """Most tokens it can draft after the committed ones; below 1 it cannot draft."""
-        ...
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
         """The requests for which it has memory to score `num_nodes` drafted nodes each."""
-        ...
+        return requests
 
+    def expect(self, depths: Mapping[int, int]) -> None:  # noqa: B027 - of few models
+        """Request key -> levels of its next draft, at least 1."""
+
+    @abstractmethod
     def pending(self, request: Request) -> list[int]:
         """Committed tokens whose KV is missing, the root last; the others are in the cache."""
-        ...
 
+    @abstractmethod
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
@@ -86,26 +94,7 @@ class Scorer(Protocol):
             [B] outputs with logits [n, V] of the n new nodes of each tree, or [n, Vd] with
             `token_ids`. In the first pass, the last one's are enough: those of the root.
         """
-        ...
 
-    def finish_draft(self, request: Request, num_tokens: int) -> None:
-        """End the draft of a request and free the KV of its drafted nodes.
-
-        Args:
-            num_tokens: nodes at the beginning of its last tree that are committed tokens. A model
-                with KV of its own keeps theirs.
-        """
-        ...
-
-    def release(self, request: Request) -> None:
-        """Forget a request."""
-        ...
-
-
-class GrowingScorer(ABC):
-    """A scorer whose model may be able to draft a whole tree in one call."""
-
-    @abstractmethod
     def grow(
         self,
         keys: Sequence[int],
@@ -113,11 +102,24 @@ class GrowingScorer(ABC):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
-        """Draft trees of the most probable tokens (see `Passes.grow`).
+        """[B] trees of the target's tokens, drafted in one call (see `Passes.grow`).
 
-        Returns:
-            [B] trees of the target's tokens; None if the model cannot do this.
+        None if the model cannot do this.
         """
+        return None
+
+    @abstractmethod
+    def finish_draft(self, request: Request, num_tokens: int) -> None:
+        """End the draft of a request and free the KV of its drafted nodes.
+
+        Args:
+            num_tokens: nodes at the beginning of its last tree that are committed tokens. A model
+                with KV of its own keeps theirs.
+        """
+
+    def release(self, request: Request) -> None:
+        """Forget a request."""
+        drop_request(self, request.key)
 
 
 class TargetScorer(Scorer):
@@ -128,8 +130,6 @@ class TargetScorer(Scorer):
     """
 
     reads_target_kv = True
-    partial = False
-    token_ids: Tensor | None = None
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -138,10 +138,6 @@ class TargetScorer(Scorer):
         """Tokens left in the target's context."""
         return self._target.max_model_len - len(request.token_ids)
 
-    def admit(self, requests: Sequence[Request], _num_nodes: int) -> Sequence[Request]:
-        """All requests: the engine provides room in the target's rows."""
-        return requests
-
     def pending(self, request: Request) -> list[int]:
         """Only the root: the target's rows hold the KV of all tokens before it (invariant 1)."""
         return [request.root]
@@ -149,8 +145,27 @@ class TargetScorer(Scorer):
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         """Nothing to do: verification computes all nodes again, in all layers."""
 
-    def release(self, request: Request) -> None:
-        """Nothing to do: the engine frees the target's row."""
+
+class Head(Scorer):
+    """A `Scorer` that is shown the target's hidden states.
+
+    Attributes:
+        layers: ids of the target's layers whose hidden states it reads.
+    """
+
+    layers: tuple[int, ...]
+
+    @abstractmethod
+    def keep(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        """Keep what is needed of the states of the committed tokens from `start` on.
+
+        Args:
+            hidden: layer id -> [n, E] the target's hidden states.
+        """
+
+    @abstractmethod
+    def rewind(self, request: Request) -> None:
+        """Forget what belongs to tokens that were taken back."""
 
 
 class ModelDrafter(Drafter):
@@ -170,15 +185,11 @@ class ModelDrafter(Drafter):
         self._coupled = coupled
         self._independent = options.expansion == "sample_with_replacement"
         self._shares = shares_nodes and self._independent and self._shape.branches
-        self.traits = self._described
-
-    @property
-    def _described(self) -> DrafterTraits:
-        branches = self._shape.branches
-        return DrafterTraits(
-            drafts_trees=branches,
-            stops_early=not branches,
-            reads_target_kv=self._scorer.reads_target_kv,
+        self.traits = DrafterTraits(
+            drafts_trees=self._shape.branches,
+            stops_early=not self._shape.branches,
+            drafts_at_once=scorer.drafts_at_once,
+            reads_target_kv=scorer.reads_target_kv,
             independent_siblings=self._independent,
         )
 
@@ -218,10 +229,11 @@ class ModelDrafter(Drafter):
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """See `Drafter.level_sizes`: those of the shape."""
-        return self._shape.level_sizes(limit) if self.traits.drafts_trees else None
+        if not self._shape.branches:
+            return None
+        return self._shape.level_sizes(limit)[: self._scorer.most_depth]
 
     def release(self, request: Request) -> None:
-        """Free the scorer's state of the request."""
         self._scorer.release(request)
 
     def rewind(self, request: Request) -> None:
@@ -239,7 +251,17 @@ class ModelDrafter(Drafter):
         wanted = [request for request in batch if request.key in limits]
         # Rows are padded to the longest row of their pass, so each needs room for the largest tree.
         nodes = max((self._shape.positions(budget) for budget in limits.values()), default=0)
-        return {r.key: limits[r.key] for r in self._scorer.admit(wanted, nodes)}
+        found = {r.key: limits[r.key] for r in self._scorer.admit(wanted, nodes)}
+        if (most := self._scorer.most_depth) is None:
+            return found
+        found = {key: self._shallow(budget, most) for key, budget in found.items()}
+        self._scorer.expect({key: budget.depth for key, budget in found.items()})
+        return found
+
+    def _shallow(self, budget: Budget, most: int) -> Budget:
+        """The same with no more levels than its nodes may have and the model drafts."""
+        levels = len(self._shape.level_sizes(budget.nodes))
+        return replace(budget, depth=min(budget.depth, levels, most))
 
     def _fitted(self, budget: Budget, room: int) -> Budget:
         """The budget, cut to the room that the drafting model's context and memory have left."""
@@ -256,17 +278,15 @@ class ModelDrafter(Drafter):
         words, it drafts others in the place of most probable ones; here they are cut off with what
         is below them.
         """
-        if isinstance(self._scorer, GrowingScorer):
-            for growth in growths:
-                growth.at_once = self._growth_draw(growth.request)
-            self._grow_alike([each for each in growths if self._can_grow_at_once(each)])
-            self._grow_alike([each for each in growths if self._can_draw_at_once(each)])
+        for growth in growths:
+            growth.at_once = self._growth_draw(growth.request)
+        self._grow_alike([each for each in growths if self._can_grow_at_once(each)])
+        self._grow_alike([each for each in growths if self._can_draw_at_once(each)])
 
     def _grow_alike(self, growths: Sequence[Growth]) -> None:
         """The same for trees that all draw their tokens, or all take the most probable ones."""
-        if not growths or not isinstance(self._scorer, GrowingScorer):
-            return
-        plan = self._shape.plan(max(growth.budget.depth for growth in growths))
+        depth = max((growth.budget.depth for growth in growths), default=0)
+        plan = self._shape.plan(depth) if growths else None
         if plan is None:
             return
         trees = self._scorer.grow(
@@ -416,3 +436,29 @@ class ModelDrafter(Drafter):
             params.top_k if top_k is None else top_k,
             params.top_p if top_p is None else top_p,
         )
+
+
+class HeadDrafter(ModelDrafter):
+    """Chains and trees from a trained head."""
+
+    _scorer: Head
+
+    def __init__(
+        self, head: Head, options: TreeOptions, *, coupled: bool, shares_nodes: bool = False
+    ) -> None:
+        super().__init__(head, options, coupled=coupled, shares_nodes=shares_nodes)
+        self.traits = replace(self.traits, hidden_layers=tuple(sorted(head.layers)))
+
+    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
+        self._scorer.keep(request, start, hidden)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Take the hidden states of the committed nodes."""
+        for outcome in outcomes:
+            hidden, kept = outcome.hidden, len(outcome.committed)
+            if kept <= len(outcome.accepted.path):  # the end of the output cut the accepted path
+                hidden = {layer: states[:kept] for layer, states in hidden.items()}
+            self._scorer.keep(outcome.request, outcome.root, hidden)
+
+    def rewind(self, request: Request) -> None:
+        self._scorer.rewind(request)

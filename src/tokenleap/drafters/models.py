@@ -24,8 +24,8 @@ from tokenleap.core.distribution import Distribution
 from tokenleap.core.references import Source, common_prefix
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes, step
-from tokenleap.drafters.base import Drafter, DrafterTraits
-from tokenleap.drafters.model_drafter import GrowingScorer, Scorer, TargetScorer
+from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest
+from tokenleap.drafters.model_drafter import Scorer, TargetScorer
 from tokenleap.drafters.options import (
     CascadeOptions,
     DraftModelOptions,
@@ -76,16 +76,13 @@ def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:
     return Need(last=None if any(num_computed) else 1, hidden=hidden)
 
 
-class OwnModel(GrowingScorer):
-    """A draft model with KV rows of its own (see `scorer.Scorer`)."""
-
-    reads_target_kv = False
-    token_ids: Tensor | None = None
+class OwnModel(Scorer):
+    """A draft model with KV rows of its own."""
 
     def __init__(self, model: Passes, *, partial: bool = False) -> None:
         self.partial = partial
         self._model = model
-        self._cached: dict[int, list[int]] = {}  # request key -> tokens whose KV the model holds
+        self._cached = PerRequest[list[int]]()  # tokens whose KV the model holds
 
     def use(self, network: Network) -> None:
         """Draft with another network of the same sizes, on the KV that is there."""
@@ -172,6 +169,7 @@ class OwnModel(GrowingScorer):
         if request.failed and request.key in self._cached:
             self._model.wipe(request.key)
         self._free(request.key)
+        super().release(request)
 
     def _free(self, key: int) -> None:
         if self._cached.pop(key, None) is not None:
@@ -322,7 +320,7 @@ class _Resized(Target):
         return functional.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
 
 
-class SharedLayers(TargetScorer, GrowingScorer):
+class SharedLayers(TargetScorer):
     """A part of the target as drafting model, on the target's own KV (see `Scorer`).
 
     Args:
@@ -431,7 +429,7 @@ class SaturatingLayers(TargetScorer):
         self._first = target.with_network(network.first_layers(layers[0]))
         self._counts = [layers[0], *(last - first for first, last in pairwise(layers))]
         self._later = [network.between(*pair) for pair in pairwise(layers)]
-        self._rows: dict[int, _Row] = {}
+        self._rows = PerRequest[_Row]()
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
@@ -505,10 +503,6 @@ class SaturatingLayers(TargetScorer):
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         """Forget the draft: verification computes all of its nodes again, in all layers."""
-        self._rows.pop(request.key, None)
-
-    def release(self, request: Request) -> None:
-        """Forget the request; the engine frees the target's row."""
         self._rows.pop(request.key, None)
 
 
@@ -614,9 +608,10 @@ class Cascade(Drafter):
         )
         self._model = model
         self._drafter = drafter
+        self.inner = [drafter]
         self._speculation = _InnerSpeculation(drafter, options.inner_num_speculative_tokens, rule)
         self._coupled = coupled
-        self._inner: dict[int, Request] = {}  # outer key -> the middle model's request
+        self._inner = PerRequest[Request]()  # the middle model's
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """Run inner steps until every request has its draft."""
@@ -707,14 +702,6 @@ class Cascade(Drafter):
             if inner.failed:
                 self._model.wipe(inner.key)
         self._free(request.key)
-
-    def forget(self) -> None:
-        """The inner drafter forgets earlier requests."""
-        self._drafter.forget()
-
-    def ignore_times(self) -> None:
-        """The inner drafter does not decide by the clock: its drafts may change the bits of q."""
-        self._drafter.ignore_times()
 
     def _free(self, key: int) -> None:
         inner = self._inner.pop(key, None)

@@ -26,7 +26,7 @@ from torch import Tensor
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
@@ -73,7 +73,7 @@ class PadDrafter(Drafter):
 
     def __init__(self, pad_token_id: int) -> None:
         self._pad = pad_token_id
-        self._guesses: dict[int, tuple[int, list[int]]] = {}  # length of the text, guesses after it
+        self._guesses = PerRequest[tuple[int, list[int]]]()  # length of the text, guesses after it
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """The guesses of the last pass as a chain, with padding below the root and every guess."""
@@ -114,10 +114,6 @@ class PadDrafter(Drafter):
                 node = padding[-1]
                 guesses.append(outcome.output.argmax_of(node))
             self._guesses[outcome.request.key] = (len(outcome.request.token_ids), guesses)
-
-    def release(self, request: Request) -> None:
-        """Forget the request's guesses."""
-        self._guesses.pop(request.key, None)
 
 
 def block_nodes(size: int) -> int:

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tokenleap import models
+from tokenleap.core.per_request import PerRequest
 from tokenleap.drafters.blocks import MATRIX, TRANSITIONS_FILE, BlockScorer, TokenTransitions
 from tokenleap.drafters.heads.folder import (
     CONFIG,
@@ -95,14 +96,14 @@ class MaskScorer(BlockScorer):
         super().__init__(model)
         self._notes, self._encoder, self.transitions = notes, encoder, transitions
         self.prepare_blocks(notes.num_masks)
-        self._masks: dict[int, int] = {}  # request key -> masks of its next block
+        self._masks = PerRequest[int]()  # of the next block
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
         """See `OwnModel.admit`; masks take positions, whatever the size of the draft."""
-        return super().admit(requests, self.most_depths)
+        return super().admit(requests, self.most_depth)
 
     def pending(self, request: Request) -> list[int]:
-        depth = self._depths[request.key] if self._notes.fewer_masks else self.most_depths
+        depth = self._depths[request.key] if self._notes.fewer_masks else self.most_depth
         self._masks[request.key] = min(depth, self.room(request))
         return super().pending(request)
 
@@ -118,10 +119,6 @@ class MaskScorer(BlockScorer):
         masks = [self._masks[key] for key in keys]
         found = self._model.fill(keys, pending, masks, self._notes.mask_token_id)
         return [logits[:, : self._notes.vocab_size] for logits in found]
-
-    def release(self, request: Request) -> None:
-        super().release(request)
-        self._masks.pop(request.key, None)
 
 
 def load_spec_drafter(

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokenleap import models
 from tokenleap.control import Budget
 from tokenleap.core.params import SamplingParams
+from tokenleap.core.per_request import PerRequest, drop_request
 from tokenleap.core.references import common_prefix
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.base import Drafter, VocabularyOverlap, Way
@@ -129,7 +130,7 @@ class TextDrafter(Drafter):
         self._vocab_size = vocab_size
         self._special = frozenset(script.tokenizer.all_special_ids)
         self._writer = ModelDrafter(OwnModel(model), TreeOptions(), coupled=False)
-        self._shadows: dict[int, Request] = {}  # key -> a request over the translated tokens
+        self._shadows = PerRequest[Request]()  # requests over the translated tokens
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         """The draft model writes text, and the splitter converts it to the target's tokens."""
@@ -207,7 +208,7 @@ class TranslatedModel(OwnModel):
         shared = [(token, own) for token, own in enumerate(to_draft) if own >= 0]
         # [S] the S shared tokens, in the target's ids and in the draft model's
         self._shared, self._shared_own = torch.tensor(shared, device=model.device).T
-        self._num_pending: dict[int, int] = {}  # request key -> tokens of the last `pending`
+        self._num_pending = PerRequest[int]()  # tokens of the last `pending`
 
     def seen(self, request: Request) -> Sequence[int]:
         return self._translator.translate(request)
@@ -240,10 +241,8 @@ class TranslatedModel(OwnModel):
         """None: the draft model's most probable tokens may not be shared."""
 
     def release(self, request: Request) -> None:
-        """Free the request's KV row, and forget its translation."""
         super().release(request)
         self._translator.release(request)
-        self._num_pending.pop(request.key, None)
 
     def _translated(self, key: int, tree: TokenTree) -> TokenTree:
         """The tree in the draft model's ids; its pending tokens are in these ids already."""
@@ -370,11 +369,11 @@ class Translator:
         self._whole_characters = [INCOMPLETE not in text for text in texts]
         self._starts_word = [text[:1] == " " and not text[:2].isspace() for text in texts]
         self._opening = draft.opening()
-        self._translations: dict[int, _Translation] = {}
+        self._translations = PerRequest(_Translation)
 
     def translate(self, request: Request) -> list[int]:
         """The committed tokens in the draft model's ids, without an unfinished last character."""
-        state = self._translations.setdefault(request.key, _Translation())
+        state = self._translations[request.key]
         tokens = request.token_ids
         agreed = common_prefix(state.tokens, tokens)
         if agreed < len(tokens) or agreed < len(state.tokens):
@@ -383,7 +382,7 @@ class Translator:
 
     def release(self, request: Request) -> None:
         """Forget a request."""
-        self._translations.pop(request.key, None)
+        drop_request(self, request.key)
 
     def _redo(self, state: _Translation, tokens: Sequence[int], agreed: int) -> None:
         """Translate again from the piece in which the first `agreed` tokens end."""

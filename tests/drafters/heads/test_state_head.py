@@ -82,7 +82,7 @@ def grown(
     """
     requests = [request_of(text) for text in texts]
     for request, text in zip(requests, texts, strict=True):
-        head.keep(request, 0, {head.layer: hidden[: len(text) - 1]})
+        head.keep(request, 0, {head.layers[0]: hidden[: len(text) - 1]})
         assert head.pending(request) == [text[-1]]
     nodes: list[int] = []
     parents = [-1]
@@ -358,7 +358,7 @@ def test_the_states_of_the_last_tokens_are_kept(method: str, tmp_path: Path) -> 
     assert head.room(request) == 0
     at = 0
     for size in (1, 3, KEPT - 1, 2, 7):
-        head.keep(request, at, {head.layer: hidden[at : at + size]})
+        head.keep(request, at, {head.layers[0]: hidden[at : at + size]})
         at += size
         request.token_ids[:] = tokens[: at + 1]
         assert head.room(request) > 0

@@ -9,17 +9,16 @@ head's own outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree, chain
-from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.blocks import BlockDrafter, BlockScorer
+from tokenleap.drafters.blocks import BlockScorer
 from tokenleap.drafters.heads.checkpoint import Checkpoint
 from tokenleap.drafters.heads.eagle_net import (
     EagleLayer,
@@ -30,9 +29,8 @@ from tokenleap.drafters.heads.eagle_net import (
 )
 from tokenleap.drafters.heads.folder import check_layers, vocabulary_weights
 from tokenleap.drafters.heads.probe import check_head
-from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
+from tokenleap.drafters.model_drafter import Head
 from tokenleap.drafters.models import OwnModel, scored
-from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 from tokenleap.runtime.choose import head_network
@@ -52,13 +50,9 @@ from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
 __all__ = [
-    "EagleDrafter",
     "EagleHead",
     "EagleWeights",
     "Fusion",
-    "Head",
-    "HeadDrafter",
-    "ParallelDrafter",
     "ParallelHead",
     "head_net",
     "head_passes",
@@ -67,61 +61,6 @@ __all__ = [
     "load_parts",
     "network_of",
 ]
-
-
-# `HeadDrafter`: a drafting model that reads the target's hidden states of all committed tokens.
-
-
-class Head(Scorer, Protocol):
-    """A `Scorer` that is shown hidden states."""
-
-    def keep(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Keep what is needed of the states of the committed tokens from `start` on.
-
-        Args:
-            hidden: layer id -> [n, E] the target's hidden states.
-        """
-        ...
-
-    def rewind(self, request: Request) -> None:
-        """Forget what belongs to tokens that were taken back."""
-        ...
-
-
-class HeadDrafter(ModelDrafter):
-    """Chains and trees from a trained head.
-
-    Args:
-        layers: ids of the target's layers whose hidden states it reads.
-    """
-
-    _scorer: Head
-
-    def __init__(
-        self,
-        head: Head,
-        layers: Sequence[int],
-        options: TreeOptions,
-        *,
-        coupled: bool,
-        shares_nodes: bool = False,
-    ) -> None:
-        super().__init__(head, options, coupled=coupled, shares_nodes=shares_nodes)
-        self.traits = replace(self.traits, hidden_layers=tuple(sorted(layers)))
-
-    def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        self._scorer.keep(request, start, hidden)
-
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Take the hidden states of the committed nodes."""
-        for outcome in outcomes:
-            hidden, kept = outcome.hidden, len(outcome.committed)
-            if kept <= len(outcome.accepted.path):  # the end of the output cut the accepted path
-                hidden = {layer: states[:kept] for layer, states in hidden.items()}
-            self._scorer.keep(outcome.request, outcome.root, hidden)
-
-    def rewind(self, request: Request) -> None:
-        self._scorer.rewind(request)
 
 
 class _States:
@@ -212,8 +151,8 @@ class _Committed:
         self._waiting = []
 
 
-class EagleHead(OwnModel):
-    """A head with KV rows of its own (see `scorer.Scorer`).
+class EagleHead(OwnModel, Head):
+    """A head with KV rows of its own.
 
     Args:
         token_ids: [Vd] the target's ids of the tokens that it can draft, ascending.
@@ -227,8 +166,8 @@ class EagleHead(OwnModel):
         self.token_ids = token_ids.to(head.device)
         self.layers = fusion.layers
         self._fusion = fusion
-        self._states: dict[int, _Committed] = {}  # by request key
-        self._outputs: dict[int, _States] = {}  # request key -> states after the nodes of its tree
+        self._states = PerRequest(lambda: _Committed(self._fusion))
+        self._outputs = PerRequest(_States)  # states after the nodes of the tree
 
     def use_head(self, network: Network, fusion: Fusion) -> None:
         """Draft with other weights of the same sizes, on the KV and the states that are there."""
@@ -259,7 +198,7 @@ class EagleHead(OwnModel):
         need = scored(num_computed, (layer,))
         outputs = self._model.verify(keys, trees, num_computed, need, states)
         for key, first, output in zip(keys, num_computed, outputs, strict=True):
-            self._outputs.setdefault(key, _States()).keep(first, output.hidden[layer])
+            self._outputs[key].keep(first, output.hidden[layer])
         return outputs
 
     def grow(
@@ -290,30 +229,10 @@ class EagleHead(OwnModel):
         self._model.prefill(request.key, self.seen(request)[start:stop], states=states)
 
     def keep(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Keep the hidden states of the committed tokens from `start` on.
-
-        Args:
-            hidden: layer id -> [n, E] the target's hidden states.
-        """
-        states = self._states.get(request.key)
-        if states is None:
-            states = self._states[request.key] = _Committed(self._fusion)
-        states.keep(start, hidden)
+        self._states[request.key].keep(start, hidden)
 
     def rewind(self, request: Request) -> None:
-        """Forget the states of tokens that were taken back."""
-        if request.key in self._states:
-            self._states[request.key].cut(len(request.token_ids) - 1)
-
-    def release(self, request: Request) -> None:
-        """Free the request's KV row and states."""
-        super().release(request)
-        for kept in (self._states, self._outputs):
-            kept.pop(request.key, None)
-
-
-class EagleDrafter(HeadDrafter):
-    """Chains and trees from an EAGLE head (see `HeadDrafter`)."""
+        self._states[request.key].cut(len(request.token_ids) - 1)
 
 
 def head_net(checkpoint: Checkpoint, target: Target) -> EagleNet:
@@ -512,7 +431,7 @@ class _Fusion:
 
 
 class ParallelHead(BlockScorer, EagleHead):
-    """A head with KV rows of its own whose first pass computes all levels (see `Scorer`)."""
+    """A head with KV rows of its own whose first pass computes all levels."""
 
     def __init__(self, head: Passes, fusion: Fusion, net: ParallelNet) -> None:
         EagleHead.__init__(self, head, fusion, net.draft_tokens)
@@ -540,12 +459,6 @@ def _mask_state(net: ParallelNet, fusion: Fusion, head: Passes) -> Tensor:
     """[1, E] the state of a mask, from its features like that of a token."""
     features = net.mask_features().detach().to(head.device, head.dtype)
     return fusion.of_parts([row.unsqueeze(0) for row in features])
-
-
-class ParallelDrafter(BlockDrafter, HeadDrafter):
-    """Chains and trees from a head that drafts all levels at once; no deeper than it has learnt."""
-
-    _scorer: ParallelHead
 
 
 def load_parallel_head(

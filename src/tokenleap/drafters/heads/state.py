@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from tokenleap.control import Budget
-from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.heads.eagle import HeadDrafter
+from tokenleap.core.per_request import PerRequest
+from tokenleap.core.tree import TokenTree
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
@@ -49,8 +48,8 @@ from tokenleap.drafters.heads.state_net import (
     StateConfig,
     StateNet,
 )
+from tokenleap.drafters.model_drafter import Head
 from tokenleap.drafters.options import StateHeadOptions
-from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.folder import check_sizes as check_model_sizes
 from tokenleap.request import Request
@@ -60,7 +59,6 @@ from tokenleap.runtime.target import Target
 
 __all__ = [
     "Layout",
-    "StateDrafter",
     "StateFile",
     "StateHead",
     "StateHeadOptions",
@@ -107,29 +105,26 @@ class _Recent:
         return self._states[place : place + 1]
 
 
-class StateHead:
+class StateHead(Head):
     """A head in the target's dtype (see `scorer.Scorer`).
 
     Args:
         net: the head. It is changed: its linear layers are packed.
     """
 
-    reads_target_kv = False
-    partial = False
-
     def __init__(self, net: StateNet, target: Target) -> None:
         assert target.final_norm is not None
-        self.layer, self._norm = target.network.num_layers, target.final_norm
+        self.layers, self._norm = (target.network.num_layers,), target.final_norm
         self._dtype, self._device = target.dtype, target.device
         self.use(net)
-        self.num_heads = net.config.num_heads
+        self.most_depth = self.num_heads = net.config.num_heads
         whole = net.config.draft_vocab_size == net.config.vocab_size
         self.token_ids: Tensor | None = None if whole else self._net.draft_tokens
-        self._recent: dict[int, _Recent] = {}  # request key -> hidden states of its last tokens
-        self._roots: dict[int, Tensor] = {}  # request key -> [1, E] normalised, before its root
-        # Request key -> the number of nodes before those of the deepest level, and [n, S] theirs.
-        self._levels: dict[int, tuple[int, Tensor]] = {}
-        self._all: dict[int, Tensor] = {}  # request key -> [K, Vd] logits of all depths
+        self._recent = PerRequest(_Recent)
+        self._roots = PerRequest[Tensor]()  # [1, E] normalised, before the root
+        # The number of nodes before those of the deepest level, and [n, S] theirs.
+        self._levels = PerRequest[tuple[int, Tensor]]()
+        self._all = PerRequest[Tensor]()  # [K, Vd] logits of all depths
 
     def use(self, net: StateNet) -> None:
         """Draft with this head, of the same sizes. It is changed: its linear layers are packed."""
@@ -139,13 +134,8 @@ class StateHead:
 
     def room(self, request: Request) -> int:
         """See `Scorer.room`; 0 without the hidden state of the token before the root."""
-        recent = self._recent.get(request.key)
-        known = recent is not None and recent.at(len(request.token_ids) - 2) is not None
-        return NO_LIMIT if known else 0
-
-    def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
-        """See `Scorer.admit`: all, since drafts take no memory to speak of."""
-        return requests
+        known = self._recent[request.key].at(len(request.token_ids) - 2)
+        return 0 if known is None else NO_LIMIT
 
     @torch.inference_mode()
     def pending(self, request: Request) -> list[int]:
@@ -230,17 +220,10 @@ class StateHead:
     @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def keep(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Keep the target's hidden states of the committed tokens from `start` on."""
-        self._recent.setdefault(request.key, _Recent()).keep(start, hidden[self.layer])
+        self._recent[request.key].keep(start, hidden[self.layers[0]])
 
     def rewind(self, request: Request) -> None:
-        """Forget the states of tokens that were taken back."""
-        if request.key in self._recent:
-            self._recent[request.key].cut(len(request.token_ids) - 1)
-
-    def release(self, request: Request) -> None:
-        """Forget the request."""
-        self.finish_draft(request, 0)
-        self._recent.pop(request.key, None)
+        self._recent[request.key].cut(len(request.token_ids) - 1)
 
 
 def _pack(net: StateNet, dtype: torch.dtype, device: torch.device) -> int:
@@ -253,29 +236,6 @@ def _pack(net: StateNet, dtype: torch.dtype, device: torch.device) -> int:
             if isinstance(child, nn.Linear | FrozenLinear):
                 setattr(module, name, kind(child.weight, child.bias))
     return kind.LEAST_ROWS
-
-
-class StateDrafter(HeadDrafter):
-    """Chains and trees from a head without attention; no deeper than it has heads."""
-
-    def __init__(
-        self,
-        head: StateHead,
-        options: TreeOptions,
-        *,
-        coupled: bool,
-        shares_nodes: bool = False,
-    ) -> None:
-        super().__init__(head, (head.layer,), options, coupled=coupled, shares_nodes=shares_nodes)
-        self._most = head.num_heads
-
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        limited = [replace(budget, depth=min(budget.depth, self._most)) for budget in budgets]
-        return super().propose(batch, limited)
-
-    def level_sizes(self, limit: int) -> Sequence[int] | None:
-        sizes = super().level_sizes(limit)
-        return None if sizes is None else sizes[: self._most]
 
 
 MODEL_TYPE = "tokenleap_head"
