@@ -53,7 +53,7 @@ def _plugins(group: str, known: Collection[str]) -> list[str]:
 
 
 def _listed(name: str, describe: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """A method, rule or controller; of one that another package fails to bring, what is wrong with it."""
+    """A part by its name; of one that another package fails to bring, what is wrong with it."""
     from tokenleap.errors import ConfigError
 
     try:

@@ -19,6 +19,7 @@ from pydantic import field_validator
 from typing_extensions import override
 
 from tokenleap.core.config import Config
+from tokenleap.core.per_request import PerRequest, drop_request
 from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
@@ -163,8 +164,9 @@ class Controller(ABC):
                 them to `costs.agreed`.
         """
 
-    def release(self, request: Request) -> None:  # noqa: B027
-        """Forget a request that has ended; the default keeps nothing."""
+    def release(self, request: Request) -> None:
+        """Forget a request that has ended: all `PerRequest` state."""
+        drop_request(self, request.key)
 
 
 def within(request: Request, length: int) -> Budget:
@@ -187,13 +189,12 @@ class Fixed(Controller):
         return [within(request, self.num_speculative_tokens) for request in batch]
 
 
-# `heuristic`: longer drafts after one that was accepted whole, shorter ones after any other.
-#
-# This is Transformers' schedule for assistant models: plus 2, minus 1, never below 1.
-
-
 class Heuristic(Controller):
-    """Starts every request at `num_speculative_tokens`, or at `max_length` if that is less."""
+    """Longer drafts after one that was accepted whole, shorter ones after any other.
+
+    This is Transformers' schedule for assistant models: plus 2, minus 1, never below 1. It starts
+    at `num_speculative_tokens`, or at `max_length` if that is less.
+    """
 
     class Options(Config):
         """Options of `heuristic`.
@@ -214,40 +215,34 @@ class Heuristic(Controller):
     @override
     def setup(self) -> None:
         assert isinstance(self.options, self.Options)
-        self._start = min(self.num_speculative_tokens, self.options.max_length)
-        self._lengths: dict[int, int] = {}
+        start = min(self.num_speculative_tokens, self.options.max_length)
+        self._lengths = PerRequest(lambda: start)
 
     @override
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        return [within(request, self._lengths.get(request.key, self._start)) for request in batch]
+        return [within(request, self._lengths[request.key]) for request in batch]
 
+    @override
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Adapt the length of every request that drafted."""
         assert isinstance(self.options, self.Options)
         for outcome in outcomes:
             if not outcome.draft.tree.num_drafted:
                 continue
             key = outcome.request.key
-            length = self._lengths.get(key, self._start)
+            length = self._lengths[key]
             if outcome.accepted.reason:
                 length = max(1, length - self.options.shrink)
             else:
                 length = min(self.options.max_length, length + self.options.grow)
             self._lengths[key] = length
 
-    def release(self, request: Request) -> None:
-        """Forget the request's length."""
-        self._lengths.pop(request.key, None)
-
-
-# `batch`: a table of draft lengths by batch size.
-#
-# The more requests share a pass, the less idle compute is left for verifying drafts. Serving
-# systems therefore shorten drafts, or stop drafting, as the batch grows.
-
 
 class BatchTable(Controller):
-    """Takes the table's entry for the largest batch size that is not above the current one."""
+    """Takes the table's entry for the largest batch size that is not above the current one.
+
+    The more requests share a pass, the less idle compute is left for verifying drafts. Serving
+    systems therefore shorten drafts, or stop drafting, as the batch grows.
+    """
 
     class Options(Config):
         """Options of `batch`.
@@ -277,20 +272,19 @@ class BatchTable(Controller):
         return [within(request, length) for request in batch]
 
 
-# `confidence`: stop drafting below a token to which the drafter gave a low probability.
-#
-# Each request has its own threshold on the probability of the token or of the path down to it. For
-# a token that was drawn under the rule `coupled`, a drafter with a model gives its clarity instead
-# of q (`Budget`). A draft with a rejected token raises the threshold, and one that was accepted
-# whole lowers it (Transformers' `assistant_confidence_threshold`). EAGLE-2 and Kangaroo use similar
-# criteria. Drafters without probabilities of their own, such as `ngram`, are never stopped.
-
-
 LOWEST, HIGHEST = 0.01, 0.95
 
 
 class Confidence(Controller):
-    """Drafts up to `num_speculative_tokens`, fewer if a token falls under the threshold."""
+    """Stops drafting below a token to which the drafter gave a low probability.
+
+    Each request has its own threshold on the probability of the token or of the path down to it.
+    For a token that was drawn under the rule `coupled`, a drafter with a model gives its clarity
+    instead of q (`Budget`). A draft with a rejected token raises the threshold, and one that was
+    accepted whole lowers it (Transformers' `assistant_confidence_threshold`). EAGLE-2 and Kangaroo
+    use similar criteria. Drafters without probabilities of their own, such as `ngram`, are never
+    stopped.
+    """
 
     class Options(Config):
         """Options of `confidence`.
@@ -310,7 +304,9 @@ class Confidence(Controller):
 
     @override
     def setup(self) -> None:
-        self._thresholds: dict[int, float] = {}
+        assert isinstance(self.options, self.Options)
+        threshold = self.options.threshold
+        self._thresholds = PerRequest(lambda: threshold)
 
     @override
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
@@ -318,23 +314,19 @@ class Confidence(Controller):
 
     def _budget(self, request: Request) -> Budget:
         assert isinstance(self.options, self.Options)
-        threshold = self._thresholds.get(request.key, self.options.threshold)
+        threshold = self._thresholds[request.key]
         budget = within(request, self.num_speculative_tokens)
         if self.options.of == "path":
             return replace(budget, min_path_prob=threshold)
         return replace(budget, min_token_prob=threshold)
 
+    @override
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Move the threshold of every request that drafted."""
         assert isinstance(self.options, self.Options)
         for outcome in outcomes:
             if not outcome.draft.tree.num_drafted or not self.options.step:
                 continue
             key = outcome.request.key
-            threshold = self._thresholds.get(key, self.options.threshold)
+            threshold = self._thresholds[key]
             threshold += self.options.step if outcome.accepted.reason else -self.options.step
             self._thresholds[key] = min(HIGHEST, max(LOWEST, threshold))
-
-    def release(self, request: Request) -> None:
-        """Forget the request's threshold."""
-        self._thresholds.pop(request.key, None)

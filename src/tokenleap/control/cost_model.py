@@ -46,6 +46,7 @@ from tokenleap.control.planner import Expected, Offer, Plan, Rest, best_plan
 from tokenleap.core import clock
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.config import Config
+from tokenleap.core.per_request import PerRequest
 from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
@@ -203,7 +204,6 @@ class CostModel(_ByCosts):
         return steps >= SOONEST and PRICE * steps >= self._gain - 1
 
     def skip(self, batch: Sequence[Request]) -> None:
-        """These requests have drafts from elsewhere in this step, which cannot be beaten."""
         for request in batch:
             self._estimates.history(request).skip()
 
@@ -239,7 +239,6 @@ class CostModel(_ByCosts):
         instead: Expected,
         measuring: bool,
     ) -> list[int]:
-        """The draft depth of each request; all are 0 if the step is better without."""
         made_for = tuple(request.key for request in batch), rows, beside, measuring
         rate, planned = instead.rate(self.costs, rows), self._plan
         if planned is None or not planned.holds(made_for):
@@ -301,7 +300,6 @@ class CostModel(_ByCosts):
         return plan
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
-        """For each request the saving of its best draft: see `Chances.gains`."""
         level_cost = self._estimates.level_seconds / self.costs(rows, rows)
         chances = self._estimates.chances(batch)
         return chances.gains(rows, node_cost, level_cost)
@@ -309,7 +307,6 @@ class CostModel(_ByCosts):
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn acceptance rates, the sizes of drafts, and the cost of drafting."""
         has_drafts = any(outcome.draft.tree.num_drafted for outcome in outcomes)
         self._drafted_steps = self._drafted_steps + 1 if has_drafts else 0
         if self._estimates.observe(outcomes, draft_seconds):
@@ -381,17 +378,17 @@ class LookupModel(_ByCosts):
     """
 
     def setup(self) -> None:
-        self._states: dict[int, _State] = {}
+        self._states = PerRequest[_State]()
         self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._planning = 0.0  # seconds of planning in this step
         self._step = 0
         self._next_poll = 0.0  # the next step that looks up for all requests
-        self._asked: dict[int, _State] = {}  # of the requests with a lookup in this step, by key
+        self._asked = PerRequest[_State]()  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        self._asked, self._planning = {}, 0.0
+        self._asked, self._planning = PerRequest(), 0.0
         budgets = [NO_BUDGET] * len(batch)
         if not self.costs:  # a pass has to be timed first
             return budgets
@@ -456,7 +453,6 @@ class LookupModel(_ByCosts):
             self._gain = moved(self._gain, gain, share=0.05)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn which tokens were right, and what a lookup costs, including this learning."""
         if not self._asked:
             return
         began = clock.now()
@@ -470,10 +466,6 @@ class LookupModel(_ByCosts):
         seconds = self.costs.agreed(seconds / len(self._asked))
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
-
-    def release(self, request: Request) -> None:
-        self._states.pop(request.key, None)
-        self._asked.pop(request.key, None)
 
 
 def _worth_verifying(
@@ -512,7 +504,6 @@ class _Clock:
     since: float = 0.0
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
         now = clock.now()
         seconds, self.since = now - self.since, now
         return seconds
@@ -551,8 +542,8 @@ class HybridModel(_ByCosts):
         self._best_trained = sum(_BEST_RATE**level for level in range(1, len(levels) + 1))
         self._rates = AcceptanceRates()  # of looked-up tokens in trained drafts
         self._rows = 1
-        self._found: dict[int, tuple[Draft, list[int]]] = {}  # key -> lookup, nodes that pay
-        self._drafts: dict[int, Draft] = {}  # key -> trained draft, before grafts were cut
+        self._found: PerRequest[tuple[Draft, list[int]]] = PerRequest()  # lookup, nodes that pay
+        self._drafts: PerRequest[Draft] = PerRequest()  # trained draft, before grafts were cut
         self._clock = _Clock()
         self._rest = Rest()
         self._resting = False  # whether this step is one of a rest
@@ -563,7 +554,7 @@ class HybridModel(_ByCosts):
         self._resting = self._goes_on_resting(batch, rows)
         if self._resting:
             return [NO_BUDGET] * len(batch)
-        self._rows, self._found, self._drafts = rows, {}, {}
+        self._rows, self._found, self._drafts = rows, PerRequest(), PerRequest()
         budgets = self._lookups.budgets(batch, rows)
         self._clock = _Clock(since=clock.now())
         return budgets
@@ -639,7 +630,6 @@ class HybridModel(_ByCosts):
         return trimmed
 
     def _grafts(self, draft: Draft, row: int) -> list[Offer]:
-        """The looked-up nodes that are not in the trained draft."""
         if not draft.features:
             return []
         probs = path_probs(draft, self._rates.of)
@@ -647,7 +637,6 @@ class HybridModel(_ByCosts):
         return [Offer(p, p, 1, row, node) for node, (p, feature) in nodes if is_graft(feature)]
 
     def _cut_grafts(self, drafts: list[Draft], grafts: Sequence[Offer], rows: int) -> None:
-        """Keep the most probable grafts, as many as pay."""
         positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(grafts)
         planned = self._trained.planned
         beside = Expected(planned.tokens, positions, planned.seconds)
@@ -661,7 +650,6 @@ class HybridModel(_ByCosts):
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn which lookups and which levels of trained drafts were right, and their costs."""
         if self._resting:
             return
         self._lookups.observe(outcomes, self._clock.lookups)
@@ -677,8 +665,7 @@ class HybridModel(_ByCosts):
     def release(self, request: Request) -> None:
         self._lookups.release(request)
         self._trained.release(request)
-        self._found.pop(request.key, None)
-        self._drafts.pop(request.key, None)
+        super().release(request)
 
 
 def _looked_up(draft: Draft) -> Draft:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tokenleap.control.base import within
 from tokenleap.control.planner import Chances, Plan, levels_of_one
+from tokenleap.core.per_request import PerRequest
 
 if TYPE_CHECKING:
     from tokenleap.core.tree import Draft, TokenTree
@@ -93,7 +94,7 @@ class Estimates:
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
         self.requests_tried = 0
-        self._histories: dict[int, History] = {}
+        self._histories = PerRequest(lambda: self._new(_MEMORY_OF_ONE))
         self._overall = self._new(_MEMORY_OF_ALL)
 
     def _new(self, memory: float) -> History:
@@ -103,12 +104,10 @@ class Estimates:
 
     @property
     def first_nodes(self) -> float:
-        """Number of nodes at a draft's first level."""
         return self._sizes.of_levels[0]
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Of each level, over all requests."""
         return self._overall.acceptance_rates()
 
     @property
@@ -122,14 +121,9 @@ class Estimates:
         return None if token is None else token * reading(request) * self.costs(1, 1)
 
     def history(self, request: Request) -> History:
-        """The history of a request."""
-        history = self._histories.get(request.key)
-        if history is None:
-            history = self._histories[request.key] = self._new(_MEMORY_OF_ONE)
-        return history
+        return self._histories[request.key]
 
     def chances(self, batch: Sequence[Request]) -> Chances:
-        """Chances of drafts for these requests, by their depth."""
         nodes = self._sizes.of_levels
         prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
         hoped = [max(rate, UNKNOWN) for rate in prior]
@@ -210,7 +204,6 @@ class Estimates:
         return levels_of_one(max(levels, default=0.0), sum(levels))
 
     def release(self, request: Request) -> None:
-        """Forget the request; the estimates over all requests stay."""
         if self._histories.pop(request.key, None) is not None:
             self.lengths.add(len(request.token_ids) - len(request.prompt_ids))
 
@@ -332,7 +325,6 @@ def is_graft(feature: int) -> bool:
 
 
 def prior_rate(feature: int) -> float:
-    """Prior acceptance rate of tokens with this feature."""
     return _PRIOR_RATES[feature]
 
 
@@ -352,11 +344,9 @@ class AcceptanceRates:
         self._seen = [Decayed(memory=0.97, prior_weight=1.5) for _ in _PRIOR_RATES]
 
     def of(self, feature: int) -> float:
-        """The estimate."""
         return self._rates[feature]
 
     def add(self, feature: int, *, right: bool) -> None:
-        """Count one more token whose ancestors were right."""
         seen = self._seen[feature]
         seen.add(right)
         self._rates[feature] = seen.given(_PRIOR_RATES[feature])
@@ -432,7 +422,6 @@ class History:
         self.caught_up, self.depth = self.depth > 0, 0
 
     def add(self, outcome: Outcome, allowed: int) -> None:
-        """Learn from one draft, which may have had up to `allowed` levels."""
         drafted, passed = outcome.draft.tree.num_drafted, len(outcome.accepted.path)
         self._drafted.add(drafted > 0)
         if not drafted:
@@ -446,7 +435,6 @@ class History:
             rate.add(reached and level < passed, reached)
 
     def draft_rate(self, prior: float = 1.0) -> float:
-        """Probability that the drafter has a draft."""
         return self._drafted.given(prior)
 
     def acceptance_rates(self, prior: Sequence[float] = ()) -> list[float]:
@@ -485,7 +473,6 @@ class DraftSizes:
         self.of_levels = [float(nodes) for nodes in expected]
 
     def learn(self, tree: TokenTree, allowed: int) -> None:
-        """Learn from a draft whose budget had this depth."""
         levels = len(self._expected)
         nodes = [1, *[0] * levels]
         for depth in tree.depths[1:]:
@@ -529,7 +516,6 @@ class DraftingCosts:
         self._readings: list[tuple[float, float, int]] = []  # as long as `level` is a bound
 
     def add(self, cost: float, levels: float, *, caught_up: bool, read: int = 0) -> None:
-        """Learn from a step that drafted."""
         per_level = cost / max(1.0, levels)
         self.known = True
         if read:
@@ -585,7 +571,6 @@ class DeeperLevels:
             self.share = min(1.0, slope / first) if first > 0 else 1.0
 
     def levels(self, depth: float) -> float:
-        """The cost of a draft so deep, in first levels."""
         return 1 + self.share * (depth - 1) if depth > 0 else 0.0
 
 
@@ -596,7 +581,6 @@ class OutputLengths:
         self._ended: deque[int] = deque(maxlen=32)
 
     def add(self, length: int) -> None:
-        """Remember an output that has ended."""
         self._ended.append(length)
 
     def left(self, generated: int, most: int) -> float:
@@ -640,7 +624,6 @@ class Probing:
         self._since_trial = 0.0  # steps since a request tried its first draft
 
     def wait(self, steps: float) -> None:
-        """Record steps, in whichever requests they are."""
         self._since_trial += steps
 
     def served_steps(self, rows: int) -> float:
@@ -657,7 +640,6 @@ class Probing:
         return max(0, int(min(left, default=float(self._every))) - 1)
 
     def probes(self, request: Request, rows: int, num_requests: int) -> bool:
-        """Whether a request without drafts tries one in this step."""
         if self._steps_left(request, rows, num_requests) > 1:
             return False
         if self._is_trial(self._estimates.history(request)):
@@ -730,7 +712,6 @@ class Stopping:
         self._prior = [weight * each for each in sums]
 
     def learn(self, outcome: Outcome) -> None:
-        """Learn from a chain with path probabilities."""
         passed = len(outcome.accepted.path)
         probs = list(takewhile(isfinite, outcome.draft.path_probs))  # of no appended tokens
         # The past counts less after the last token, too: if all drafts end at their first one,
@@ -742,7 +723,6 @@ class Stopping:
             self._sums = [old + each for old, each in zip(self._sums, new, strict=True)]
 
     def least_path_prob(self, price: float) -> float:
-        """The threshold of a draft."""
         n, s, ss, y, sy = (a + b for a, b in zip(self._sums, self._prior, strict=True))
         slope = (n * sy - s * y) / (n * ss - s * s)  # the prior alone spreads s
         low = (y - slope * s) / n

@@ -37,7 +37,6 @@ class Expected:
 
     @staticmethod
     def plain(rows: int) -> Expected:
-        """A step without drafts."""
         return Expected(rows, rows)
 
     def rate(self, costs: CostCurve, rows: int) -> float:
@@ -74,7 +73,6 @@ class Plan:
     expected: Expected
 
     def depths(self, rows: int) -> list[int]:
-        """How many offers of each row are taken."""
         depths = [0] * rows
         for offer in self.taken:
             depths[offer.row] += 1

@@ -15,7 +15,7 @@ from operator import lt
 
 from tokenleap.core.distribution import Distribution, OneHots
 
-__all__ = ["Draft", "TokenTree", "chain"]
+__all__ = ["Draft", "GrowingTree", "TokenTree", "chain"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,33 @@ class TokenTree:
 def chain(tokens: Sequence[int]) -> TokenTree:
     """A tree of width 1: `tokens[0]` is the root, and each token is the child of the one before."""
     return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+
+class GrowingTree:
+    """A tree to which nodes are added one by one, and whose children are found by their tokens."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents = [root], [-1]
+        self._children: dict[tuple[int, int], int] = {}  # (node, token) -> its first such child
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The first child with this token."""
+        return self._children.get((parent, token))
+
+    def add(self, parent: int, token: int) -> int:
+        """Add a node, whether the parent has a child with this token or not."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self._children.setdefault((parent, token), node)
+        return node
+
+    def tree(self) -> TokenTree:
+        """The tree as it is now."""
+        return TokenTree(tuple(self.tokens), tuple(self.parents))
 
 
 @dataclass(frozen=True)

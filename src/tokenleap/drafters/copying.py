@@ -36,7 +36,7 @@ from tokenleap.control.estimates import (
 from tokenleap.core.references import NO_REFERENCES, References
 from tokenleap.core.tree import Draft, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import Drafter, DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.combine import Hybrid, Several
 from tokenleap.drafters.lookups import SEPARATOR, NoDrafter, Occurrences, Positions
 from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
@@ -166,7 +166,7 @@ def _joined(tokens: Sequence[int], references: References) -> list[int]:
     return joined
 
 
-class CopyDrafter(Drafter):
+class CopyDrafter(OneByOne):
     """Chains that continue the input; q is one-hot.
 
     It proposes nothing while text and input are not aligned.
@@ -177,20 +177,11 @@ class CopyDrafter(Drafter):
     def __init__(self, options: CopyOptions, special_ids: Collection[int] = ()) -> None:
         self._options = options
         self._special = frozenset(special_ids)
-        self._alignments: dict[int, Alignment] = {}
+        self._alignments = PerRequest[Alignment]()
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that continue the input at the aligned position."""
-        return [
-            self._propose(request, budget.chain)
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, length: int) -> Draft:
-        alignment = self._alignments.get(request.key)
-        given = request.given_ids
-        if alignment is None:
-            alignment = self._alignments[request.key] = self._alignment(request, given)
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        given, length = request.given_ids, budget.chain
+        alignment = self._alignments.made(request.key, lambda: self._alignment(request, given))
         alignment.catch_up(request.token_ids)
         ahead = given[len(request.token_ids) :]
         drafted = [*ahead, *alignment.rest(length - len(ahead))][:length]
@@ -204,10 +195,6 @@ class CopyDrafter(Drafter):
         return Alignment.of_source(
             request.input_ids, given, special, self._options, request.references
         )
-
-    def release(self, request: Request) -> None:
-        """Forget the request's alignment."""
-        self._alignments.pop(request.key, None)
 
 
 def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
@@ -227,7 +214,7 @@ def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
 # lookups and trained drafts (`drafters.hybrid`), or, beside another lookup, by `BetterLookup`.
 
 
-class PredictionDrafter(Drafter):
+class PredictionDrafter(OneByOne):
     """Chains that continue the request's prediction; q is one-hot.
 
     It proposes nothing for requests without one, and counts in their metrics what became of the
@@ -237,47 +224,32 @@ class PredictionDrafter(Drafter):
     traits = DrafterTraits(looks_up=True, follows_prediction=True)
 
     def __init__(self) -> None:
-        self._followers: dict[int, Follower] = {}
-        self._proposed: dict[int, list[int]] = {}  # key -> the tokens of this step's proposal
+        self._followers = PerRequest[Follower]()
+        self._proposed = PerRequest[list[int]]()  # the tokens of this step's proposal
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains from the place in the prediction that the output has reached."""
-        return [
-            self._propose(request, budget.chain)
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, length: int) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         self._proposed.pop(request.key, None)
         if not request.prediction:
             return Draft.empty(request.root)
-        follower = self._followers.get(request.key)
-        if follower is None:
-            text = request.prediction.indexed("prediction", lambda: _text_of(request))
-            follower = self._followers[request.key] = Follower(text, len(request.given_ids))
+        follower = self._followers.made(request.key, lambda: _follower(request))
         follower.catch_up(request.token_ids)
-        if not length or len(request.token_ids) < follower.seen:  # a first token is forced
+        if not budget.chain or len(request.token_ids) < follower.seen:  # a first token is forced
             return Draft.empty(request.root)
-        tokens, features = follower.expected(length)
+        tokens, features = follower.expected(budget.chain)
         self._proposed[request.key] = tokens
         return Draft.deterministic(chain([request.root, *tokens]), tuple(features))
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Count which of the proposed tokens were verified, and which of these were kept."""
         for outcome in outcomes:
             proposed = self._proposed.pop(outcome.request.key, None)
             if proposed:
                 _count(outcome, proposed)
 
-    def release(self, request: Request) -> None:
-        """Forget where the request is."""
-        self._followers.pop(request.key, None)
-        self._proposed.pop(request.key, None)
 
-
-def _text_of(request: Request) -> PredictedText:
+def _follower(request: Request) -> Follower:
     (tokens,) = request.prediction.texts
-    return PredictedText(tokens)
+    text = request.prediction.indexed("prediction", lambda: PredictedText(tokens))
+    return Follower(text, len(request.given_ids))
 
 
 def _count(outcome: Outcome, proposed: Sequence[int]) -> None:
@@ -305,9 +277,9 @@ class BetterLookup(Several):
         assert first.traits.looks_up
         assert second.traits.looks_up
         super().__init__([first, second])
-        self._first, self._second, self._most = first, second, most
+        self._most = most
         self._rates = AcceptanceRates(), AcceptanceRates()
-        self._proposed: dict[int, tuple[Draft, Draft]] = {}
+        self._proposed = PerRequest[tuple[Draft, Draft]]()
         self.traits = replace(
             self.traits,
             looks_up=True,
@@ -316,12 +288,11 @@ class BetterLookup(Several):
         )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """The better draft of the two for each request."""
+        first, second = self.inner
         others = [replace(budget, nodes=min(budget.nodes, self._most)) for budget in budgets]
-        pairs = zip(
-            self._first.propose(batch, budgets), self._second.propose(batch, others), strict=True
-        )
-        self._proposed = dict(zip((request.key for request in batch), pairs, strict=True))
+        pairs = zip(first.propose(batch, budgets), second.propose(batch, others), strict=True)
+        self._proposed.clear()
+        self._proposed.update(zip((request.key for request in batch), pairs, strict=True))
         return [self._better(*pair) for pair in self._proposed.values()]
 
     def _better(self, first: Draft, second: Draft) -> Draft:
@@ -337,16 +308,10 @@ class BetterLookup(Several):
             if pair := self._proposed.pop(outcome.request.key, None):
                 for draft, rates in zip(pair, self._rates, strict=True):
                     rates.learn(draft, outcome)
-        self._first.observe(outcomes, times)
-        self._second.observe(outcomes, times)
-
-    def release(self, request: Request) -> None:
-        """Both forget the request."""
-        self._proposed.pop(request.key, None)
-        super().release(request)
+        for drafter in self.inner:
+            drafter.observe(outcomes, times)
 
     def forget(self) -> None:
-        """Both forget earlier requests, and so does the choice between them."""
         self._rates = AcceptanceRates(), AcceptanceRates()
         super().forget()
 
@@ -511,7 +476,6 @@ class Follower:
     # What came
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Follow the new committed tokens, one by one."""
         for end in range(self.seen + 1, len(tokens) + 1):
             hit = self._aligned and self._follows(tokens[end - 1])
             self._trust += _TRUST_RATE * (hit - self._trust)

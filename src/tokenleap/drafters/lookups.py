@@ -24,7 +24,7 @@ from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.params import GREEDY_BELOW
 from tokenleap.core.references import NO_REFERENCES, References
 from tokenleap.core.tree import Draft, chain
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import Drafter, DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.options import (
     LONGEST_ALIGNED,
     CountedOptions,
@@ -68,7 +68,6 @@ class SearchedText:
         self._beside = references.indexed("ngram", lambda: _joined(references))
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Append the new committed tokens; `tokens` is the whole text."""
         self._text += "".join(map(chr, tokens[len(self._text) :]))
 
     def find(self) -> tuple[int, int] | None:
@@ -120,7 +119,6 @@ class SearchedText:
 
 
 def _joined(references: References) -> str:
-    """All texts, with a character per token."""
     if not references:
         return ""
     texts = ["".join(map(chr, tokens)) for tokens in references.texts]
@@ -135,7 +133,7 @@ def _last_with_successor(text: str, suffix: str, end: int) -> int | None:
     return None if start < 0 else start + len(suffix)
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(OneByOne):
     """Chains that continue an earlier occurrence; q is one-hot.
 
     It proposes nothing if no suffix has occurred before.
@@ -145,27 +143,17 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options
-        self._texts: dict[int, SearchedText] = {}
+        self._texts = PerRequest[SearchedText]()
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that continue the latest earlier occurrence."""
-        return [
-            self._propose(request, budget.chain)
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, length: int) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        length, references = budget.chain, request.references
         if length <= 0:
             return Draft.empty(request.root)
-        text = self._texts.get(request.key)
-        if text is None:
-            options = self.options
-            shortest, longest = options.prompt_lookup_min, options.prompt_lookup_max
-            text = SearchedText(shortest, longest, request.references)
-            self._texts[request.key] = text
+        lengths = self.options.prompt_lookup_min, self.options.prompt_lookup_max
+        text = self._texts.made(request.key, lambda: SearchedText(*lengths, references))
         text.catch_up(request.token_ids)
         found = text.find()
-        if request.references and (beside := text.find_beside(found[1] if found else 0)):
+        if references and (beside := text.find_beside(found[1] if found else 0)):
             position, match = beside
             copied = text.quote(position, length)
         elif found is not None:
@@ -174,10 +162,6 @@ class NgramDrafter(Drafter):
         else:
             return Draft.empty(request.root)
         return Draft.deterministic(chain([request.root, *copied]), by_match(match, len(copied)))
-
-    def release(self, request: Request) -> None:
-        """Forget the request's text."""
-        self._texts.pop(request.key, None)
 
 
 def copy_from(tokens: Sequence[int], position: int, length: int) -> list[int]:
@@ -225,7 +209,6 @@ class Occurrences:
         return ends, length
 
     def of(self, token: int) -> Positions:
-        """Positions after the occurrences of one token, ascending."""
         return self._ends.get(token, _NOWHERE)
 
 
@@ -247,7 +230,7 @@ def _ends_of(tokens: NDArray[Any]) -> dict[int, Positions]:
 # Chains drawn from counted successors: what `ngram_table` and `corpus_ngram` share.
 
 
-class CountedChains(Drafter):
+class CountedChains(OneByOne):
     """Chains whose q comes from counts."""
 
     def __init__(self, options: CountedOptions, *, coupled: bool, context_length: int) -> None:
@@ -261,13 +244,7 @@ class CountedChains(Drafter):
     ) -> Distribution | None:
         """The distribution of the next token; one-hot at temperature 0, None if unknown."""
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that end where nothing is known to follow."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         temperature = self._temperature(request)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         context = request.token_ids[-self._context_length :]
@@ -328,7 +305,6 @@ class NgramTable:
         self._first = self._seen = 0  # the counted tokens are those from `_first` up to `_seen`
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Count the new committed tokens, and forget those that left the window."""
         first = 0 if self._window is None else max(0, len(tokens) - self._window)
         if first >= self._seen:  # no counted token is in the window any more
             self._counts.clear()
@@ -341,7 +317,6 @@ class NgramTable:
         self._first = first
 
     def _count(self, tokens: Sequence[int], stop: int) -> None:
-        """Count the n-grams that end before index `stop`."""
         for order in ORDERS:
             if order <= stop - self._first:
                 *context, successor = tokens[stop - order : stop]
@@ -349,7 +324,6 @@ class NgramTable:
                 counts[successor] = counts.pop(successor, 0) + 1
 
     def _forget(self, tokens: Sequence[int], start: int) -> None:
-        """Forget the n-grams that begin at index `start`."""
         for order in ORDERS:
             if start + order <= len(tokens):
                 *context, successor = tokens[start : start + order]
@@ -375,25 +349,17 @@ class NgramTableDrafter(CountedChains):
 
     def __init__(self, options: NgramTableOptions, *, coupled: bool) -> None:
         super().__init__(options, coupled=coupled, context_length=max(ORDERS) - 1)
-        self._window = options.window
-        self._tables: dict[int, NgramTable] = {}
+        self._tables = PerRequest(lambda: NgramTable(options.window))
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that end where no context has a successor."""
-        for request in batch:
-            table = self._tables.setdefault(request.key, NgramTable(self._window))
-            table.catch_up(request.token_ids)
-        return super().propose(batch, budgets)
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        self._tables[request.key].catch_up(request.token_ids)
+        return super().draft(request, budget)
 
     def successors(
         self, request: Request, context: Sequence[int], temperature: float
     ) -> Distribution | None:
         counts = self._tables[request.key].successors(context)
         return distribution_of_counts(counts, temperature) if counts else None
-
-    def release(self, request: Request) -> None:
-        """Forget the request's tables."""
-        self._tables.pop(request.key, None)
 
 
 def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distribution:
@@ -417,7 +383,7 @@ def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distri
 # the option `expected` names a form that the output probably has.
 
 
-class RegexDrafter(Drafter):
+class RegexDrafter(OneByOne):
     """Chains of forced tokens; q is one-hot. It proposes nothing where there is a choice."""
 
     def __init__(self, options: RegexOptions, grammars: Grammars) -> None:
@@ -425,13 +391,7 @@ class RegexDrafter(Drafter):
         assert not isinstance(form, Mapping), "the validator converts it"
         self._expected = None if form is None else grammars.compile(form)
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains of the tokens that the grammar forces."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         grammar = self._grammar(request)
         if grammar is None or budget.chain < 1:
             return Draft.empty(request.root)
@@ -450,7 +410,7 @@ class RegexDrafter(Drafter):
 # It also shows that the output distribution does not depend on the quality of the drafter.
 
 
-class RandomDrafter(Drafter):
+class RandomDrafter(OneByOne):
     """Chains with a uniform q, at every temperature.
 
     Args:
@@ -461,13 +421,7 @@ class RandomDrafter(Drafter):
     def __init__(self, *, coupled: bool) -> None:
         self._coupled = coupled
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains up to the budget's limits."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         vocab_size = request.sampler.vocab_size
         distribution = uniform(vocab_size)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
@@ -481,7 +435,6 @@ class RandomDrafter(Drafter):
 
 @lru_cache(maxsize=8)
 def uniform(vocab_size: int) -> Distribution:
-    """The distribution with probability 1 / V for each of V tokens."""
     return Distribution(torch.full((vocab_size,), 1 / vocab_size))
 
 
@@ -492,5 +445,4 @@ class NoDrafter(Drafter):
     """Proposes nothing."""
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Empty drafts."""
         return [Draft.empty(request.root) for request in batch]

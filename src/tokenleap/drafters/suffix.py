@@ -25,7 +25,7 @@ from tokenleap.core.references import References
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import SuffixOptions
 from tokenleap.request import Request
@@ -65,7 +65,6 @@ class EarlierOutputs:
         return len(self._texts)
 
     def trie(self, scope: Scope) -> SuffixTrie | None:
-        """The outputs that a request may read; None if there are none."""
         return None if scope.private else self._tries.get(scope.salt)
 
     def add(self, output: Sequence[int], scope: Scope) -> None:
@@ -110,7 +109,6 @@ class OwnText:
         self._max_match = max_depth - 1
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Append the new committed tokens; `tokens` is the whole text."""
         for token in tokens[len(self._text.tokens) :]:
             self._trie.append(self._text, token)
 
@@ -138,7 +136,7 @@ def trie_of(references: References, max_depth: int) -> SuffixTrie:
     return references.indexed(("suffix", max_depth), build)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(OneByOne):
     """Chains or trees of the best candidate; q is one-hot.
 
     It proposes nothing if no suffix has occurred before.
@@ -158,17 +156,11 @@ class SuffixDrafter(Drafter):
         self._longest = list(accumulate(self._lengths, max))  # of this match or any shorter one
         self._peak = self._lengths.index(self._longest[-1])  # the match with the longest draft
         self._earlier = EarlierOutputs(options)
-        self._own: dict[int, OwnText] = {}
+        self._own = PerRequest[OwnText]()
         self._rewound: set[int] = set()  # keys of requests whose output must not be kept
-        self._recalled: dict[int, TokenTree] = {}  # key -> this step's draft, if from earlier ones
+        self._recalled = PerRequest[TokenTree]()  # this step's draft, if from earlier outputs
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains, or trees with `branching`."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         own = self._own.get(request.key)
         if own is None:
             own = self._own[request.key] = OwnText(self._depth)
@@ -224,14 +216,12 @@ class SuffixDrafter(Drafter):
 
     def release(self, request: Request) -> None:
         """Drop the request's trie, and keep its output for later requests."""
-        self._own.pop(request.key, None)
-        self._recalled.pop(request.key, None)
+        super().release(request)
         if request.key not in self._rewound:
             self._earlier.add(request.output_ids, request.scope)
         self._rewound.discard(request.key)
 
     def forget(self) -> None:
-        """Forget the outputs of earlier requests."""
         self._earlier = EarlierOutputs(self._options)
 
 
@@ -290,7 +280,6 @@ def grow_chain(place: Place, max_nodes: int, budget: Budget, min_path_prob: floa
 
 
 def times(place: Place) -> int:
-    """How often the string at a place occurs."""
     return place.count if isinstance(place, Node) else 1
 
 
@@ -429,7 +418,6 @@ class SuffixTrie:
         return node
 
     def remove(self, text: Text) -> None:
-        """Remove a text, which must not grow any more."""
         for start in range(len(text.tokens)):
             self._remove_from(text.tokens[start : start + self._max_depth])
 

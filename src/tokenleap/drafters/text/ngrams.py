@@ -157,7 +157,6 @@ def check_target(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Check that a file made from a corpus has the target's vocabulary."""
     if highest >= vocab_size:
         raise CompatibilityError(
             f"{path} has token {highest}, and the target's vocabulary has {vocab_size} tokens: "
@@ -192,7 +191,6 @@ class TensorFile:
     def save(
         self, path: str | Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]
     ) -> None:
-        """Write a file atomically."""
         path = Path(path)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         named = {"format": self.format, "version": str(self.version), **metadata}
@@ -205,7 +203,6 @@ class TensorFile:
     def load(
         self, path: str | Path, names: Iterable[str]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Map a file into memory."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = renamed(file.metadata() or {})
@@ -280,12 +277,10 @@ class NgramTables:
 
     @property
     def vocab_size(self) -> int:
-        """V, the size of the vocabulary."""
         return len(self.unigrams)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that were counted."""
         return int(self.unigrams.sum())
 
     def bigrams(self, first: int) -> slice:
@@ -305,7 +300,6 @@ class NgramTables:
         return slice(int(self.trigram_starts[index]), int(self.trigram_starts[index + 1]))
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically."""
         arrays = {name: getattr(self, name) for name in _DTYPES}
         FILE.save(path, arrays, self._metadata())
 
@@ -319,7 +313,6 @@ class NgramTables:
 
     @staticmethod
     def load(path: str | Path) -> NgramTables:
-        """Map a file into memory and check it."""
         tensors, metadata = FILE.load(path, _DTYPES)
         _check_tensors(path, tensors)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -436,7 +429,6 @@ class _Counter:
         return runs[0] if runs else (empty, empty)
 
     def tables(self, fingerprint: str | None) -> NgramTables:
-        """The tables of all texts."""
         if not self._unigrams.any():
             raise TokenleapError(EMPTY)
         pairs, pair_counts = self._all(2)
@@ -559,7 +551,6 @@ def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray
 def load_corpus(
     path: str, order: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> SmoothedNgrams:
-    """Load the distribution of a corpus and check that it fits the target."""
     tables = NgramTables.load(path)
     highest = int(tables.unigrams.nonzero()[0][-1])
     check_target(path, FILE.made_by, highest, tables.fingerprint, vocab_size, tokenizer)
@@ -578,5 +569,4 @@ class CorpusNgramDrafter(CountedChains):
     def successors(
         self, request: Request, context: Sequence[int], temperature: float
     ) -> Distribution | None:
-        """See `CountedChains.successors`: every context has some."""
         return self._ngrams.distribution(context, temperature)
