@@ -26,7 +26,7 @@ from tokenleap import (
 )
 from tokenleap.cli import app
 from tokenleap.control import CONTROLLERS, Budget, Controller, controller_class, within
-from tokenleap.control.cost_model import HybridModel, LookupModel
+from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
 from tokenleap.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDistributions
 from tokenleap.core.acceptance.rules import Block, Lenient
 from tokenleap.core.noise import StepNoise
@@ -316,7 +316,7 @@ def test_a_controller_of_one_request() -> None:
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "hybrid"])
 def test_cost_model_as_an_instance(method: str) -> None:
     kind = controller_class("cost_model", looks_up=method == "ngram", hybrid=method == "hybrid")
-    given = kind(6, kind.Options(probe_every=5))
+    given = kind(6, CostModel.Options(probe_every=5))
     llm = tiny_llm(tiny_model(), method, gamma=None, controller=given)
     assert llm.controller == "cost_model"
     assert tokens(llm) == tokens(LLM(tiny_model()))

@@ -38,7 +38,7 @@ from tokenleap.core.tree import Draft, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.combine import Hybrid, Several
-from tokenleap.drafters.lookups import SEPARATOR, NoDrafter, Occurrences, Positions
+from tokenleap.drafters.lookups import NoDrafter, Occurrences, Positions, joined
 from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
 from tokenleap.request import Request
 
@@ -67,7 +67,7 @@ class Alignment:
     def __init__(
         self, tokens: Sequence[int], start: int | None, seen: int, options: CopyOptions
     ) -> None:
-        self.input = list(tokens)
+        self._found = Occurrences(list(tokens))
         self.position = start
         """Index in the input of the expected next token; None without an alignment."""
         self.match = 1
@@ -76,7 +76,6 @@ class Alignment:
         self._min_match = options.copy_min_match
         self._insertions = options.copy_insertions
         self._num_inserted = 0
-        self._found = Occurrences(self.input)
         self._seen = seen
 
     @classmethod
@@ -88,7 +87,9 @@ class Alignment:
     ) -> Alignment:
         """How a prompt is copied: a region from its beginning, the whole where it ends."""
         start = 0 if options.explicit else None
-        alignment = cls(_joined(options.region(prompt), references), start, len(prompt), options)
+        alignment = cls(
+            joined([options.region(prompt), *references.texts]), start, len(prompt), options
+        )
         if start is None:
             alignment._realign(prompt)
         return alignment
@@ -110,7 +111,7 @@ class Alignment:
         """
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
-        tokens = _joined(options.region(source), references)
+        tokens = joined([options.region(source), *references.texts])
         alignment = cls(tokens, start, lead, options)
         alignment.catch_up(given)
         return alignment
@@ -122,8 +123,8 @@ class Alignment:
         self._seen = max(self._seen, len(tokens))
 
     def _follow(self, tokens: Sequence[int], end: int) -> None:
-        position = self.position
-        if position is not None and self.input[position : position + 1] == [tokens[end - 1]]:
+        position, text = self.position, self._found.tokens
+        if position is not None and text[position : position + 1] == [tokens[end - 1]]:
             self.position = self._last = position + 1
             self.match += 1
             self._num_inserted = 0
@@ -152,18 +153,7 @@ class Alignment:
 
     def rest(self, length: int) -> list[int]:
         """At most `length` tokens of one text of the input, from the aligned position on."""
-        if self.position is None:
-            return []
-        ahead = self.input[self.position : self.position + length]
-        return ahead[: ahead.index(SEPARATOR)] if SEPARATOR in ahead else ahead
-
-
-def _joined(tokens: Sequence[int], references: References) -> list[int]:
-    """The texts of an input, with a separator between each two."""
-    joined = list(tokens)
-    for text in references.texts:
-        joined += (SEPARATOR, *text)
-    return joined
+        return [] if self.position is None else self._found.quote(self.position, length)
 
 
 class CopyDrafter(OneByOne):

@@ -9,7 +9,7 @@ the request's references, its last occurrence there is continued instead.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -22,7 +22,6 @@ from tokenleap.control.estimates import LONGEST_MATCH, by_match
 from tokenleap.core.distribution import Distribution, truncated
 from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.params import GREEDY_BELOW
-from tokenleap.core.references import NO_REFERENCES, References
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import Drafter, DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.options import (
@@ -49,11 +48,8 @@ __all__ = [
     "RandomDrafter",
     "RegexDrafter",
     "RegexOptions",
+    "joined",
 ]
-
-
-_SEPARATOR = chr(0x10FFFF)
-"""Stands before and after each reference; no vocabulary has so many tokens."""
 
 
 class SearchedText:
@@ -62,20 +58,19 @@ class SearchedText:
     Python searches such a string faster than it can maintain an index.
     """
 
-    def __init__(self, shortest: int, longest: int, references: References = NO_REFERENCES) -> None:
+    def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(shortest, longest + 1)
         self._text = ""
-        self._beside = references.indexed("ngram", lambda: _joined(references))
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         self._text += "".join(map(chr, tokens[len(self._text) :]))
 
-    def find(self) -> tuple[int, int] | None:
+    def find(self) -> tuple[int, int]:
         """Find the latest earlier occurrence of the longest suffix that occurs.
 
         Returns:
             The position after the occurrence, and the length of the match there. The match may be
-            longer than the longest suffix that is looked up. None if no suffix occurs.
+            longer than the longest suffix that is looked up, and is 0 if no suffix occurs.
         """
         text, length = self._text, 0
         end = len(text) - 1  # an occurrence must have a successor
@@ -84,53 +79,15 @@ class SearchedText:
             if start < 0:
                 break
             end, length = start + size, size
-        return (end, length + self._extra_length(text, end, length)) if length else None
-
-    def find_beside(self, least: int) -> tuple[int, int] | None:
-        """Find the last occurrence in the references of the longest suffix that occurs there.
-
-        Returns:
-            The position after the occurrence, for `quote`, and the length of the match there; None
-            if there is no such match.
-        """
-        beside, end, length = self._beside, len(self._beside), 0
-        first = min(max(least + 1, self._lengths.start), self._lengths[-1])
-        for size in range(first, min(self._lengths[-1], len(self._text)) + 1):
-            found = _last_with_successor(beside, self._text[-size:], end)
-            if found is None:
-                break
-            end, length = found, size
-        if not length:
-            return None
-        length += self._extra_length(beside, end, length)
-        return (end, length) if length > least else None
-
-    def quote(self, position: int, length: int) -> list[int]:
-        """At most `length` tokens of one reference, from this position on."""
-        return list(map(ord, self._beside[position : position + length].partition(_SEPARATOR)[0]))
-
-    def _extra_length(self, text: str, position: int, length: int) -> int:
-        """How many tokens longer than `length` the match before a position in `text` is."""
-        own, most = self._text, min(LONGEST_MATCH, position, len(self._text)) - length
-        for extra in range(most):
-            if text[position - length - extra - 1] != own[-length - extra - 1]:
-                return extra
-        return max(0, most)
+        return end, length and _whole_match(text, end, text, length)
 
 
-def _joined(references: References) -> str:
-    if not references:
-        return ""
-    texts = ["".join(map(chr, tokens)) for tokens in references.texts]
-    return _SEPARATOR + _SEPARATOR.join(texts) + _SEPARATOR
-
-
-def _last_with_successor(text: str, suffix: str, end: int) -> int | None:
-    """The position after the last occurrence before `end` that a token follows."""
-    start = text.rfind(suffix, 0, end)
-    while start >= 0 and text[start + len(suffix)] == _SEPARATOR:
-        start = text.rfind(suffix, 0, start + len(suffix) - 1)
-    return None if start < 0 else start + len(suffix)
+def _whole_match(text: Sequence[Any], position: int, own: Sequence[Any], length: int) -> int:
+    """How long a match before a position in `text` is, of which `length` tokens are known."""
+    most = min(LONGEST_MATCH, position, len(own))
+    while length < most and text[position - length - 1] == own[-length - 1]:
+        length += 1
+    return length
 
 
 class NgramDrafter(OneByOne):
@@ -146,22 +103,31 @@ class NgramDrafter(OneByOne):
         self._texts = PerRequest[SearchedText]()
 
     def draft(self, request: Request, budget: Budget) -> Draft:
-        length, references = budget.chain, request.references
-        if length <= 0:
+        if budget.chain <= 0:
             return Draft.empty(request.root)
         lengths = self.options.prompt_lookup_min, self.options.prompt_lookup_max
-        text = self._texts.made(request.key, lambda: SearchedText(*lengths, references))
+        text = self._texts.made(request.key, lambda: SearchedText(*lengths))
         text.catch_up(request.token_ids)
-        found = text.find()
-        if references and (beside := text.find_beside(found[1] if found else 0)):
-            position, match = beside
-            copied = text.quote(position, length)
-        elif found is not None:
-            position, match = found
-            copied = copy_from(request.token_ids, position, length)
+        position, match = text.find()
+        quoted = self._quoted(request, match, budget.chain) if request.references else None
+        if quoted is not None:
+            copied, match = quoted
+        elif match:
+            copied = copy_from(request.token_ids, position, budget.chain)
         else:
             return Draft.empty(request.root)
         return Draft.deterministic(chain([request.root, *copied]), by_match(match, len(copied)))
+
+    def _quoted(self, request: Request, least: int, length: int) -> tuple[list[int], int] | None:
+        """What follows the last longest match in a reference, if it is longer than `least`."""
+        texts, own, longest = request.references, request.token_ids, self.options.prompt_lookup_max
+        found = texts.indexed("ngram", lambda: Occurrences(joined(texts.texts)))
+        ends, match = found.longest(own[-longest:], longest)
+        if match < min(max(least + 1, self.options.prompt_lookup_min), longest):
+            return None
+        position = int(ends[-1])
+        match = _whole_match(found.tokens, position, own, match)
+        return (found.quote(position, length), match) if match > least else None
 
 
 def copy_from(tokens: Sequence[int], position: int, length: int) -> list[int]:
@@ -182,31 +148,41 @@ SEPARATOR = -1
 Positions: TypeAlias = NDArray[np.int64]
 
 
-class Occurrences:
-    """Finds the longest suffix of an output that occurs in a text.
+def joined(texts: Iterable[Sequence[int]]) -> list[int]:
+    """Texts that are searched as one."""
+    tokens: list[int] = []
+    for text in texts:
+        tokens += (SEPARATOR, *text)
+    return tokens[1:]
 
-    Args:
-        tokens: the text, or several with a `SEPARATOR` between each two.
-    """
+
+class Occurrences:
+    """Finds the longest suffix of an output that occurs in a text, or in several (`joined`)."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
         self._array = np.array(tokens, dtype=np.int64)
         self._ends = _ends_of(self._array)
 
-    def longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
+    def longest(self, suffix: Sequence[int], most: int = LONGEST_ALIGNED) -> tuple[Positions, int]:
         """Positions after the occurrences of the longest suffix, ascending, and its length.
 
         Where the text ends, nothing follows, so this is no occurrence.
         """
         ends = self._ends.get(suffix[-1], _NOWHERE)
         length = int(len(ends) > 0)
-        while len(ends) and length < min(len(suffix), LONGEST_ALIGNED):
+        while len(ends) and length < min(len(suffix), most):
             longer = ends[ends > length]
             longer = longer[self._array[longer - length - 1] == suffix[-length - 1]]
             if not len(longer):
                 break
             ends, length = longer, length + 1
         return ends, length
+
+    def quote(self, position: int, length: int) -> list[int]:
+        """At most `length` tokens of one text, from this position on."""
+        ahead = list(self.tokens[position : position + length])
+        return ahead[: ahead.index(SEPARATOR)] if SEPARATOR in ahead else ahead
 
     def of(self, token: int) -> Positions:
         return self._ends.get(token, _NOWHERE)
