@@ -20,13 +20,13 @@ from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree
 from tokenleap.drafters.models import OwnModel
 from tokenleap.request import Request
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.network import (
     CHAIN_CANDIDATES,
     MOST_ADDED,
     ChainingNetwork,
     GrownTree,
     GrowthLimit,
-    GrowthPlan,
     PassOutput,
 )
 

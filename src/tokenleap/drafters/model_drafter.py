@@ -40,7 +40,8 @@ from tokenleap.drafters.growth import (
 from tokenleap.drafters.shapes import Node, TreeOptions, shape_of
 from tokenleap.errors import RequestError
 from tokenleap.request import Request
-from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, PassOutput
+from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
+from tokenleap.runtime.network import GrownTree, GrowthLimit, PassOutput
 from tokenleap.runtime.target import Target
 
 __all__ = ["Head", "HeadDrafter", "ModelDrafter", "Scorer", "TargetScorer"]
