@@ -152,14 +152,14 @@ class Draft:
             drawn at random has a one-hot distribution.
         features: [n] one feature per drafted node, or empty. A drafter that looks its tokens up
             (`DrafterTraits.looks_up`) says here how it found each token: by the length of the
-            match, or by the rank of the token (`control.evidence`). Controllers learn an acceptance
-            rate for each feature.
+            match, or by the rank of the token (`control.estimates`). Controllers learn an
+            acceptance rate for each feature.
         draws: (node, q) of all draws in order, if a token that was drawn several times below the
             same path has one node for these draws; `q` has that of the first. Empty if every node
             was drawn once.
         path_probs: [n] the drafter's probability of the path down to each drafted node, or empty
             if it has none. Of tokens drawn with the target's own noise, it may be the product of
-            their clarity, which is no probability under q (`drafters.drawing`). NaN for nodes that
+            their clarity, which is no probability under q (`drafters.growth`). NaN for nodes that
             another drafter appended.
     """
 

@@ -192,20 +192,13 @@ def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
     return sum(1 for _ in takewhile(special.__contains__, tokens))
 
 
-# `prediction`: the draft is the text that the user expects, such as the file before an edit.
-#
-# OpenAI's "predicted outputs": a request brings a text that its output will mostly repeat. The
-# draft goes on in this text from the place that the output has reached (`drafters.follower`).
-# Unlike a reference, a prediction is followed from its beginning, and edits that were made before
-# are drafted where they come again.
-#
-# A request has at most one prediction, and the methods need not know of it: `with_prediction` puts
-# it before any other drafter. Which of the two drafts is verified is decided like that between
-# lookups and trained drafts (`drafters.hybrid`), or, beside another lookup, by `BetterLookup`.
-
-
 class PredictionDrafter(OneByOne):
     """Chains that continue the request's prediction; q is one-hot.
+
+    OpenAI's "predicted outputs": a request brings a text that its output will mostly repeat, such
+    as the file before an edit. The draft goes on in this text from the place that the output has
+    reached (`Follower`). Unlike a reference, a prediction is followed from its beginning, and edits
+    that were made before are drafted where they come again.
 
     It proposes nothing for requests without one, and counts in their metrics what became of the
     proposed tokens.
@@ -309,6 +302,9 @@ class BetterLookup(Several):
 def with_prediction(drafter: Drafter, most: int) -> Drafter:
     """A drafter that takes its drafts from the requests' predictions, too.
 
+    Which of the two drafts is verified is decided like that between lookups and trained drafts
+    (`Hybrid`), or, beside another lookup, by `BetterLookup`.
+
     Args:
         drafter: what drafts where there is no prediction, or where it is of no use. It may serve
             other requests as well, for its state belongs to requests.
@@ -321,19 +317,6 @@ def with_prediction(drafter: Drafter, most: int) -> Drafter:
     if drafter.traits.looks_up:
         return BetterLookup(prediction, drafter, most)
     return Hybrid(prediction, drafter, most)
-
-
-# `Follower`: where an output is in the text that was predicted for it, and what comes next there.
-#
-# Everything is a function of the committed tokens (invariant 4). While the output follows the text,
-# the next tokens are the text's. Where the two differ, the output has *diverged*. It is *aligned*
-# again where its latest tokens occur in the text: at least two of them anywhere, or a single one a
-# little ahead. Until then, the tokens after the divergence are guessed for a few steps.
-#
-# What stands between a divergence and the next alignment is an *edit*: old tokens of the text, and
-# the new tokens that the output has in their place. The same edit is expected wherever else the old
-# tokens come, as when a name is changed throughout a file. An edit that fails as often as it is
-# right is no longer expected.
 
 
 AHEAD = 32
@@ -389,7 +372,18 @@ class _Divergence:
 
 
 class Follower:
-    """Follows one output through a text.
+    """Follows one output through the text that was predicted for it.
+
+    Everything is a function of the committed tokens (invariant 4). While the output follows the
+    text, the next tokens are the text's. Where the two differ, the output has *diverged*. It is
+    *aligned* again where its latest tokens occur in the text: at least two of them anywhere, or a
+    single one a little ahead. Until then, the tokens after the divergence are guessed for a few
+    steps.
+
+    Between a divergence and the next alignment is an *edit*: old tokens of the text, and the new
+    tokens that the output has in their place. The same edit is expected wherever else the old
+    tokens come, as when a name is changed throughout a file. An edit that fails as often as it is
+    right is no longer expected.
 
     Attributes:
         seen: tokens of the request that need no following any more.

@@ -79,10 +79,7 @@ class EarlierOutputs:
             or self.num_tokens + len(output) > self._max_tokens
         ):
             self._drop_oldest()
-        trie = self._tries.setdefault(scope.salt, SuffixTrie(self._depth))
-        text = trie.open()
-        for token in output:
-            trie.append(text, token)
+        text = self._tries.setdefault(scope.salt, SuffixTrie(self._depth)).open(output)
         self._texts[scope.salt, text.key] = text
         self.num_tokens += len(output)
 
@@ -100,37 +97,13 @@ class EarlierOutputs:
             self._texts.move_to_end((scope.salt, key))
 
 
-class OwnText:
-    """A trie of the prompt and output of one request."""
-
-    def __init__(self, max_depth: int) -> None:
-        self._trie = SuffixTrie(max_depth)
-        self._text = self._trie.open()
-        self._max_match = max_depth - 1
-
-    def catch_up(self, tokens: Sequence[int]) -> None:
-        for token in tokens[len(self._text.tokens) :]:
-            self._trie.append(self._text, token)
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest suffix that occurred before, in tokens."""
-        return min(len(self._text.cursors) - 1, self._max_match)
-
-    def match(self, length: int) -> Node:
-        """The trie's node of the suffix of this length, at most `longest`."""
-        return self._text.cursors[length]
-
-
 def trie_of(references: References, max_depth: int) -> SuffixTrie:
     """A trie of all references, shared by the requests that have them."""
 
     def build() -> SuffixTrie:
         trie = SuffixTrie(max_depth)
         for tokens in references.texts:
-            text = trie.open()
-            for token in tokens:
-                trie.append(text, token)
+            trie.open(tokens)
         return trie
 
     return references.indexed(("suffix", max_depth), build)
@@ -156,20 +129,22 @@ class SuffixDrafter(OneByOne):
         self._longest = list(accumulate(self._lengths, max))  # of this match or any shorter one
         self._peak = self._lengths.index(self._longest[-1])  # the match with the longest draft
         self._earlier = EarlierOutputs(options)
-        self._own = PerRequest[OwnText]()
+        self._own = PerRequest[tuple[SuffixTrie, Text]]()
         self._rewound: set[int] = set()  # keys of requests whose output must not be kept
         self._recalled = PerRequest[TokenTree]()  # this step's draft, if from earlier outputs
 
     def draft(self, request: Request, budget: Budget) -> Draft:
-        own = self._own.get(request.key)
-        if own is None:
-            own = self._own[request.key] = OwnText(self._depth)
+        if request.key not in self._own:
+            own = SuffixTrie(self._depth)
+            self._own[request.key] = own, own.open()
             self._rewound.discard(request.key)
-        own.catch_up(request.token_ids)
+        own, text = self._own[request.key]
+        own.extend(text, request.token_ids[len(text.tokens) :])
         self._recalled.pop(request.key, None)
         if budget.chain <= 0:
             return Draft.empty(request.root)
-        best = self._best(own.longest, own.match, budget, Candidate())
+        longest = min(len(text.cursors), self._depth) - 1
+        best = self._best(longest, text.cursors.__getitem__, budget, Candidate())
         recent = request.token_ids[1 - self._depth :]
         if request.references:
             beside = trie_of(request.references, self._depth)
@@ -223,11 +198,6 @@ class SuffixDrafter(OneByOne):
 
     def forget(self) -> None:
         self._earlier = EarlierOutputs(self._options)
-
-
-# Candidates of the drafter `suffix`: the most probable continuations of one match in a trie.
-#
-# `suffix.SuffixDrafter` grows one candidate per match and drafts the one with the highest score.
 
 
 @dataclass
@@ -323,18 +293,6 @@ def successors(place: Place) -> Iterator[tuple[int, float, Place]]:
         yield text.tokens[position], 1.0, (text, position + 1)
 
 
-# A trie of all substrings of texts, up to a maximum length, with their counts.
-#
-# The drafter `suffix` looks up its continuations here (see `suffix_candidates`). Three properties
-# keep the trie small and fast in Python:
-#
-# - A string that occurs once has no nodes of its own. It is a *leaf*: a text and a position in it.
-#   A leaf grows with its text at no cost. It becomes a node when the string occurs a second time.
-# - A growing text updates only the nodes of its current repeated suffixes (its `cursors`), at most
-#   `max_depth` of them. These are also the matches that the drafter needs.
-# - A text can be removed: the trie walks the same nodes that adding the text has changed.
-
-
 class Node:
     """A string that occurs, or has occurred, at least twice.
 
@@ -375,9 +333,16 @@ Place: TypeAlias = Node | Leaf
 
 
 class SuffixTrie:
-    """All substrings of at most `max_depth` tokens of any number of texts.
+    """All substrings of at most `max_depth` tokens of any number of texts, with their counts.
 
-    Only the text that was opened last may grow.
+    Three properties keep it small and fast in Python:
+
+    - A string that occurs once has no nodes of its own. It is a *leaf*: a text and a position in
+      it. A leaf grows with its text at no cost. It becomes a node when it occurs a second time.
+    - A growing text updates only the nodes of its current repeated suffixes (its `cursors`), at
+      most `max_depth` of them. These are also the matches that the drafter needs. Only the text
+      that was opened last may grow.
+    - A text can be removed: the trie walks the same nodes that adding the text has changed.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -385,9 +350,16 @@ class SuffixTrie:
         self._keys = count()
         self.root = Node()
 
-    def open(self) -> Text:
-        """Add an empty text. Earlier texts must not grow any more."""
-        return Text(next(self._keys), self.root)
+    def open(self, tokens: Sequence[int] = ()) -> Text:
+        """Add a text. Earlier texts must not grow any more."""
+        text = Text(next(self._keys), self.root)
+        self.extend(text, tokens)
+        return text
+
+    def extend(self, text: Text, tokens: Sequence[int]) -> None:
+        """Append tokens to a text."""
+        for token in tokens:
+            self.append(text, token)
 
     def append(self, text: Text, token: int) -> None:
         """Append one token to a text."""
