@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.tiny import CONTEXT, VOCAB_SIZE
-from tokenleap.drafters.heads.checkpoint import Description, Verifier, new_net, write_checkpoint
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig, ParallelConfig
-from tokenleap.drafters.heads.state import write_state_file
+from tokenleap.drafters.heads.layouts import Verifier, new_net, write_head
 from tokenleap.drafters.heads.state_net import (
     BlockwiseConfig,
     BlockwiseNet,
@@ -92,7 +91,7 @@ def _random_net(
 
 def save_head(folder: Path, net: EagleNet, **notes: Any) -> None:
     """Write a head as one that was trained for a model called "tiny"."""
-    write_checkpoint(folder, net, Description(net.config, Verifier("tiny"), notes))
+    write_head(folder, net, Verifier("tiny"), notes)
 
 
 @cache
@@ -158,7 +157,7 @@ def state_net(
 
 def save_state_head(folder: Path, net: StateNet, **notes: Any) -> None:
     """Write a head as one that was trained for a model called "tiny"."""
-    write_state_file(folder, net, Verifier("tiny"), notes)
+    write_head(folder, net, Verifier("tiny"), notes)
 
 
 @cache

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.cli.conftest import Run, error_of
 from tests.heads import save_state_head, state_config, state_net, tiny_config, tiny_net
 from tests.tiny import tiny_model
-from tokenleap.drafters.heads.checkpoint import Description, Verifier, write_checkpoint
+from tokenleap.drafters.heads.layouts import Verifier, write_head
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def head(model: PreTrainedModel, tmp_path: Path) -> Path:
     """One that can draft every second of the tiny model's tokens."""
     net = tiny_net(tiny_config(model.config.vocab_size), model)
     verifier = Verifier("some/model", ("LlamaForCausalLM",), 2)
-    write_checkpoint(tmp_path / "head", net, Description(net.config, verifier, {"seed": 3}))
+    write_head(tmp_path / "head", net, verifier, {"seed": 3})
     return tmp_path / "head"
 
 

@@ -14,7 +14,7 @@ from tokenleap import LLM, ConfigError, RequestOutput, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.drafters.model_drafter import ModelDrafter
 from tokenleap.drafters.models import FIRST_PASS, OwnModel, rows_that_fit
-from tokenleap.drafters.shapes import Chain, Shape, TreeOptions, Widths
+from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.engine.scheduler import KVBudget
 from tokenleap.request import Request
 from tokenleap.runtime import kv_slab as slab_module
@@ -245,9 +245,9 @@ def test_the_oldest_drafts_to_the_end_of_the_memory(
 
 @pytest.mark.parametrize("long", range(KEY_BLOCK - 40, KEY_BLOCK - 2, 3))
 @pytest.mark.parametrize("short", [5, FIRST_PASS, 60])
-@pytest.mark.parametrize("shape", [Chain(), Widths([2, 2, 2, 2])], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, (2, 2, 2, 2)], ids=["chain", "tree"])
 def test_what_is_reckoned_with_is_enough(
-    small: PreTrainedModel, long: int, short: int, shape: Shape
+    small: PreTrainedModel, long: int, short: int, tree: tuple[int, ...] | None
 ) -> None:
     """Rows are padded to the longest in their pass, which may take in the short ones' prompts.
 
@@ -256,7 +256,7 @@ def test_what_is_reckoned_with_is_enough(
     """
     draft = Target(small)
     draft.limit_memory(3 * KEY_BLOCK * draft.cell_bytes)
-    drafter = ModelDrafter(OwnModel(draft), TreeOptions(), coupled=False)
+    drafter = ModelDrafter(OwnModel(draft), TreeOptions(tree=tree), coupled=False)
     batch = [
         Request(prompt_of(length), GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
         for length in (short, long, short)

@@ -33,7 +33,7 @@ from tokenleap.bench.run import Journal
 from tokenleap.cli.batch import LineResults
 from tokenleap.cli.trace import trace as show_trace
 from tokenleap.drafters.heads.folder import Verifier
-from tokenleap.drafters.heads.state import write_state_file
+from tokenleap.drafters.heads.layouts import write_head
 from tokenleap.drafters.options import TunedLayers, drafters_in
 from tokenleap.drafters.shapes import TreeFile
 from tokenleap.drafters.text.datastore import index_texts, load_datastore
@@ -137,7 +137,7 @@ def _head(method: str, write: Callable[[Path], object]) -> Build:
 
 def _written(method: str, folder: Path) -> None:
     net = state_net(method, state_config(method), tiny_model())
-    write_state_file(folder, net, Verifier("tiny", ("LlamaForCausalLM",), 2), {"seed": 3})
+    write_head(folder, net, Verifier("tiny", ("LlamaForCausalLM",), 2), {"seed": 3})
 
 
 def _published(folder: Path) -> None:

@@ -14,8 +14,8 @@ from tests.heads import feature_config, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tests.training.world import parts_of, random_features, tiny_target
 from tokenleap import CompatibilityError, ConfigError, ModelError
-from tokenleap.drafters.heads.checkpoint import Description, Verifier, write_checkpoint
 from tokenleap.drafters.heads.eagle_net import EagleNet
+from tokenleap.drafters.heads.layouts import Verifier, write_head
 from tokenleap.runtime.target import Target
 from tokenleap.training.batches import collate
 from tokenleap.training.eagle import EagleTrainee
@@ -37,7 +37,7 @@ def head(tmp_path: Path, target: Target) -> tuple[Path, EagleNet]:
     net = tiny_net(tiny_config(**FORM), target.reload())
     for weight in net.parameters():  # as in a file
         weight.data = weight.data.bfloat16().float()
-    write_checkpoint(tmp_path, net, Description(net.config, VERIFIER, {}))
+    write_head(tmp_path, net, VERIFIER, {})
     return tmp_path, net
 
 
@@ -92,13 +92,12 @@ def test_what_cannot_learn_on_is_refused(
         training_method("eagle", {"start": str(folder)}).trainee(parts_of(target))
 
     other = tmp_path / "deeper"
-    deeper = Description(net.config, Verifier("deep", (), 7), {})
-    write_checkpoint(other, net, deeper)
+    write_head(other, net, Verifier("deep", (), 7), {})
     with pytest.raises(CompatibilityError, match="7 layers"):
         training_method("eagle", {"start": str(other)}).trainee(parts_of(target))
 
     first = tmp_path / "first"
     eagle1 = tiny_net(feature_config(), tiny_model())
-    write_checkpoint(first, eagle1, Description(eagle1.config, VERIFIER, {}))
+    write_head(first, eagle1, VERIFIER, {})
     with pytest.raises(CompatibilityError, match="EAGLE-1"):
         training_method("eagle", {"start": str(first)}).layers(2)

@@ -24,8 +24,8 @@ from tests.training.world import (
 )
 from tokenleap import LLM, CompatibilityError, ConfigError
 from tokenleap.core.config import Config
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
 from tokenleap.drafters.heads.eagle import load_head
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.heads.probe import look
 from tokenleap.runtime.target import Target
 from tokenleap.training.batches import Batch, collate
@@ -247,7 +247,7 @@ def served(
     by_layer = {layer: hidden[:, index] for index, layer in enumerate(layers)}
     if method == "parallel":
         return block_of(folder, target, by_layer, text, root)
-    eagle, _ = load_head(read_checkpoint(folder), target)
+    eagle, _ = load_head(EagleFolder.read(folder, "eagle"), target)
     return drafted(eagle, by_layer, text, root)
 
 

@@ -20,8 +20,8 @@ from tests.tiny import tiny_model
 from tests.training.test_trainer import Run, assert_same, interrupted, weights
 from tests.training.world import World, computed, cycles, new_trainee, parts_of, tiny_target
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams
+from tokenleap.drafters.heads.layouts import StateFolder
 from tokenleap.drafters.heads.probe import look
-from tokenleap.drafters.heads.state import load_net, read_state_file
 from tokenleap.runtime.target import Target
 from tokenleap.training import estimate
 from tokenleap.training import method as trainee_module
@@ -154,10 +154,10 @@ def test_the_heads_are_those_of_the_new_model(tuned: Tuned) -> None:
         pytest.skip("it drafts for itself")
     config = tuned.world.method.serving(tuned.folder)
     kind = STATE_NETS[config["method"]][0]
-    file = read_state_file(config["model"], kind)
+    file = StateFolder.read(config["model"], kind.METHOD)
     assert file.verifier.name_or_path == str(tuned.folder)
     lm: Any = AutoModelForCausalLM.from_pretrained(tuned.folder, dtype=torch.float32)
-    net: Any = load_net(file, kind, Target(lm)).float()
+    net: Any = file.load(Target(lm)).float()
     tokens = tuned.world.held_out[0].tokens
     trained: Any = deepcopy(tuned.trainee).eval()
     count = trained.max_levels

@@ -73,7 +73,6 @@ class BeamDrafter(Drafter):
         self._paces = PerRequest(_Pace)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """The trees that the searches need, and proposals within the budgets."""
         levels = {
             request.key: min(budget.chain, _steps_left(request))
             for request, budget in zip(batch, budgets, strict=True)
@@ -108,7 +107,6 @@ class DraftPerBeam(Proposer):
         self._views: dict[int, list[Request]] = {}  # request key -> the beams' own requests
 
     def extend(self, batch: Sequence[Request], levels: Sequence[int]) -> list[TokenTree]:
-        """See `Proposer`: all beams of all requests are drafted for together."""
         views = [view for request in batch for view in self._update(request)]
         budgets = [
             Budget(most, most)
@@ -147,7 +145,6 @@ class DraftPerBeam(Proposer):
         return view
 
     def release(self, request: Request) -> None:
-        """Forget the beams' requests."""
         for view in self._views.pop(request.key, ()):
             self._drafter.release(view)
 

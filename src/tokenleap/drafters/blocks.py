@@ -114,7 +114,6 @@ class _Product:
 
     @property
     def is_full(self) -> bool:
-        """Whether no level is added any more."""
         return self._limit.nodes is not None and len(self.tokens) >= self._limit.nodes
 
 
@@ -157,7 +156,6 @@ def product_chain(
 def _grown(
     tokens: list[list[int]], choices: _Choices, plan: GrowthPlan, limit: GrowthLimit, most: int
 ) -> GrownTree:
-    """The tree of the children chosen."""
     tree, frontier = _Product(limit), [-1]
     for level, size in enumerate(plan.widths[: limit.depth]):
         found: list[int] = []
@@ -244,7 +242,6 @@ class TokenTransitions:
 
 
 def save_transitions(transitions: Transitions, folder: Path) -> None:
-    """Write them as a file of their own."""
     matrix = transitions.matrix.detach().to("cpu", torch.bfloat16)
     save_file({MATRIX: matrix}, folder / TRANSITIONS_FILE)
 

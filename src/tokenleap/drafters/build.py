@@ -15,15 +15,15 @@ from tokenleap.errors import CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
     from tokenleap.drafters.base import Drafter
-    from tokenleap.drafters.heads.state import Layout
-    from tokenleap.drafters.heads.state_net import StateNet
+    from tokenleap.drafters.heads.eagle import EagleHead
+    from tokenleap.drafters.heads.eagle_net import EagleNet
+    from tokenleap.drafters.heads.layouts import EagleFolder
     from tokenleap.drafters.model_drafter import Head, Scorer
     from tokenleap.drafters.online import Learnable
     from tokenleap.drafters.options import HybridOptions
     from tokenleap.drafters.spec import DrafterParts
 
 __all__ = [
-    "build_blockwise",
     "build_cascade",
     "build_copy",
     "build_corpus_ngram",
@@ -33,11 +33,8 @@ __all__ = [
     "build_ensemble",
     "build_horizontal_cascade",
     "build_hybrid",
-    "build_hydra",
     "build_layer_skip",
     "build_lookahead",
-    "build_medusa",
-    "build_mlp_speculator",
     "build_ngram",
     "build_ngram_table",
     "build_none",
@@ -50,41 +47,37 @@ __all__ = [
     "build_regex",
     "build_rest",
     "build_spec_drafter",
+    "build_state_head",
     "build_suffix",
     "build_switch",
 ]
 
 
 def build_none(parts: DrafterParts) -> Drafter:
-    """Nothing is drafted."""
     from tokenleap.drafters.lookups import NoDrafter
 
     return NoDrafter()
 
 
 def build_ngram(parts: DrafterParts) -> Drafter:
-    """Prompt lookup."""
     from tokenleap.drafters.lookups import NgramDrafter
 
     return NgramDrafter(parts.options)
 
 
 def build_ngram_table(parts: DrafterParts) -> Drafter:
-    """Counts of the text itself."""
     from tokenleap.drafters.lookups import NgramTableDrafter
 
     return NgramTableDrafter(parts.options, coupled=parts.coupled)
 
 
 def build_suffix(parts: DrafterParts) -> Drafter:
-    """Lookup in this text and in earlier outputs."""
     from tokenleap.drafters.suffix import SuffixDrafter
 
     return SuffixDrafter(parts.options)
 
 
 def build_recycle(parts: DrafterParts) -> Drafter:
-    """Tokens that the target found probable before."""
     from tokenleap.drafters.lookahead import RecycleDrafter
 
     return RecycleDrafter(parts.options)
@@ -107,7 +100,6 @@ def build_copy(parts: DrafterParts) -> Drafter:
 
 
 def build_corpus_ngram(parts: DrafterParts) -> Drafter:
-    """N-grams of the user's own text, or of the target's."""
     from tokenleap.drafters.text.ngrams import CorpusNgramDrafter, load_corpus
 
     options = parts.options
@@ -117,7 +109,6 @@ def build_corpus_ngram(parts: DrafterParts) -> Drafter:
 
 
 def build_rest(parts: DrafterParts) -> Drafter:
-    """Lookup in a datastore."""
     from tokenleap.drafters.text.datastore import RestDrafter, load_datastore
 
     options = parts.options
@@ -126,35 +117,30 @@ def build_rest(parts: DrafterParts) -> Drafter:
 
 
 def build_regex(parts: DrafterParts) -> Drafter:
-    """Tokens that a grammar forces."""
     from tokenleap.drafters.lookups import RegexDrafter
 
     return RegexDrafter(parts.options, parts.grammars)
 
 
 def build_lookahead(parts: DrafterParts) -> Drafter:
-    """Jacobi iteration."""
     from tokenleap.drafters.lookahead import LookaheadDrafter
 
     return LookaheadDrafter(parts.options)
 
 
 def build_random(parts: DrafterParts) -> Drafter:
-    """Uniform tokens."""
     from tokenleap.drafters.lookups import RandomDrafter
 
     return RandomDrafter(coupled=parts.coupled)
 
 
 def build_pad(parts: DrafterParts) -> Drafter:
-    """Padding after the text."""
     from tokenleap.drafters.padding import PadDrafter
 
     return PadDrafter(_pad_token_id(parts))
 
 
 def build_cascade(parts: DrafterParts) -> Drafter:
-    """A draft model that is itself accelerated."""
     from tokenleap.core.acceptance.rules import Coupled
     from tokenleap.drafters.models import Cascade, resized
     from tokenleap.drafters.vocabulary import Vocabularies
@@ -167,21 +153,18 @@ def build_cascade(parts: DrafterParts) -> Drafter:
 
 
 def build_ensemble(parts: DrafterParts) -> Drafter:
-    """Several drafters, merged."""
     from tokenleap.drafters.combine import Ensemble
 
     return Ensemble(_several(parts), shares_nodes=parts.shares_nodes)
 
 
 def build_switch(parts: DrafterParts) -> Drafter:
-    """One of several drafters at a time."""
     from tokenleap.drafters.combine import Switch
 
     return Switch(_several(parts), parts.options)
 
 
 def build_horizontal_cascade(parts: DrafterParts) -> Drafter:
-    """Several drafters, one after the other."""
     from tokenleap.drafters.combine import HorizontalCascade
 
     return HorizontalCascade(_several(parts), parts.options)
@@ -190,7 +173,6 @@ def build_horizontal_cascade(parts: DrafterParts) -> Drafter:
 def build_hybrid(
     parts: DrafterParts, default_length: Callable[[Mapping[str, Any]], int]
 ) -> Drafter:
-    """A lookup beside a trained head."""
     from tokenleap.drafters.combine import Hybrid
 
     options: HybridOptions = parts.options
@@ -217,7 +199,6 @@ def build_prediction(
 
 
 def _several(parts: DrafterParts) -> list[Drafter]:
-    """The drafters of a method that combines several."""
     return [parts.build(config, parts.target, parts.coupled) for config in parts.options.drafters]
 
 
@@ -238,7 +219,6 @@ def _pad_token_id(parts: DrafterParts) -> int:
 
 
 def build_draft_model(parts: DrafterParts) -> Drafter:
-    """A smaller model, with whatever vocabulary."""
     from tokenleap.drafters.learnable import LearnableModel
     from tokenleap.drafters.vocabulary import Vocabularies
 
@@ -264,64 +244,53 @@ def build_draft_model(parts: DrafterParts) -> Drafter:
 
 
 def build_eagle(parts: DrafterParts) -> Drafter:
-    """A trained head with attention."""
-    from tokenleap.drafters.heads.checkpoint import read_checkpoint
-    from tokenleap.drafters.heads.eagle import load_head
-    from tokenleap.drafters.learnable import LearnableEagle
+    from tokenleap.drafters.learnable import LearnableHead
 
-    checkpoint = read_checkpoint(parts.model)
+    head, read = _eagle(parts, "eagle")
     quantization = parts.options.draft_quantization
-    head, rows = load_head(checkpoint, parts.target, parts.tokenizer, quantization)
-    parts.share_memory(rows)
-    learnable = LearnableEagle(head, checkpoint.path, parts.target, quantization)
-    return _with_head(parts, head, learnable)
+
+    def draft(net: EagleNet) -> None:
+        head.use_head(net, parts.target, quantization)
+
+    return _with_head(parts, head, LearnableHead(read, draft, head.layers, parts.target))
 
 
 def build_parallel(parts: DrafterParts) -> Drafter:
-    """A trained head with attention that drafts a block in one pass."""
-    from tokenleap.drafters.heads.checkpoint import read_checkpoint
-    from tokenleap.drafters.heads.eagle import load_parallel_head
-
-    checkpoint = read_checkpoint(parts.model, ["peagle"])
-    quantization = parts.options.draft_quantization
-    head, rows = load_parallel_head(checkpoint, parts.target, parts.tokenizer, quantization)
-    parts.share_memory(rows)
+    head, _ = _eagle(parts, "parallel")
     return _with_head(parts, head)
 
 
-def build_medusa(parts: DrafterParts) -> Drafter:
-    """Heads, one for each drafted position."""
-    from tokenleap.drafters.heads.state import fasterdecoding_medusa, vllm_medusa
-    from tokenleap.drafters.heads.state_net import MedusaNet
+def _eagle(parts: DrafterParts, method: str) -> tuple[EagleHead, Callable[[], EagleFolder]]:
+    """A head with attention, and what reads its folder again."""
+    from tokenleap.drafters.heads.eagle import load_head
+    from tokenleap.drafters.heads.layouts import EagleFolder
 
-    layouts = (fasterdecoding_medusa, vllm_medusa)
-    return _state_head(parts, MedusaNet, *layouts)
+    def read() -> EagleFolder:
+        return EagleFolder.read(parts.model, method)
 
-
-def build_hydra(parts: DrafterParts) -> Drafter:
-    """Heads that read the tokens drafted before."""
-    from tokenleap.drafters.heads.state_net import HydraNet
-
-    return _state_head(parts, HydraNet)
+    quantization = parts.options.draft_quantization
+    head, rows = load_head(read(), parts.target, parts.tokenizer, quantization)
+    parts.share_memory(rows)
+    return head, read
 
 
-def build_blockwise(parts: DrafterParts) -> Drafter:
-    """Layers before the target's output layer."""
-    from tokenleap.drafters.heads.state_net import BlockwiseNet
+def build_state_head(parts: DrafterParts, method: str) -> Drafter:
+    """A head without attention: one of `medusa`, `hydra`, `blockwise` and `mlp_speculator`."""
+    from tokenleap.drafters.heads.layouts import StateFolder
+    from tokenleap.drafters.heads.probe import check_target
+    from tokenleap.drafters.heads.state import StateHead
+    from tokenleap.drafters.learnable import LearnableHead
 
-    return _state_head(parts, BlockwiseNet)
+    def read() -> StateFolder:
+        return StateFolder.read(parts.model, method)
 
-
-def build_mlp_speculator(parts: DrafterParts) -> Drafter:
-    """A recurrent MLP."""
-    from tokenleap.drafters.heads.state import ibm_mlp_speculator
-    from tokenleap.drafters.heads.state_net import MlpSpeculatorNet
-
-    return _state_head(parts, MlpSpeculatorNet, ibm_mlp_speculator)
+    file = read()
+    head = StateHead(file.load(parts.target), parts.target)
+    check_target(file.path, file.verifier, file.notes, parts.target)
+    return _with_head(parts, head, LearnableHead(read, head.use, head.layers, parts.target))
 
 
 def build_spec_drafter(parts: DrafterParts) -> Drafter:
-    """An encoder-decoder of its own that fills a block of masks."""
     from tokenleap.drafters.spec_drafter import load_spec_drafter
 
     quantization = parts.options.draft_quantization
@@ -331,7 +300,6 @@ def build_spec_drafter(parts: DrafterParts) -> Drafter:
 
 
 def build_pass(parts: DrafterParts) -> Drafter:
-    """Look-ahead embeddings that the target's passes read."""
     from tokenleap.drafters.padding import PassDrafter, read_pass_tokens
 
     rows = read_pass_tokens(parts.model, parts.target)
@@ -339,48 +307,29 @@ def build_pass(parts: DrafterParts) -> Drafter:
 
 
 def build_early_exit(parts: DrafterParts) -> Drafter:
-    """The target's first layers."""
     from tokenleap.drafters.models import exit_early
 
     return _with_model(parts, exit_early(parts.target, parts.options))
 
 
 def build_layer_skip(parts: DrafterParts) -> Drafter:
-    """The target without some of its sublayers."""
     from tokenleap.drafters.models import skip_layers
 
     return _with_model(parts, skip_layers(parts.target, parts.options))
 
 
 def _with_model(parts: DrafterParts, scorer: Scorer) -> Drafter:
-    """Chains or trees from a drafting model."""
     from tokenleap.drafters.model_drafter import ModelDrafter
 
     return ModelDrafter(scorer, parts.options, **_drawing(parts))
 
 
 def _with_head(parts: DrafterParts, head: Head, learnable: Learnable | None = None) -> Drafter:
-    """Chains or trees from a trained head."""
     from tokenleap.drafters.model_drafter import HeadDrafter
 
     drafter = HeadDrafter(head, parts.options, **_drawing(parts))
     drafter.traits = replace(drafter.traits, learnable=learnable)
     return drafter
-
-
-def _state_head(parts: DrafterParts, kind: type[StateNet], *layouts: Layout) -> Drafter:
-    """The drafter of a head without attention, from our own or a published layout."""
-    from functools import partial
-
-    from tokenleap.drafters.heads.probe import check_target
-    from tokenleap.drafters.heads.state import StateHead, load_net, read_state_file
-    from tokenleap.drafters.learnable import LearnableState
-
-    read = partial(read_state_file, parts.model, kind, layouts)
-    file = read()
-    head = StateHead(load_net(file, kind, parts.target), parts.target)
-    check_target(file.path.parent, file.verifier, file.notes, parts.target)
-    return _with_head(parts, head, LearnableState(head, read, kind, parts.target))
 
 
 def _drawing(parts: DrafterParts) -> dict[str, bool]:

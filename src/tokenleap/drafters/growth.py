@@ -85,7 +85,6 @@ class Growth:
         return max(len(self.nodes), len(self.draws))
 
     def draft(self, shape: Shape) -> Draft:
-        """The nodes that the shape keeps."""
         limit = self.budget.nodes
         draws = self.draws[:limit]
         nodes = list(dict.fromkeys(node for node, _ in draws)) or shape.kept(self.nodes, limit)
@@ -242,7 +241,6 @@ def excludes_all(logits: Tensor) -> bool:
 
 
 def truncates(limits: Limits) -> bool:
-    """Whether these limits may exclude tokens."""
     return limits.min_p > 0 or limits.top_k > 0 or limits.top_p < 1
 
 

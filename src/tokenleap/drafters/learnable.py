@@ -7,7 +7,6 @@ packed for the runtime.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -18,89 +17,55 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tokenleap import models
-from tokenleap.drafters.heads.checkpoint import fields_of, file_tensors, read_checkpoint
-from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_net, network_of
 from tokenleap.drafters.heads.eagle_net import EagleNet
-from tokenleap.drafters.heads.folder import write_folder
-from tokenleap.drafters.heads.state import StateFile, StateHead, load_net, write_state_file
+from tokenleap.drafters.heads.layouts import EagleFolder, HeadFolder, write_head
 from tokenleap.drafters.heads.state_net import StateNet
 from tokenleap.drafters.models import OwnModel
 from tokenleap.drafters.online import Learnable
 from tokenleap.runtime.choices import OWN
 from tokenleap.runtime.choose import network_for
-from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.target import Target
 
-__all__ = ["LearnableEagle", "LearnableHead", "LearnableModel", "LearnableState"]
+__all__ = ["LearnableHead", "LearnableModel"]
 
 _Net = TypeVar("_Net", bound=nn.Module)
 
 
 class LearnableHead(Learnable):
-    """A trained head."""
+    """A trained head.
 
-    @abstractmethod
-    def write(self, net: nn.Module, folder: Path) -> None:
-        """Write these weights as a folder that `speculative_config` takes."""
-
-
-class LearnableEagle(LearnableHead):
-    """An EAGLE head."""
+    Args:
+        read: reads its folder.
+        draft: drafts with these weights from now on.
+        layers: ids of the target's layers whose hidden states it reads.
+    """
 
     def __init__(
         self,
-        head: EagleHead,
-        path: Path,
+        read: Callable[[], HeadFolder],
+        draft: Callable[[Any], None],
+        layers: tuple[int, ...],
         target: Target,
-        quantization: str | None,
     ) -> None:
-        self._head, self._path, self._target = head, path, target
-        self._quantization = quantization
-        self.layers = head.layers
+        self._read, self._draft, self._target = read, draft, target
+        self.layers = layers
 
-    def net(self) -> EagleNet:
-        return head_net(read_checkpoint(self._path), self._target).to(self._target.device)
-
-    def use(self, net: nn.Module) -> None:
-        assert isinstance(net, EagleNet)
-        target, net = self._target, _frozen(net)
-        network = network_of(net, target, self._quantization)
-        native = isinstance(network, NativeDecoder)
-        fusion = Fusion(net, target.dtype, target.device, native=native)
-        self._head.use_head(network, fusion)
-
-    def write(self, net: nn.Module, folder: Path) -> None:
-        assert isinstance(net, EagleNet)
-        checkpoint = read_checkpoint(self._path).for_target(self._target.network.num_layers)
-        tensors = {**file_tensors(net), **checkpoint.vocabulary}
-        write_folder(folder, tensors, fields_of(checkpoint.description))
-
-
-class LearnableState(LearnableHead):
-    """A head without attention."""
-
-    def __init__(
-        self, head: StateHead, read: Callable[[], StateFile], kind: type[StateNet], target: Target
-    ) -> None:
-        self._head, self._read, self._kind, self._target = head, read, kind, target
-        self.layers = head.layers
-
-    def net(self) -> StateNet:
-        net = load_net(self._read(), self._kind, self._target)
+    def net(self) -> nn.Module:
+        net = self._read().load(self._target)
         for weight in net.parameters():
             weight.data = weight.data.to(self._target.device, torch.float32)
             weight.requires_grad_(True)
         return net.to(self._target.device)
 
     def use(self, net: nn.Module) -> None:
-        assert isinstance(net, StateNet)
-        self._head.use(_frozen(net))
+        self._draft(_frozen(net))
 
     def write(self, net: nn.Module, folder: Path) -> None:
-        """See `LearnableHead.write`: in our own form, whatever the layout that was read."""
-        assert isinstance(net, StateNet)
+        """Write these weights as a folder that `speculative_config` takes."""
+        assert isinstance(net, EagleNet | StateNet)
         file = self._read()
-        write_state_file(folder, net, file.verifier, file.notes)
+        vocabulary = file.vocabulary if isinstance(file, EagleFolder) else {}
+        write_head(folder, net, file.verifier, file.notes, vocabulary)
 
 
 class LearnableModel(Learnable):

@@ -119,7 +119,6 @@ class Scorer(ABC):
         """
 
     def release(self, request: Request) -> None:
-        """Forget a request."""
         drop_request(self, request.key)
 
 
@@ -136,7 +135,6 @@ class TargetScorer(Scorer):
         self._target = target
 
     def room(self, request: Request) -> int:
-        """Tokens left in the target's context."""
         return self._target.max_model_len - len(request.token_ids)
 
     def pending(self, request: Request) -> list[int]:
@@ -229,7 +227,6 @@ class ModelDrafter(Drafter):
         ]
 
     def level_sizes(self, limit: int) -> Sequence[int] | None:
-        """See `Drafter.level_sizes`: those of the shape."""
         if not self._shape.branches:
             return None
         return self._shape.level_sizes(limit)[: self._scorer.most_depth]
@@ -319,7 +316,6 @@ class ModelDrafter(Drafter):
         return GrowthDraw(noise, temperature, limits, self._coupled)
 
     def _take(self, growth: Growth, tree: GrownTree) -> None:
-        """Take the nodes of a tree that the scorer has grown."""
         request, draw = growth.request, growth.at_once
 
         def q_of(logits: Tensor) -> Distribution:
@@ -394,7 +390,6 @@ class ModelDrafter(Drafter):
             ) from error
 
     def _draw(self, growth: Growth, node: Node | None, logits: Tensor, width: int) -> list[Drawn]:
-        """The children of one node."""
         request, output = growth.request, growth.output_to(node)
         sampler, ids = request.sampler, self._scorer.token_ids
         if ids is not None and sampler.changes_logits:  # masks and penalties are of all tokens
@@ -419,7 +414,6 @@ class ModelDrafter(Drafter):
         return request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
 
     def _takes_most_probable(self, request: Request) -> bool:
-        """Whether children are the most probable tokens, whatever the noise is."""
         return self._options.takes_most_probable(self._temperature(request), coupled=self._coupled)
 
     def _temperature(self, request: Request) -> float:

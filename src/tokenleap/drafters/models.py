@@ -89,7 +89,6 @@ class OwnModel(Scorer):
         self._model.network = network
 
     def seen(self, request: Request) -> Sequence[int]:
-        """The committed tokens in the draft model's vocabulary."""
         return request.token_ids
 
     def room(self, request: Request) -> int:
@@ -137,17 +136,14 @@ class OwnModel(Scorer):
         return tokens[agreed:]
 
     def _open_row(self, request: Request) -> None:
-        """Open the request's row, which reads the source if there is one."""
         open_row(self._model, request.key, request.source)
 
     def _prefill(self, request: Request, start: int, stop: int) -> None:
-        """Compute and commit the KV of `seen(request)[start:stop]`."""
         self._model.prefill(request.key, self.seen(request)[start:stop])
 
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
-        """One pass of the draft model."""
         return self._model.verify(keys, trees, num_computed, scored(num_computed))
 
     def grow(
@@ -315,7 +311,6 @@ class _Resized(Target):
         return tuple(token if token < self._own_size else 0 for token in tokens)
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] from the model's own logits [n, own V]."""
         missing = max(0, self.vocab_size - self._own_size)
         return functional.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
 
@@ -333,7 +328,6 @@ class SharedLayers(TargetScorer):
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
-        """One pass of the remaining layers; see `Scorer.verify`."""
         return self._target.verify(keys, trees, num_computed)
 
     def grow(
@@ -521,11 +515,9 @@ class _InnerSpeculation:
     acceptance: AcceptanceRule
 
     def draft(self, batch: Sequence[Request]) -> list[Draft]:
-        """Draft with the same length in every step."""
         return self.drafter.propose(batch, [within(request, self.length) for request in batch])
 
     def rule(self, _: Request) -> AcceptanceRule:
-        """The inner rule, for all requests."""
         return self.acceptance
 
     def give_up(self, _: Request, error: Exception) -> None:
@@ -533,7 +525,6 @@ class _InnerSpeculation:
         raise error
 
     def hidden_layers(self, _: Sequence[Request]) -> tuple[int, ...]:
-        """Layers of the middle model whose hidden states the inner drafter needs."""
         return self.drafter.traits.hidden_layers
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
@@ -578,7 +569,6 @@ class _Chain:
                 break
 
     def draft(self) -> Draft:
-        """The draft for the target."""
         tree = chain([self.inner.token_ids[self.root], *self.tokens])
         return Draft(tree, tuple(self.q), path_probs=tuple(self.path_probs))
 
@@ -614,7 +604,6 @@ class Cascade(Drafter):
         self._inner = PerRequest[Request]()  # the middle model's
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Run inner steps until every request has its draft."""
         limits = self._limits(batch, budgets)
         chains = {
             request.key: _Chain(self._catch_up(request), len(request.token_ids) - 1, limit)

@@ -76,7 +76,6 @@ class PadDrafter(Drafter):
         self._guesses = PerRequest[tuple[int, list[int]]]()  # length of the text, guesses after it
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """The guesses of the last pass as a chain, with padding below the root and every guess."""
         return [
             self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
         ]

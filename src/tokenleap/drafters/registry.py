@@ -8,7 +8,7 @@ add methods through entry points (`core.plugins`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, get_args
 
 from tokenleap.core.config import PathText, nearest, plugin, plugin_names
@@ -81,28 +81,28 @@ METHODS: dict[str, DrafterSpec] = {
     ),
     "medusa": DrafterSpec(
         StateHeadOptions,
-        build.build_medusa,
+        partial(build.build_state_head, method="medusa"),
         4,
         takes_head=True,
         summary="trained heads, one for each drafted position (Medusa)",
     ),
     "hydra": DrafterSpec(
         StateHeadOptions,
-        build.build_hydra,
+        partial(build.build_state_head, method="hydra"),
         4,
         takes_head=True,
         summary="trained heads that also read the tokens drafted before (Hydra)",
     ),
     "blockwise": DrafterSpec(
         StateHeadOptions,
-        build.build_blockwise,
+        partial(build.build_state_head, method="blockwise"),
         4,
         takes_head=True,
         summary="trained layers before the target's output layer (blockwise decoding)",
     ),
     "mlp_speculator": DrafterSpec(
         StateHeadOptions,
-        build.build_mlp_speculator,
+        partial(build.build_state_head, method="mlp_speculator"),
         3,
         takes_head=True,
         summary="a trained recurrent MLP over the drafted tokens (MLP speculator)",

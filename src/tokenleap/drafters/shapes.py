@@ -63,7 +63,6 @@ class Node:
 
     @property
     def depth(self) -> int:
-        """Distance from the root."""
         return len(self.ranks)
 
 
@@ -73,6 +72,9 @@ class Shape(ABC):
     prunes: ClassVar[bool] = False
     """Whether `kept` chooses among more nodes than the budget allows. Growth then does not end when
     the budget's number of nodes is reached."""
+
+    branches: bool = True
+    """Whether a node may have several children."""
 
     @abstractmethod
     def width(self, ranks: tuple[int, ...]) -> int:
@@ -108,14 +110,11 @@ class Shape(ABC):
             sizes.append(len(level))
         return sizes
 
-    @property
-    def branches(self) -> bool:
-        """Whether a node may have several children."""
-        return True
-
 
 class Chain(Shape):
     """One child per node, as deep as the budget allows."""
+
+    branches = False
 
     def width(self, ranks: tuple[int, ...]) -> int:
         return 1
@@ -125,11 +124,6 @@ class Chain(Shape):
 
     def positions(self, budget: Budget) -> int:
         return budget.chain
-
-    @property
-    def branches(self) -> bool:
-        """False: a chain has no branches."""
-        return False
 
 
 class Widths(Shape):
@@ -141,6 +135,7 @@ class Widths(Shape):
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths = tuple(widths)
+        self.branches = max(self._widths, default=1) > 1
 
     def width(self, ranks: tuple[int, ...]) -> int:
         return self._widths[len(ranks)] if len(ranks) < len(self._widths) else 0
@@ -156,11 +151,6 @@ class Widths(Shape):
             level *= width
             total += level
         return total
-
-    @property
-    def branches(self) -> bool:
-        """Whether any width is above 1."""
-        return any(width > 1 for width in self._widths)
 
 
 class Paths(Shape):
@@ -178,19 +168,14 @@ class Paths(Shape):
             for depth, rank in enumerate(path):
                 above = tuple(path[:depth])
                 self._widths[above] = max(self._widths.get(above, 0), rank + 1)
+        self.branches = max(self._widths.values(), default=1) > 1
 
     def width(self, ranks: tuple[int, ...]) -> int:
         return self._widths.get(ranks, 0)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the full tree, without the root."""
         return sum(self._widths.values())
-
-    @property
-    def branches(self) -> bool:
-        """Whether any width is above 1."""
-        return any(width > 1 for width in self._widths.values())
 
 
 class Dynamic(Shape):
@@ -416,12 +401,10 @@ class TreeFile:
     model: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the file, for `json.dump`."""
         return {"format": FORMAT, **asdict(self)}
 
     @staticmethod
     def load(path: str | Path) -> TreeFile:
-        """Read and check a file."""
         value = _read(Path(path))
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise TokenleapError(

@@ -2,8 +2,8 @@
 
 Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
 Heterogeneous Vocabularies". The registry calls `Vocabularies` to compare the two vocabularies and
-to make the drafter. The paper's token-level intersection is in `vocabulary.py`: q is the
-draft model's distribution, restricted to the tokens that both models have and renormalised.
+to make the drafter. `TranslatedModel` is the paper's token-level intersection: q is the draft
+model's distribution, restricted to the tokens that both models have and renormalised.
 Lossless rules stay lossless with this q. The paper's other method, drafting text, is in
 `vocabulary.py`. `vocabulary.py` converts committed tokens to the draft model's ids. Vocabularies
 that differ only in the padding after the last token count as the same.
@@ -134,7 +134,6 @@ class TextDrafter(Drafter):
         self._shadows = PerRequest[Request]()  # requests over the translated tokens
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """The draft model writes text, and the splitter converts it to the target's tokens."""
         shadows = {r.key: shadow for r in batch if (shadow := self._shadow(r)) is not None}
         written = self._writer.propose(
             list(shadows.values()),
@@ -150,7 +149,6 @@ class TextDrafter(Drafter):
         """Nothing to do: `_shadow` translates the committed tokens in every step."""
 
     def release(self, request: Request) -> None:
-        """Free the draft model's KV of the request, and forget its translation."""
         self._translator.release(request)
         shadow = self._shadows.pop(request.key, None)
         if shadow is not None:
@@ -260,8 +258,6 @@ class TranslatedModel(OwnModel):
 
 
 # Translation of committed tokens to the ids of a draft model with another tokenizer.
-#
-# `translated_model.TranslatedModel` and `retokenise.TextDrafter` use it.
 #
 # A text is translated piece by piece. A token that both vocabularies share becomes the draft
 # model's id of that token. A sequence of other tokens is converted to text, which the draft model's
@@ -382,7 +378,6 @@ class Translator:
         return state.ids
 
     def release(self, request: Request) -> None:
-        """Forget a request."""
         drop_request(self, request.key)
 
     def _redo(self, state: _Translation, tokens: Sequence[int], agreed: int) -> None:
@@ -452,7 +447,6 @@ class DraftModel:
     source: str | Path | PreTrainedModel | None = None
 
     def with_tokenizer(self, chosen: str | Path | PreTrainedTokenizerBase | None) -> DraftModel:
-        """The same draft model with another tokenizer."""
         if chosen is None:
             return self
         if isinstance(chosen, str | Path):
@@ -486,7 +480,6 @@ class Vocabularies:
         return target is draft or _tokens_of(target) == _tokens_of(draft)
 
     def way(self, wanted: Literal["auto"] | Way) -> Way:
-        """Choose how the draft model drafts."""
         if self._target.reads_source:
             self._check_same_source(wanted)
             return "same"
@@ -504,7 +497,6 @@ class Vocabularies:
         return wanted
 
     def check_same(self, part: str, advice: str = "") -> None:
-        """Check that the vocabularies are the same."""
         if self.same:
             self._check_embeds_sources(part)
             return
@@ -516,7 +508,6 @@ class Vocabularies:
         )
 
     def _check_same_source(self, wanted: str) -> None:
-        """Check that the draft model of an encoder-decoder reads the same tokens."""
         if wanted not in ("auto", "same"):
             raise CompatibilityError(
                 f"vocabulary '{wanted}' is for decoder-only models: an encoder-decoder's draft "
@@ -548,7 +539,6 @@ class Vocabularies:
     # Drafters for the three ways
 
     def same_model(self) -> OwnModel:
-        """A scorer for way "same": logits are cut or padded to the target's width."""
         partial = self._draft.vocab_size < self._target.vocab_size
         return OwnModel(resized(self._draft, self._target.vocab_size), partial=partial)
 
@@ -564,7 +554,6 @@ class Vocabularies:
 
     @cached_property
     def scripts(self) -> tuple[Script, Script]:
-        """The conversions between tokens and text, of the target and of the draft model."""
         target, draft = self._tokenizers
         assert target is not None
         assert draft is not None
@@ -572,7 +561,6 @@ class Vocabularies:
 
     @cached_property
     def translator(self) -> Translator:
-        """Converts the target's tokens to the draft model's ids."""
         return Translator(*self.scripts, self._to_draft, self._texts)
 
     # Inside

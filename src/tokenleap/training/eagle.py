@@ -24,12 +24,6 @@ from pydantic import FiniteFloat, model_validator
 from torch import Tensor
 
 from tokenleap.core.config import Config
-from tokenleap.drafters.heads.checkpoint import (
-    Checkpoint,
-    Description,
-    read_checkpoint,
-    write_checkpoint,
-)
 from tokenleap.drafters.heads.eagle_net import (
     EagleConfig,
     EagleNet,
@@ -41,6 +35,7 @@ from tokenleap.drafters.heads.eagle_net import (
     default_layers,
 )
 from tokenleap.drafters.heads.folder import check_layers
+from tokenleap.drafters.heads.layouts import EagleFolder, write_head
 from tokenleap.drafters.heads.probe import Probe, Seen
 from tokenleap.drafters.heads.shipped import shipped_head
 from tokenleap.errors import CompatibilityError, ConfigError
@@ -223,8 +218,7 @@ class EagleHeadTraining(TrainingMethod):
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
     ) -> None:
         assert isinstance(trainee, EagleTrainee)
-        net = trainee.net
-        write_checkpoint(folder, net, Description(net.config, parts.verifier, notes))
+        write_head(folder, trainee.net, parts.verifier, notes)
 
 
 class EagleTraining(EagleHeadTraining):
@@ -245,7 +239,7 @@ class EagleTraining(EagleHeadTraining):
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         start = self._start
-        chosen = start.description.config.aux_layers if start else self._options.layers
+        chosen = start.config.aux_layers if start else self._options.layers
         if not chosen:
             return default_layers(num_layers)
         if max(chosen) > num_layers:
@@ -266,13 +260,13 @@ class EagleTraining(EagleHeadTraining):
         return EagleTrainee(net, LOSSES[self._options.loss], self._options.noise)
 
     @cached_property
-    def _start(self) -> Checkpoint | None:
+    def _start(self) -> EagleFolder | None:
         """The head that learns on."""
         start = getattr(self.options, "start", None)
         if start is None:
             return None
-        found = read_checkpoint(shipped_head(start) or start)
-        if isinstance(found.description.config, FeatureConfig):
+        found = EagleFolder.read(shipped_head(start) or start, "eagle")
+        if isinstance(found.config, FeatureConfig):
             raise CompatibilityError(f"start: {start} is an EAGLE-1 head: give an EAGLE-3 head.")
         return found
 
@@ -293,9 +287,9 @@ def _over_target(config: EagleConfig, parts: HeadParts) -> EagleNet:
     return EagleNet(config, parts.embedding, rows, parts.draft_tokens)
 
 
-def _learning_on(start: Checkpoint, parts: HeadParts) -> EagleNet:
+def _learning_on(start: EagleFolder, parts: HeadParts) -> EagleNet:
     """A head with the weights of another one, and the draft vocabulary of `parts`."""
-    check_layers(start.path, start.description.verifier, parts.num_layers)
+    check_layers(start.path, start.verifier, parts.num_layers)
     old = start.net(parts.embedding, parts.output_rows)
     shared = parts.output_rows[old.draft_tokens]
     if old.embedding is not parts.embedding or not torch.equal(old.head, shared):

@@ -19,8 +19,8 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from tokenleap.core.config import Config
+from tokenleap.drafters.heads.layouts import write_head
 from tokenleap.drafters.heads.probe import Probe, Seen
-from tokenleap.drafters.heads.state import write_state_file
 from tokenleap.drafters.heads.state_net import (
     BlockwiseNet,
     HydraNet,
@@ -163,7 +163,7 @@ class StateTraining(TrainingMethod):
         self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
     ) -> None:
         assert isinstance(trainee, StateTrainee)
-        write_state_file(folder, trainee.net, parts.verifier, notes)
+        write_head(folder, trainee.net, parts.verifier, notes)
 
 
 class _LayeredOptions(StateTrainingOptions):

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokenleap.core.config import Config
+from tokenleap.drafters.heads.layouts import write_head
 from tokenleap.drafters.heads.probe import Probe, Seen
-from tokenleap.drafters.heads.state import write_state_file
 from tokenleap.drafters.heads.state_net import BlockwiseNet, MedusaNet, StateNet
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.cpu import decoder_layers
@@ -521,7 +521,7 @@ class _TunedTraining(StateTraining):
         of_lm = {name: note for name, note in notes.items() if name != "probe"}
         write_lm(trainee.own.lm, parts.name, folder, of_lm)
         verifier = replace(parts.verifier, name_or_path=str(folder))
-        write_state_file(folder / HEADS, trainee.net, verifier, notes)
+        write_head(folder / HEADS, trainee.net, verifier, notes)
 
     def serving(self, folder: Path) -> dict[str, Any]:
         """See `TrainingMethod.serving`: the target is the folder."""

@@ -24,12 +24,7 @@ from tests.drafters.heads.folders import (
 from tests.heads import save_head, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, TokenleapError
-from tokenleap.drafters.heads.checkpoint import (
-    Description,
-    Verifier,
-    read_checkpoint,
-    write_checkpoint,
-)
+from tokenleap.drafters.heads.layouts import EagleFolder, Verifier, write_head
 from tokenleap.runtime.target import vocabulary_weights
 
 LINE = SamplingParams(temperature=0, max_tokens=6)
@@ -42,7 +37,7 @@ VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "head"
     net = tiny_net(tiny_config(), tiny_model())
-    write_checkpoint(path, net, Description(net.config, VERIFIER, {"seed": 3}))
+    write_head(path, net, VERIFIER, {"seed": 3})
     return path
 
 
@@ -51,8 +46,8 @@ load = partial(load_head, method="eagle")
 
 def test_what_is_written_is_read(folder: Path) -> None:
     net = tiny_net(tiny_config(), tiny_model())
-    found = read_checkpoint(folder)
-    assert found.description == Description(net.config, VERIFIER, {"seed": 3})
+    found = EagleFolder.read(folder, "eagle")
+    assert (found.config, found.verifier, found.notes) == (net.config, VERIFIER, {"seed": 3})
     for name, tensor in net.state_dict().items():
         expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
         assert torch.equal(found.tensors[name], expected)
@@ -77,7 +72,7 @@ def test_files_of_older_versions_are_read(folder: Path) -> None:
     change_layer(folder, rope_theta=500.0, rope_scaling=scaling)
     rotation = {**scaling, "rope_theta": 500.0}
     expected = tiny_config(fc_norm=False, norm_output=False, rope_parameters=rotation)
-    assert read_checkpoint(folder).description.config == expected
+    assert EagleFolder.read(folder, "eagle").config == expected
 
 
 VOCABULARY = {"embed_tokens.weight": (96, 64), "lm_head.weight": (48, 64)}
@@ -89,7 +84,7 @@ def test_a_head_s_own_embedding_and_rows_count(folder: Path, name: str) -> None:
     change_tensors(folder, lambda t: t.update({name: own}))
     model = tiny_model()
     theirs = tiny_net(tiny_config(), model)
-    net = read_checkpoint(folder).net(*weights_of(model))
+    net = EagleFolder.read(folder, "eagle").net(*weights_of(model))
     for key, found, shared in (
         ("embed_tokens.weight", net.embedding, theirs.embedding),
         ("lm_head.weight", net.head, theirs.head),
@@ -105,7 +100,7 @@ def test_the_target_s_are_shared_where_they_are_the_same(folder: Path) -> None:
     embedding, rows = weights_of(model)
     same = {"embed_tokens.weight": embedding.bfloat16(), "lm_head.weight": rows[::2].bfloat16()}
     change_tensors(folder, lambda t: t.update(same))
-    net = read_checkpoint(folder).net(embedding, rows)
+    net = EagleFolder.read(folder, "eagle").net(embedding, rows)
     assert net.embedding.data_ptr() == embedding.data_ptr()
     assert torch.equal(net.head, rows[::2])
 
@@ -138,7 +133,7 @@ def test_without_a_map_the_draft_vocabulary_is_the_target_s(tmp_path: Path) -> N
         del tensors["d2t"], tensors["t2d"]
 
     change_tensors(tmp_path, drop_maps)
-    assert read_checkpoint(tmp_path).draft_tokens().tolist() == list(range(96))
+    assert EagleFolder.read(tmp_path, "eagle").draft_tokens.tolist() == list(range(96))
     load(tmp_path)
 
 

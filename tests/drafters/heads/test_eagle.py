@@ -16,9 +16,9 @@ from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
-from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_net, head_passes, load_head
+from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_passes, load_head
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.request import Request
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import Passes
@@ -66,8 +66,8 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
     model = tiny_model(head_dim=32)
     save_head(tmp_path, tiny_net(CONFIGS[form], model))
     target = Target(model, runtime=runtime)
-    net = head_net(read_checkpoint(tmp_path), target)
-    head, passes = load_head(read_checkpoint(tmp_path), target)
+    net = EagleFolder.read(tmp_path, "eagle").load(target)
+    head, passes = load_head(EagleFolder.read(tmp_path, "eagle"), target)
     if form == "EAGLE-1":
         assert passes.network.name == {"native": "native", "torch": "lean"}[runtime]
     tokens = torch.randint(0, VOCAB_SIZE, (50,))

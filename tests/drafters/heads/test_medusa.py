@@ -18,13 +18,7 @@ from torch import Tensor
 from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams, TokenleapError
-from tokenleap.drafters.heads.state import (
-    StateFile,
-    fasterdecoding_medusa,
-    read_state_file,
-    vllm_medusa,
-)
-from tokenleap.drafters.heads.state_net import MedusaNet
+from tokenleap.drafters.heads.layouts import StateFolder
 
 E, V, HEADS = 64, 96, 3
 NAMED = {"base_model_name_or_path": "lab/tiny"}
@@ -52,15 +46,15 @@ def write(folder: Path, name: str, tensors: Any, fields: dict[str, Any]) -> Path
     return folder
 
 
-def read(folder: Path) -> StateFile:
-    return read_state_file(folder, MedusaNet, (fasterdecoding_medusa, vllm_medusa))
+def read(folder: Path) -> StateFolder:
+    return StateFolder.read(folder, "medusa")
 
 
-def logits_of(file: StateFile, hidden: Tensor) -> Tensor:
+def logits_of(file: StateFolder, hidden: Tensor) -> Tensor:
     """[heads, V or Vd] of one hidden state [E]."""
     weights = tiny_model().get_input_embeddings().weight.detach()  # type: ignore[operator]
     rows = tiny_model().get_output_embeddings().weight.detach()  # type: ignore[no-untyped-call]
-    net = file.net(MedusaNet, weights, rows)
+    net = file.net(weights, rows)
     found: Tensor = net(hidden, torch.zeros(file.config.num_heads, dtype=torch.long)).detach()
     return found
 

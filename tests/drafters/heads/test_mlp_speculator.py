@@ -18,8 +18,8 @@ from tests.drafters.heads.folders import Fault, assert_refused, load_head
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.drafters.heads.state import StateFile, ibm_mlp_speculator, read_state_file
-from tokenleap.drafters.heads.state_net import MlpSpeculatorConfig, MlpSpeculatorNet, StateNet
+from tokenleap.drafters.heads.layouts import StateFolder
+from tokenleap.drafters.heads.state_net import MlpSpeculatorConfig, StateNet
 
 E, INNER, V, K = 64, 80, 96, 3
 
@@ -70,8 +70,8 @@ def write(folder: Path, given: dict[str, Tensor], **fields: Any) -> Path:
     return folder
 
 
-def read(folder: Path) -> StateFile:
-    return read_state_file(folder, MlpSpeculatorNet, (ibm_mlp_speculator,))
+def read(folder: Path) -> StateFolder:
+    return StateFolder.read(folder, "mlp_speculator")
 
 
 def expected(given: dict[str, Tensor], hidden: Tensor, tokens: list[int], scaled: bool) -> Tensor:
@@ -94,8 +94,8 @@ def expected(given: dict[str, Tensor], hidden: Tensor, tokens: list[int], scaled
     return torch.stack(found)
 
 
-def net_of(file: StateFile) -> StateNet:
-    return file.net(MlpSpeculatorNet, torch.empty(0, E), torch.empty(0, E))
+def net_of(file: StateFolder) -> StateNet:
+    return file.net(torch.empty(0, E), torch.empty(0, E))
 
 
 @pytest.mark.parametrize("prefix", ["", "speculator."])

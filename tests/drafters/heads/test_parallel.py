@@ -27,14 +27,10 @@ from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, CompatibilityError, SamplingParams, TokenleapError
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.heads.checkpoint import (
-    Description,
-    Verifier,
-    read_checkpoint,
-    write_checkpoint,
-)
-from tokenleap.drafters.heads.eagle import ParallelHead, load_parallel_head
+from tokenleap.drafters.heads.eagle import ParallelHead
+from tokenleap.drafters.heads.eagle import load_head as drafting_head
 from tokenleap.drafters.heads.eagle_net import EagleLayer, ParallelNet
+from tokenleap.drafters.heads.layouts import EagleFolder, Verifier, write_head
 from tokenleap.request import Request
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
@@ -97,7 +93,8 @@ def block_of(
     folder: Path, target: Target, hidden: Mapping[int, Tensor], tokens: list[int], root: int
 ) -> list[Tensor]:
     """[Vd] of each level from what serves, after the token `root`."""
-    head, _ = load_parallel_head(read_checkpoint(folder, ["peagle"]), target)
+    head, _ = drafting_head(EagleFolder.read(folder, "parallel"), target)
+    assert isinstance(head, ParallelHead)
     return grown(head, hidden, [tokens[: root + 1]], LEVELS)[0]
 
 
@@ -137,7 +134,7 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
     save_head(tmp_path, tiny_net(parallel_config(**FORMS[form]), model))
     target = Target(model, runtime=runtime)
     assert target.vocabulary_weights is not None
-    net = read_checkpoint(tmp_path, ["peagle"]).net(*target.vocabulary_weights)
+    net = EagleFolder.read(tmp_path, "parallel").net(*target.vocabulary_weights)
     assert isinstance(net, ParallelNet)
     tokens = torch.randint(0, VOCAB_SIZE, (50,))
     layers = net.config.aux_layers
@@ -160,7 +157,8 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(
     model = tiny_model(head_dim=32, dtype=dtype)
     save_head(tmp_path, tiny_net(parallel_config(), model))
     target = Target(model)
-    head, _ = load_parallel_head(read_checkpoint(tmp_path, ["peagle"]), target)
+    head, _ = drafting_head(EagleFolder.read(tmp_path, "parallel"), target)
+    assert isinstance(head, ParallelHead)
     tokens = torch.randint(0, VOCAB_SIZE, (60,)).tolist()
     target.add(0)
     hidden = target.prefill(0, tokens, (0, 1, 2))
@@ -273,7 +271,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "head"
     net = tiny_net(parallel_config(), tiny_model())
     verifier = Verifier("tiny", ("LlamaForCausalLM",), 2)
-    write_checkpoint(path, net, Description(net.config, verifier, {"seed": 3}))
+    write_head(path, net, verifier, {"seed": 3})
     return path
 
 
@@ -282,9 +280,9 @@ load = partial(load_head, method="parallel")
 
 def test_what_is_written_is_read(folder: Path) -> None:
     net = tiny_net(parallel_config(), tiny_model())
-    found = read_checkpoint(folder, ["peagle"])
-    assert found.description.config == parallel_config()
-    assert found.description.notes == {"seed": 3}
+    found = EagleFolder.read(folder, "parallel")
+    assert found.config == parallel_config()
+    assert found.notes == {"seed": 3}
     assert found.tensors["mask_hidden"].shape == (1, 1, 3 * 64)
     for name, tensor in net.state_dict().items():
         expected = tensor.bfloat16() if tensor.is_floating_point() else tensor

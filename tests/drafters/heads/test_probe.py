@@ -25,9 +25,9 @@ from tests.heads import (
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM, CompatibilityError, TokenleapError
 from tokenleap.drafters.heads import probe
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
 from tokenleap.drafters.heads.eagle import load_parts
 from tokenleap.drafters.heads.export import check_folder, record_probe
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.heads.probe import Probe, accepted, look, our_text
 from tokenleap.drafters.heads.shipped import shipped_head
 from tokenleap.runtime.target import Target
@@ -214,16 +214,18 @@ def test_the_shipped_head_finds_its_layers(tmp_path: Path) -> None:
     """Given three wrong ones; and nothing is wrong with those that it has."""
     head = shipped_head("smollm2-135m")
     assert head is not None
-    assert "probe" in read_checkpoint(head).description.notes
+    assert "probe" in EagleFolder.read(head, "eagle").notes
     llm = LLM("smollm2-135m", speculative_config={"method": "none"}, dtype="bfloat16")
     target, tokenizer = llm.engine.target, llm.tokenizer
-    net, _, _ = load_parts(read_checkpoint(head), target, tokenizer)  # warnings are errors
+    net, _, _ = load_parts(
+        EagleFolder.read(head, "eagle"), target, tokenizer
+    )  # warnings are errors
     wrong = tmp_path / "wrong"
     shutil.copytree(head, wrong)
     fields = json.loads((wrong / "config.json").read_text())
     fields["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     (wrong / "config.json").write_text(json.dumps(fields))
     with pytest.warns(RuntimeWarning, match=r"\[\d, 1\d, 2\d\] it would predict"):
-        load_parts(read_checkpoint(wrong), target, tokenizer)
+        load_parts(EagleFolder.read(wrong, "eagle"), target, tokenizer)
     seen = look(target, our_text(tokenizer), net.config.aux_layers)
     assert accepted(net, seen, net.config.aux_layers) > 0.3

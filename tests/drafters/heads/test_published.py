@@ -25,11 +25,10 @@ from tests.drafters.heads.folders import (
 from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams, TokenleapError
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
-from tokenleap.drafters.heads.eagle import head_net
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig
 from tokenleap.drafters.heads.export import export_head
 from tokenleap.drafters.heads.folder import read_tensors
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.errors import ModelError
 from tokenleap.runtime.target import Target, vocabulary_weights
 
@@ -102,7 +101,7 @@ def drafts(folder: Path) -> None:
 
 def loaded(folder: Path) -> EagleNet:
     model = tiny_model()
-    return head_net(read_checkpoint(folder), Target(model))
+    return EagleFolder.read(folder, "eagle").load(Target(model))
 
 
 def same(found: EagleNet, expected: EagleNet) -> None:
@@ -165,14 +164,14 @@ def test_named_layers(inside: bool, tmp_path: Path) -> None:
     named: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 0]}
     fields = {"eagle_config": named} if inside else named
     folder = published(tmp_path / "head", tiny_net(EAGLE3, tiny_model()), **fields)
-    assert read_checkpoint(folder).description.config.aux_layers == (2, 0)
+    assert EagleFolder.read(folder, "eagle").config.aux_layers == (2, 0)
 
 
 def test_old_names_of_scaled_rotations(tmp_path: Path) -> None:
     scaling = {"type": "linear", "factor": 2.0}
     net = tiny_net(EAGLE1, tiny_model())
     folder = published(tmp_path / "head", net, rope_scaling=scaling, rope_theta=500.0)
-    found = read_checkpoint(folder).description.config.rope_parameters
+    found = EagleFolder.read(folder, "eagle").config.rope_parameters
     assert {name: found[name] for name in ("rope_type", "factor", "rope_theta")} == {
         "rope_type": "linear",
         "factor": 2.0,
@@ -194,7 +193,7 @@ def test_an_eagle1_head_is_written_as_they_publish_it(tmp_path: Path) -> None:
     fields = json.loads((tmp_path / "config.json").read_text())
     left_out = {"pad_token_id", "use_cache"}
     assert {*llama_fields(EAGLE1)} - {*fields} == left_out
-    found = read_checkpoint(tmp_path).description
+    found = EagleFolder.read(tmp_path, "eagle")
     assert (found.verifier.name_or_path, found.notes) == ("tiny", {"seed": 3})
     same(loaded(tmp_path), net)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.cli.options import SpeculationOptions
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.heads.shipped import shipped_config, shipped_head
 
 ALIAS = "smollm2-135m"
@@ -20,7 +20,7 @@ LARGEST = 16_000_000
 def test_it_is_complete_and_small() -> None:
     head = shipped_head(ALIAS)
     assert head is not None
-    assert read_checkpoint(head).description.verifier.name_or_path == ALIAS
+    assert EagleFolder.read(head, "eagle").verifier.name_or_path == ALIAS
     assert sum(file.stat().st_size for file in head.iterdir()) <= LARGEST
 
 

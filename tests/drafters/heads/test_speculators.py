@@ -21,9 +21,9 @@ from tests.drafters.heads.test_eagle import LEVELS, levels
 from tests.drafters.heads.test_parallel import FORMS as SERVED_BLOCKS
 from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tokenleap.drafters.heads.checkpoint import read_checkpoint, read_description
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, ParallelConfig, ParallelNet
 from tokenleap.drafters.heads.export import export_head
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.runtime.target import vocabulary_weights
 
 with warnings.catch_warnings():
@@ -67,7 +67,7 @@ class Files:
         return self.folder / "out"
 
     def ours(self, head: Path) -> EagleNet:
-        return read_checkpoint(head).net(*self.weights)
+        return EagleFolder.read(head, "eagle").net(*self.weights)
 
     def theirs(self, config: EagleConfig) -> Any:
         """The package's model as its training makes it, with random weights."""
@@ -166,7 +166,7 @@ def test_a_head_of_the_package_is_read(files: Files, form: str, tmp_path: Path) 
     config = tiny_config(**FORMS[form])
     theirs = files.theirs(config)
     theirs.save_pretrained(tmp_path / "theirs")
-    assert read_description(tmp_path / "theirs" / "config.json").config == config
+    assert EagleFolder.read(tmp_path / "theirs", "eagle").config == config
     assert_same_logits(theirs, files.ours(tmp_path / "theirs"))
 
 
@@ -190,14 +190,16 @@ def test_config_json_says_what_the_package_writes(files: Files, form: str, tmp_p
     assert {name: theirs[name] for name in ours} == ours
     assert our_layer.pop("rope_theta") == their_layer["rope_parameters"]["rope_theta"]
     assert {name: their_layer[name] for name in our_layer} == our_layer
-    again = read_description(tmp_path / "again" / "config.json")
-    assert again == read_description(head / "config.json")
+    read = [EagleFolder.read(folder, "eagle") for folder in (head, tmp_path / "again")]
+    assert read[0].config == read[1].config
+    assert read[0].verifier == read[1].verifier
+    assert read[0].notes == read[1].notes
 
 
 def test_the_tensors_are_those_that_the_package_writes(files: Files, tmp_path: Path) -> None:
     head = files.exported(tiny_config())
     load(head, torch.bfloat16).save_pretrained(tmp_path / "again")
-    ours, again = read_checkpoint(head), read_checkpoint(tmp_path / "again")
+    ours, again = EagleFolder.read(head, "eagle"), EagleFolder.read(tmp_path / "again", "eagle")
     for kept, written in ((ours.tensors, again.tensors), (ours.vocabulary, again.vocabulary)):
         assert kept.keys() == written.keys()
         for name, tensor in kept.items():
@@ -263,8 +265,8 @@ def test_a_parallel_head_of_the_package_is_read(files: Files, form: str, tmp_pat
     config = parallel_config(**BLOCKS[form], norm_output=False)
     theirs = parallel_of_package(files, config)
     theirs.save_pretrained(tmp_path / "theirs")
-    checkpoint = read_checkpoint(tmp_path / "theirs", ["peagle"])
-    assert checkpoint.description.config == config
+    checkpoint = EagleFolder.read(tmp_path / "theirs", "parallel")
+    assert checkpoint.config == config
     ours = checkpoint.net(*files.weights)
     assert isinstance(ours, ParallelNet)
     assert_same_blocks(theirs, ours)
@@ -273,7 +275,7 @@ def test_a_parallel_head_of_the_package_is_read(files: Files, form: str, tmp_pat
 @pytest.mark.parametrize("form", BLOCKS)
 def test_the_package_loads_parallel_heads(files: Files, form: str) -> None:
     head = files.exported(parallel_config(**BLOCKS[form], norm_output=False))
-    ours = read_checkpoint(head, ["peagle"]).net(*files.weights)
+    ours = EagleFolder.read(head, "parallel").net(*files.weights)
     assert isinstance(ours, ParallelNet)
     assert_same_blocks(load_parallel(head), ours)
     load_parallel(head).save_pretrained(head / "again")

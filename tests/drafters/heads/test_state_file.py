@@ -25,7 +25,7 @@ from tests.tiny import tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, TokenleapError
 from tokenleap.core.files import FIRST_NAME
 from tokenleap.drafters.heads.folder import Verifier
-from tokenleap.drafters.heads.state import read_state_file, write_state_file
+from tokenleap.drafters.heads.layouts import StateFolder, write_head
 
 METHODS = list(STATE_NETS)
 VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
@@ -34,7 +34,7 @@ LINE = SamplingParams(temperature=0, max_tokens=6)
 
 def written(method: str, folder: Path, **fields: Any) -> Path:
     net = state_net(method, state_config(method, **fields), tiny_model())
-    write_state_file(folder, net, VERIFIER, {"seed": 3})
+    write_head(folder, net, VERIFIER, {"seed": 3})
     return folder
 
 
@@ -45,9 +45,8 @@ load = partial(load_head, method="medusa")
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_written_is_read(method: str, own_rows: bool, tmp_path: Path) -> None:
     folder = written(method, tmp_path / "head", own_rows=own_rows)
-    kind = STATE_NETS[method][0]
     net = state_net(method, state_config(method, own_rows=own_rows), tiny_model())
-    found = read_state_file(folder, kind)
+    found = StateFolder.read(folder, method)
     assert (found.config, found.verifier, found.notes) == (net.config, VERIFIER, {"seed": 3})
     assert found.draft_tokens.tolist() == list(range(0, 96, 2))
     wanted = net.wanted()
@@ -60,11 +59,11 @@ def test_what_is_written_is_read(method: str, own_rows: bool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_folder_with_the_projects_first_name(method: str, tmp_path: Path) -> None:
-    now = read_state_file(written(method, tmp_path / "head"), STATE_NETS[method][0])
+    now = StateFolder.read(written(method, tmp_path / "head"), method)
     config = tmp_path / "head" / "config.json"
     config.write_text(config.read_text().replace("tokenleap", FIRST_NAME))
     assert json.loads(config.read_text())["model_type"] == f"{FIRST_NAME}_head"
-    then = read_state_file(tmp_path / "head", STATE_NETS[method][0])
+    then = StateFolder.read(tmp_path / "head", method)
     assert (then.config, then.verifier, then.notes) == (now.config, now.verifier, now.notes)
 
 

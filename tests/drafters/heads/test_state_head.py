@@ -22,7 +22,8 @@ from tests.training.world import parts_of
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.heads import state
-from tokenleap.drafters.heads.state import KEPT, StateHead, load_net, read_state_file
+from tokenleap.drafters.heads.layouts import StateFolder
+from tokenleap.drafters.heads.state import KEPT, StateHead
 from tokenleap.drafters.heads.state_net import StateConfig
 from tokenleap.request import Request
 from tokenleap.runtime.network import Need
@@ -58,7 +59,7 @@ def saved(method: str, model: PreTrainedModel, folder: Path, **fields: Any) -> d
 
 def head_of(method: str, folder: Path, target: Target) -> StateHead:
     kind = STATE_NETS[method][0]
-    return StateHead(load_net(read_state_file(folder, kind), kind, target), target)
+    return StateHead(StateFolder.read(folder, kind.METHOD).load(target), target)
 
 
 def request_of(tokens: Sequence[int]) -> Request:
@@ -120,7 +121,7 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
     saved(method, model, tmp_path, **fields)
     target = Target(model, runtime=runtime)
     head = head_of(method, tmp_path, target)
-    net = load_net(read_state_file(tmp_path, STATE_NETS[method][0]), STATE_NETS[method][0], target)
+    net = StateFolder.read(tmp_path, method).load(target)
     tokens, hidden = text_and_states(target)
     decoder: Any = model.base_model
     normed = decoder(input_ids=torch.tensor([tokens])).last_hidden_state[0]

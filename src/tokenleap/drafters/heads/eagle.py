@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.blocks import BlockScorer
-from tokenleap.drafters.heads.checkpoint import Checkpoint
 from tokenleap.drafters.heads.eagle_net import (
     EagleLayer,
     EagleNet,
@@ -27,11 +26,11 @@ from tokenleap.drafters.heads.eagle_net import (
     ParallelNet,
     RMSNorm,
 )
-from tokenleap.drafters.heads.folder import check_layers, vocabulary_weights
+from tokenleap.drafters.heads.hidden import Committed, States
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.heads.probe import check_head
 from tokenleap.drafters.model_drafter import Head
 from tokenleap.drafters.models import OwnModel, scored
-from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 from tokenleap.runtime.choose import head_network
 from tokenleap.runtime.cpu import linear_layer
@@ -55,101 +54,11 @@ __all__ = [
     "EagleWeights",
     "Fusion",
     "ParallelHead",
-    "head_net",
     "head_passes",
     "load_head",
-    "load_parallel_head",
     "load_parts",
     "network_of",
 ]
-
-
-class _States:
-    """States, or hidden states, of adjacent tokens or of the nodes of a tree, in one buffer."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, 0)
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def keep(self, start: int, states: Tensor) -> None:
-        """Keep states [n, E] of the tokens from `start` on; those after them are forgotten."""
-        assert start <= self._length, "states of tokens before these are missing"
-        stop = start + len(states)
-        if stop > len(self._buffer):
-            larger = states.new_empty(max(64, 2 * stop), states.shape[1])
-            if start:
-                larger[:start] = self._buffer[:start]
-            self._buffer = larger
-        self._buffer[start:stop] = states
-        self._length = stop
-
-    def cut(self, length: int) -> None:
-        """Forget all but the first `length`."""
-        self._length = min(self._length, length)
-
-    def __getitem__(self, places: slice | Sequence[int]) -> Tensor:
-        """[n, E] a view for a slice, else a copy."""
-        index = places if isinstance(places, slice) else list(places)
-        return self._buffer[: self._length][index]
-
-
-_MOST_WAITING = 512
-"""Parts of a text whose states are not made yet: each of them holds on to the output of a pass."""
-
-
-class _Committed:
-    """The states of a request's committed tokens. They are made when they are first read.
-
-    A head that drafts in only some of the steps then makes the states of many tokens at once.
-    """
-
-    def __init__(self, fusion: Fusion) -> None:
-        self.fusion = fusion
-        self._made = _States()
-        self._waiting: list[tuple[int, Mapping[int, Tensor]]] = []  # number of tokens, their states
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def keep(self, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Keep the hidden states, [n, E] of each layer, of the tokens from `start` on."""
-        assert start <= self._length, "hidden states of tokens before these are missing"
-        if start < self._length:
-            self.cut(start)
-        count = len(hidden[self.fusion.layers[0]])
-        self._waiting.append((count, hidden))
-        self._length += count
-        if len(self._waiting) == _MOST_WAITING:
-            self._make()
-
-    def cut(self, length: int) -> None:
-        """Forget all but the first `length`."""
-        while self._waiting and self._length > length:
-            count, hidden = self._waiting.pop()
-            left = max(0, count - (self._length - length))
-            self._length -= count - left
-            if left:
-                part = {layer: states[:left] for layer, states in hidden.items()}
-                self._waiting.append((left, part))
-        self._made.cut(length)
-        self._length = min(self._length, length)
-
-    def __getitem__(self, tokens: slice) -> Tensor:
-        """[n, E] a view."""
-        if self._waiting:
-            self._make()
-        return self._made[tokens]
-
-    @torch.inference_mode()  # as in a step, since prompts are shown outside of one
-    def _make(self) -> None:
-        parts = [hidden for _, hidden in self._waiting]
-        hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in self.fusion.layers}
-        self._made.keep(len(self._made), self.fusion(hidden))
-        self._waiting = []
 
 
 class EagleHead(OwnModel, Head):
@@ -167,15 +76,17 @@ class EagleHead(OwnModel, Head):
         self.token_ids = token_ids.to(head.device)
         self.layers = fusion.layers
         self._fusion = fusion
-        self._states = PerRequest(lambda: _Committed(self._fusion))
-        self._outputs = PerRequest(_States)  # states after the nodes of the tree
+        self._states = PerRequest(lambda: Committed(self._fusion))
+        self._outputs = PerRequest(States)  # states after the nodes of the tree
 
-    def use_head(self, network: Network, fusion: Fusion) -> None:
+    def use_head(self, net: EagleNet, target: Target, quantization: str | None) -> None:
         """Draft with other weights of the same sizes, on the KV and the states that are there."""
+        network = network_of(net, target, quantization)
+        native = isinstance(network, NativeDecoder)
         self.use(network)
-        self._fusion = fusion
+        self._fusion = Fusion(net, target.dtype, target.device, native=native)
         for states in self._states.values():
-            states.fusion = fusion
+            states.fusion = self._fusion
 
     def seen(self, request: Request) -> Sequence[int]:
         """The token of every pair: all committed tokens but the first."""
@@ -192,7 +103,6 @@ class EagleHead(OwnModel, Head):
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
-        """One pass of the head; logits [n, Vd] of the tokens `token_ids`."""
         new = zip(keys, trees, num_computed, strict=True)
         states = [self._states_of_new_nodes(*each) for each in new]
         layer = self._model.network.num_layers
@@ -236,45 +146,30 @@ class EagleHead(OwnModel, Head):
         self._states[request.key].cut(len(request.token_ids) - 1)
 
 
-def head_net(checkpoint: Checkpoint, target: Target) -> EagleNet:
-    """The network of a checkpoint, over a target's weights."""
-    placed = checkpoint.for_target(target.network.num_layers)
-    net = placed.net(*vocabulary_weights(target), target.final_norm)
-    if isinstance(net, FeatureNet) and target.final_norm is None:
-        raise CompatibilityError(
-            f"{checkpoint.path}: an EAGLE-1 head reads hidden states after the final norm, and it "
-            "is not known which norm of this architecture that is."
-        )
-    return net
-
-
 def load_parts(
-    checkpoint: Checkpoint,
+    file: EagleFolder,
     target: Target,
     tokenizer: PreTrainedTokenizerBase | None = None,
     quantization: str | None = None,
 ) -> tuple[EagleNet, Passes, Fusion]:
-    """The head of a checkpoint for a target, its KV rows, and what makes its states."""
-    check_layers(checkpoint.path, checkpoint.description.verifier, target.network.num_layers)
-    net = head_net(checkpoint, target)
-    if int(net.draft_tokens[-1]) >= target.vocab_size:
-        raise CompatibilityError(
-            f"{checkpoint.path}: the head drafts tokens that this model cannot: train one for it."
-        )
-    check_head(checkpoint, net.to(target.device), target, tokenizer)
+    """The head of a folder for a target, its KV rows, and what makes its states."""
+    net = file.load(target)
+    check_head(file, net.to(target.device), target, tokenizer)
     passes = head_passes(net, target, quantization)
     native = isinstance(passes.network, NativeDecoder)
     return net, passes, Fusion(net, target.dtype, target.device, native=native)
 
 
 def load_head(
-    checkpoint: Checkpoint,
+    file: EagleFolder,
     target: Target,
     tokenizer: PreTrainedTokenizerBase | None = None,
     quantization: str | None = None,
 ) -> tuple[EagleHead, Passes]:
-    """The head of a checkpoint for a target, and its KV rows: see `load_parts`."""
-    net, passes, fusion = load_parts(checkpoint, target, tokenizer, quantization)
+    """The head of a folder for a target, and its KV rows: see `load_parts`."""
+    net, passes, fusion = load_parts(file, target, tokenizer, quantization)
+    if isinstance(net, ParallelNet):
+        return ParallelHead(passes, fusion, net), passes
     return EagleHead(passes, fusion, net.draft_tokens), passes
 
 
@@ -343,7 +238,6 @@ class EagleWeights:
 
 
 def network_of(net: EagleNet, target: Target, quantization: str | None) -> Network:
-    """The network that computes a head; see `head_network`."""
     weights, own = EagleWeights(net), target.quantization
     return head_network(weights, target.network, quantization, of_target=own)
 
@@ -428,7 +322,7 @@ class _Fusion:
 # `parallel`: one pass of a trained head drafts a whole block (P-EAGLE, arXiv 2602.01469).
 #
 # The head is an EAGLE-3 head with learnt masks after the root (see `eagle_net.py`). Every level
-# of a draft is one node of its pass (see `block.py`).
+# of a draft is one node of its pass (see `drafters/blocks.py`).
 
 
 class ParallelHead(BlockScorer, EagleHead):
@@ -460,15 +354,3 @@ def _mask_state(net: ParallelNet, fusion: Fusion, head: Passes) -> Tensor:
     """[1, E] the state of a mask, from its features like that of a token."""
     features = net.mask_features().detach().to(head.device, head.dtype)
     return fusion.of_parts([row.unsqueeze(0) for row in features])
-
-
-def load_parallel_head(
-    checkpoint: Checkpoint,
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    quantization: str | None = None,
-) -> tuple[ParallelHead, Passes]:
-    """The head of a checkpoint for a target, and its KV rows: see `eagle.load_parts`."""
-    net, passes, fusion = load_parts(checkpoint, target, tokenizer, quantization)
-    assert isinstance(net, ParallelNet), "read_checkpoint was asked for such a head"
-    return ParallelHead(passes, fusion, net), passes

@@ -79,7 +79,6 @@ class EagleConfig:
     qk_norm: bool = False
 
     def rotary(self) -> LlamaRotaryEmbedding:
-        """The rotary embedding of Transformers."""
         # Only the fields that it reads: Transformers checks the others against each other.
         config = LlamaConfig(
             num_attention_heads=1,
@@ -188,7 +187,6 @@ class EagleLayer(nn.Module):
 
 
 def at(x: Tensor, roots: Tensor) -> Tensor:
-    """[B, T, n] at the indices [B, Q] -> [B, Q, n]."""
     return x.gather(1, roots.unsqueeze(-1).expand(-1, -1, x.shape[-1]).expand(len(x), -1, -1))
 
 
@@ -251,14 +249,12 @@ class EagleNet(nn.Module):
         self.rotary = config.rotary()
 
     def initialise(self) -> None:
-        """Draw random weights, for training; without it those of linear layers are undefined."""
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
     @property
     def layer(self) -> EagleLayer:
-        """The only layer."""
         return cast("EagleLayer", self.layers[0])
 
     @property
@@ -387,7 +383,6 @@ class _Level:
         return cos[:, None], sin[:, None]
 
     def at(self, roots: Tensor) -> _Level:
-        """Only the pairs [B, Q]."""
         cos, sin = (at(each, roots) for each in self.angles)
         mask = self.mask.expand(len(roots), -1, -1, -1)
         seen = at(mask.squeeze(1), roots).unsqueeze(1)
@@ -441,7 +436,6 @@ class ParallelNet(EagleNet):
     def _levels(
         self, tokens: Tensor, states: Tensor, roots: Tensor, sizes: Sequence[int]
     ) -> list[_Level]:
-        """The inputs of the first layer."""
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]  # [1, T]
         levels = [self._level(tokens, states, places.expand_as(tokens), places)]
         mask_state = self.fuse(self.mask_features())
@@ -556,9 +550,7 @@ class FeatureNet(EagleNet):
         return x, x
 
     def next_states(self, outputs: Tensor) -> Tensor:
-        """[..., E] predicted features, which the next level reads."""
         return outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """[..., E] predicted features -> [..., Vd] logits, in float32."""
         return F.linear(outputs.to(self.head.dtype), self.head).float()

@@ -2,7 +2,7 @@
 
 They take weights from the head's file that are the target's own: vLLM the output rows of a reduced
 draft vocabulary, without which it does not load the head, and `speculators` the embedding as well,
-without which it computes with whatever is in memory. See `checkpoint.py` for the format.
+without which it computes with whatever is in memory. See `layouts.py` for the format.
 """
 
 from __future__ import annotations
@@ -15,22 +15,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.files import write_whole
-from tokenleap.drafters.heads.checkpoint import (
-    EMBEDDING,
-    KINDS,
-    OUTPUT_ROWS,
-    fields_of,
-    file_tensors,
-    read_checkpoint,
-)
 from tokenleap.drafters.heads.eagle import load_parts
 from tokenleap.drafters.heads.eagle_net import FeatureNet
-from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json, write_folder
+from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json
+from tokenleap.drafters.heads.layouts import EMBEDDING, OUTPUT_ROWS, EagleFolder, write_head
 from tokenleap.drafters.heads.probe import Probe, look, our_text
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.runtime.target import Target
 
 __all__ = ["check_folder", "export_head", "record_probe"]
+
+_METHODS = ("eagle", "parallel")
+"""Whose heads can be exported and checked."""
 
 
 def export_head(
@@ -44,11 +40,10 @@ def export_head(
     """
     if to.exists() and to.resolve() == source.resolve():
         raise ModelError(f"{to} is the head itself: give another folder.")
-    checkpoint = read_checkpoint(source, list(KINDS)).for_target(layers)
-    net = checkpoint.net(embedding, rows)
-    described = checkpoint.description
-    check_layers(source, described.verifier, layers)
-    named = replace(described, verifier=replace(described.verifier, name_or_path=verifier))
+    file = EagleFolder.read(source, *_METHODS).for_target(layers)
+    net = file.net(embedding, rows)
+    check_layers(source, file.verifier, layers)
+    named = replace(file.verifier, name_or_path=verifier)
     vocabulary = {OUTPUT_ROWS: net.head, EMBEDDING: net.embedding}
     if isinstance(net, FeatureNet):
         if net.config.draft_vocab_size != net.config.vocab_size:
@@ -58,7 +53,7 @@ def export_head(
             )
         del vocabulary[OUTPUT_ROWS]  # the layout has none
     shared = {name: tensor.detach().contiguous() for name, tensor in vocabulary.items()}
-    write_folder(to, {**file_tensors(net), **shared}, fields_of(named))
+    write_head(to, net, named, file.notes, shared)
 
 
 # Records what a head that was trained elsewhere, or long ago, does with its target.
@@ -66,7 +61,7 @@ def export_head(
 
 def check_folder(folder: Path, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> Probe:
     """Check an EAGLE head as when it is loaded, then run it and a target on our text."""
-    net, _, fusion = load_parts(read_checkpoint(folder, list(KINDS)), target, tokenizer)
+    net, _, fusion = load_parts(EagleFolder.read(folder, *_METHODS), target, tokenizer)
     tokens = our_text(tokenizer)
     if len(tokens) < 2 or len(tokens) >= target.max_model_len:
         raise CompatibilityError(

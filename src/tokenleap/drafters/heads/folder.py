@@ -65,7 +65,6 @@ class Verifier:
 
 
 def existing_folder(path: str | Path) -> Path:
-    """The folder of a head."""
     if not Path(path).is_dir():
         raise ModelError(f"there is no folder {path}: give the folder of a trained head.")
     return Path(path)
@@ -91,7 +90,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def validated(kind: type[_Fields], fields: Any, path: Path) -> _Fields:
-    """Fields of a file as a pydantic model or a dataclass."""
     try:
         return files.validated(kind, fields)
     except ValueError as error:
@@ -176,7 +174,6 @@ def draft_tokens(path: Path, offsets: Tensor | None, count: int, vocab_size: int
 def check_sizes(
     folder: Path, verifier: Verifier, sizes: tuple[int, int], found: tuple[int, ...]
 ) -> None:
-    """Refuse a head that was trained for a model of other sizes."""
     if sizes != found:
         raise CompatibilityError(
             f"{folder}: this head was trained for {verifier.name_or_path} with a vocabulary of "
@@ -186,7 +183,6 @@ def check_sizes(
 
 
 def check_layers(folder: Path, verifier: Verifier, layers: int) -> None:
-    """Refuse a head that was trained for a model with another number of decoder layers."""
     if verifier.num_layers not in (None, layers):
         raise CompatibilityError(
             f"{folder}: this head was trained for {verifier.name_or_path} with "

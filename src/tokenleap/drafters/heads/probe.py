@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.tree import chain
-from tokenleap.drafters.heads.checkpoint import Checkpoint
 from tokenleap.drafters.heads.eagle_net import EagleNet, FeatureNet, ParallelNet, default_layers
 from tokenleap.drafters.heads.folder import CONFIG, Verifier, validated
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.chat_template import rendered
 from tokenleap.runtime.kv_slab import SlabFull
@@ -114,7 +114,6 @@ class Seen:
 
 
 def look(target: Target, tokens: Sequence[int], layers: Iterable[int] = ()) -> Seen:
-    """Run a target over a text."""
     need = Need(hidden=tuple(sorted(set(layers))))
     target.add(INTERNAL_KEY)
     try:
@@ -193,20 +192,20 @@ def _compare(folder: Path, verifier: Verifier, probe: Probe, seen: Seen) -> None
 
 
 def check_head(
-    checkpoint: Checkpoint,
+    file: EagleFolder,
     net: EagleNet,
     target: Target,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
     """Refuse an EAGLE head for another model; warn if it reads the wrong layers."""
-    folder, described = checkpoint.path, checkpoint.description
-    probe = _recorded(folder, described.notes, target.vocab_size)
+    folder = file.path
+    probe = _recorded(folder, file.notes, target.vocab_size)
     tokens = our_text(tokenizer) if probe is None else _split(probe.tokens)
     layers, last = net.config.aux_layers, target.network.num_layers
     if max(layers) > last or (seen := _seen(target, tokens, layers)) is None:
         return  # layers that do not exist are refused for every drafter
     if probe is not None:
-        _compare(folder, described.verifier, probe, seen)
+        _compare(folder, file.verifier, probe, seen)
     share, least = accepted(net, seen, layers), _least(probe)
     if share >= least:
         return

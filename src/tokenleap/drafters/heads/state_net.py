@@ -6,7 +6,7 @@ target's final norm (what the target's own output layer reads), and from the roo
 any other node comes from its parent's state, its token and its depth. The head for this depth turns
 the state into logits of the next token.
 
-A `StateNet` is what training trains. `state_head.py` serves the same module, with its linear layers
+A `StateNet` is what training trains. `state.py` serves the same module, with its linear layers
 packed.
 """
 
@@ -134,12 +134,10 @@ class StateNet(nn.Module, ABC):
 
     @classmethod
     def reads_embedding(cls, config: StateConfig) -> bool:
-        """Whether a head needs the target's embedding."""
         return cls.reads_tokens
 
     @property
     def output_width(self) -> int:
-        """Width of what the output layers read."""
         return self.config.hidden_size
 
     @property
@@ -232,6 +230,18 @@ class StateNet(nn.Module, ABC):
         return {name: tensor for name, tensor in self.state_dict().items() if name != "d2t"}
 
 
+class _HiddenNet(StateNet):
+    """A state is the hidden state itself."""
+
+    reads_tokens = False
+
+    def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return hidden
+
+    def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        return states
+
+
 # `medusa`: K heads on one hidden state, one for each position (Cai et al., arXiv 2401.10774).
 #
 # The head for depth k predicts from the hidden state h alone (equation 1 of the paper):
@@ -261,18 +271,16 @@ class _Block(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
 
 
-class MedusaNet(StateNet):
-    """See `StateNet`. A state is the hidden state itself."""
+class MedusaNet(_HiddenNet):
+    """See `StateNet`."""
 
     METHOD = "medusa"
     Config: ClassVar[type[StateConfig]] = MedusaConfig
-    reads_tokens = False
 
     def __init__(
         self, config: MedusaConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
@@ -286,12 +294,6 @@ class MedusaNet(StateNet):
             for layer in cast("_Block", block).layers:
                 for parameter in layer.parameters():
                     nn.init.zeros_(parameter)
-
-    def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return hidden
-
-    def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        return states
 
     def outputs(self, states: Tensor, depth: int) -> Tensor:
         x: Tensor = self.blocks[depth](states)
@@ -397,17 +399,15 @@ class _BlockwiseHead(nn.Module):
         self.output = linear(config.inner_size, config.hidden_size, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] -> [..., E]."""
         y: Tensor = x + self.output(F.relu(self.hidden(x)))
         return y
 
 
-class BlockwiseNet(StateNet):
-    """See `StateNet`. A state is the hidden state itself."""
+class BlockwiseNet(_HiddenNet):
+    """See `StateNet`."""
 
     METHOD = "blockwise"
     Config: ClassVar[type[StateConfig]] = BlockwiseConfig
-    reads_tokens = False
 
     def __init__(
         self, config: BlockwiseConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
@@ -421,12 +421,6 @@ class BlockwiseNet(StateNet):
             nn.init.normal_(head.hidden.weight, std=self.config.hidden_size**-0.5)
             for zero in (head.hidden.bias, head.output.weight, head.output.bias):
                 nn.init.zeros_(zero)
-
-    def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return hidden
-
-    def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
-        return states
 
     def outputs(self, states: Tensor, depth: int) -> Tensor:
         x: Tensor = self.heads[depth](states)
