@@ -161,7 +161,6 @@ class Estimates:
         return plan.rate * (node + per_level * shared * further)
 
     def rest(self, batch: Sequence[Request], steps: int) -> None:
-        """Record steps in which these requests had no drafts and nothing was planned."""
         for request in batch:
             if history := self._histories.get(request.key):
                 history.rest(steps)
@@ -223,7 +222,7 @@ class Decayed:
         self._total = self._weight = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Add to the total and to the weight that it is divided by."""
+        """Add to the total and to the weight that divides it."""
         self._total = self._memory * self._total + value
         self._weight = self._memory * self._weight + weight
 
@@ -414,7 +413,6 @@ class History:
         self.caught_up, self.depth = self.depth > 0, depth
 
     def rest(self, steps: int) -> None:
-        """Record so many steps without a draft, after one without."""
         self.plain_steps, self.caught_up, self.depth = self.plain_steps + steps, False, 0
 
     def skip(self) -> None:

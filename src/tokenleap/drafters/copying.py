@@ -105,9 +105,7 @@ class Alignment:
     ) -> Alignment:
         """How an encoder-decoder's source is copied: from its beginning.
 
-        Args:
-            given: how the text begins whatever the model finds: the decoder's prompt, and the token
-                that comes first by the model's rules.
+        `given` is the beginning of every text: the decoder's prompt, and tokens forced after it.
         """
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
@@ -117,7 +115,6 @@ class Alignment:
         return alignment
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Follow the new committed tokens, one by one; `tokens` is the whole text."""
         for end in range(self._seen + 1, len(tokens) + 1):
             self._follow(tokens, end)
         self._seen = max(self._seen, len(tokens))
@@ -188,7 +185,6 @@ class CopyDrafter(OneByOne):
 
 
 def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
-    """How many special tokens stand in front."""
     return sum(1 for _ in takewhile(special.__contains__, tokens))
 
 
@@ -384,14 +380,11 @@ class Follower:
     tokens that the output has in their place. The same edit is expected wherever else the old
     tokens come, as when a name is changed throughout a file. An edit that fails as often as it is
     right is no longer expected.
-
-    Attributes:
-        seen: tokens of the request that need no following any more.
     """
 
     def __init__(self, text: PredictedText, seen: int) -> None:
         self._text = text
-        self.seen = seen
+        self.seen = seen  # tokens of the request that need no following any more
         self._aligned = True
         self._at = 0  # index of the expected token, or of the first one of `_edit.old`
         self._match = 0  # tokens that the output has followed since the last alignment

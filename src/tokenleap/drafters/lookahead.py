@@ -89,7 +89,6 @@ class Window:
             yield [*self.rows[0][:index], *column], column
 
     def advance(self, length: int, guesses: Sequence[int]) -> None:
-        """Move the window past the text after a step."""
         shift = length - self._length
         if guesses:
             self.rows.append(list(guesses))
@@ -325,13 +324,10 @@ class RecycleDrafter(OneByOne):
 
 
 def most_probable(logits: Tensor, count: int) -> list[int]:
-    """The tokens of the largest logits, the largest first.
+    """The tokens of the largest of [V] logits, the largest first.
 
     The result is exact, and several times faster than `topk` over the vocabulary: the `count`
     largest logits lie in the `count` blocks with the largest maxima.
-
-    Args:
-        logits: [V] logits.
     """
     count, blocks = min(count, len(logits)), len(logits) // _BLOCK
     if logits.device.type != "cpu" or blocks < 2 * count:

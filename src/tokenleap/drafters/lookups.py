@@ -66,11 +66,9 @@ class SearchedText:
         self._text += "".join(map(chr, tokens[len(self._text) :]))
 
     def find(self) -> tuple[int, int]:
-        """Find the latest earlier occurrence of the longest suffix that occurs.
+        """The position after the latest earlier occurrence of the longest suffix, and its length.
 
-        Returns:
-            The position after the occurrence, and the length of the match there. The match may be
-            longer than the longest suffix that is looked up, and is 0 if no suffix occurs.
+        The match may be longer than the longest suffix that is looked up; 0 if no suffix occurs.
         """
         text, length = self._text, 0
         end = len(text) - 1  # an occurrence must have a successor
@@ -192,11 +190,7 @@ _NOWHERE: Positions = np.empty(0, dtype=np.int64)
 
 
 def _ends_of(tokens: NDArray[Any]) -> dict[int, Positions]:
-    """Token -> positions after its occurrences, ascending, without the ends of texts.
-
-    Args:
-        tokens: [N] token ids and separators.
-    """
+    """Token -> ascending positions after its occurrences in [N] tokens; text ends are none."""
     (followed,) = (tokens[1:] != SEPARATOR).nonzero()
     order = followed[tokens[followed].argsort(kind="stable")]
     distinct, starts = np.unique(tokens[order], return_index=True)
@@ -268,11 +262,7 @@ ORDERS = (2, 3, 4)
 
 
 class NgramTable:
-    """Successor counts of every context of one text.
-
-    Args:
-        window: number of latest tokens that are counted; None counts all of them.
-    """
+    """Successor counts of every context of one text, or of its latest `window` tokens."""
 
     def __init__(self, window: int | None = None) -> None:
         self._window = window
@@ -387,12 +377,7 @@ class RegexDrafter(OneByOne):
 
 
 class RandomDrafter(OneByOne):
-    """Chains with a uniform q, at every temperature.
-
-    Args:
-        coupled: whether to draw with the target's own noise. This raises the probability that the
-            drafted token is the target's token.
-    """
+    """Chains with a uniform q, at every temperature."""
 
     def __init__(self, *, coupled: bool) -> None:
         self._coupled = coupled

@@ -92,7 +92,6 @@ class EarlierOutputs:
         self.num_tokens -= len(text.tokens)
 
     def used(self, scope: Scope, key: int) -> None:
-        """Mark an output as used just now; nothing happens if it was dropped meanwhile."""
         if (scope.salt, key) in self._texts:
             self._texts.move_to_end((scope.salt, key))
 
@@ -179,7 +178,6 @@ class SuffixDrafter(OneByOne):
         return best
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Count the tokens that were found in earlier outputs and are part of this one."""
         for outcome in outcomes:
             if tree := self._recalled.pop(outcome.request.key, None):
                 outcome.request.metrics.accepted_earlier_tokens += len(outcome.kept_of(tree))
@@ -190,7 +188,6 @@ class SuffixDrafter(OneByOne):
         self._rewound.add(request.key)
 
     def release(self, request: Request) -> None:
-        """Drop the request's trie, and keep its output for later requests."""
         super().release(request)
         if request.key not in self._rewound:
             self._earlier.add(request.output_ids, request.scope)

@@ -100,7 +100,6 @@ class Datastore:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all texts."""
         return len(self.tokens) - self.num_documents
 
     @property
@@ -130,13 +129,9 @@ class Datastore:
         return range(low, bisect_right(self._suffixes, pattern, lo=low, key=start))
 
     def find_suffix(self, text: Sequence[int], shortest: int, longest: int) -> tuple[int, range]:
-        """Find the longest suffix of a text that occurs.
+        """The length and the occurrences (in `suffixes`) of the longest suffix of a text.
 
         If a suffix occurs, all shorter ones do. A binary search therefore finds its length.
-
-        Returns:
-            Its length, and its occurrences as indices into `suffixes`; 0 and an empty range if no
-            suffix occurs.
         """
         lengths = range(shortest, min(longest, len(text)) + 1)
         num_found = bisect_left(lengths, True, key=lambda size: not self.find(text[-size:]))
@@ -274,10 +269,7 @@ class RestDrafter(OneByOne):
         return Draft.deterministic(tree, features)
 
     def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:
-        """Length of the longest suffix that occurs, and the continuations of its occurrences.
-
-        Each continuation has up to `length` tokens.
-        """
+        """Length of the longest suffix that occurs, and what follows its occurrences."""
         options = self._options
         match, hits = self._datastore.find_suffix(text, options.min_match, options.max_match)
         selected = spread(hits, options.max_hits)

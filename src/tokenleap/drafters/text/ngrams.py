@@ -68,12 +68,7 @@ def read_tokens(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Iterator[Ints]]:
-    """Tokenise files, block by block.
-
-    Returns:
-        For each file an iterator over the token ids [N] of its blocks. They must be consumed in
-        this order.
-    """
+    """For each file an iterator over the token ids [N] of its blocks, to be read in this order."""
     done = 0
 
     def tokens(file: str | Path) -> Iterator[Ints]:
@@ -140,11 +135,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
-    """Check that all tokens lie in the vocabulary.
-
-    Args:
-        tokens: [N] token ids.
-    """
+    """Check that all tokens [N] lie in the vocabulary."""
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise TokenleapError(f"a token is outside the vocabulary of {vocab_size} tokens.")
 
@@ -177,11 +168,7 @@ def check_target(
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A kind of file.
-
-    Args:
-        what: the name of such a file in messages, such as "datastore".
-    """
+    """A kind of file; `what` is its name in messages, such as "datastore"."""
 
     format: str
     version: int
@@ -395,7 +382,6 @@ class _Counter:
         self._before = np.empty(0, dtype=np.int64)  # last two tokens of the previous piece
 
     def begin_text(self) -> None:
-        """Start a new text, so that no n-gram reaches into it from the one before."""
         self._before = self._before[:0]
 
     def add(self, tokens: Ints) -> None:
@@ -447,7 +433,6 @@ class _Counter:
 
 
 def _merge(first: tuple[Ints, Ints], second: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """Merge two runs of ascending n-grams and their counts."""
     keys = np.concatenate([first[0], second[0]])
     counts = np.concatenate([first[1], second[1]])
     order = keys.argsort(kind="stable")
