@@ -31,6 +31,7 @@ from tokenleap.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDis
 from tokenleap.core.acceptance.rules import Block, Lenient
 from tokenleap.core.noise import StepNoise
 from tokenleap.core.tree import Draft
+from tokenleap.drafters.base import Drafter
 from tokenleap.drafters.registry import METHODS
 from tokenleap.request import Request
 
@@ -164,6 +165,12 @@ class Never(AcceptanceRule):
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         return Accepted((), noise.draw(p[0], 0), draft.tree.children[0], "never")
+
+
+@pytest.mark.parametrize("name", ["drafts_trees", "hidden_layers"])
+def test_traits_are_no_class_attributes(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Own\.{name}: set traits = DrafterTraits\({name}=...\)"):
+        type("Own", (Drafter,), {name: True})
 
 
 def test_a_rule_of_the_users_own() -> None:

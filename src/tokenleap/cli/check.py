@@ -37,7 +37,7 @@ def check(
     if not head.is_dir():
         raise UsageError(f"there is no folder {head}")
     from tokenleap.config import SpeculativeConfig
-    from tokenleap.drafters.heads.export import check_folder, record_probe
+    from tokenleap.drafters.heads.eagle import check_folder, record_probe
 
     llm = open_llm(target, SpeculativeConfig())
     probe = check_folder(head, llm.engine.target, llm.tokenizer)

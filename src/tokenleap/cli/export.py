@@ -44,7 +44,7 @@ def export(
     with working(f"Loading {model}"):
         import torch
 
-        from tokenleap.drafters.heads.export import export_head
+        from tokenleap.drafters.heads.eagle import export_head
         from tokenleap.models import load_model
         from tokenleap.runtime.target import vocabulary_weights
 

@@ -1,10 +1,14 @@
 """Drafters: they propose the next tokens.
 
-Each method has its own file, and `registry` is the only place that knows the methods by name. It
-maps them to what `spec` says of a method; drafters that need models or files are made in `build`.
-`base` defines the interface `Drafter`, which `speculation` calls before and after every target
-pass. The methods fall into groups. Lookup methods search text (`ngram`, `suffix`, `copy`, `rest`,
-`corpus_ngram`, with their data structures in `text/`). Model methods run a smaller model or a part
-of the target (`model_drafter`). `lookahead`, `pad` and `recycle` read the target's own logits.
-`cascade`, `horizontal` and `combine` build one drafter from others.
+`base` has the interface `Drafter`, which `speculation` calls before and after every target pass;
+`options` the options of all methods; and `registry`, the only place that knows methods by name,
+maps them to their `spec`, whose constructors are in `build`.
+
+- Lookups search text: `lookups`, `suffix`, `copying`; `text/` has the indexes of files.
+- `lookahead` and `padding` read the target's own logits.
+- A model drafts in `model_drafter`, whose trees are `growth` in a `shapes`: draft models and parts
+  of the target (`models`), with another vocabulary (`vocabulary`), with all levels in one pass
+  (`blocks`, `spec_drafter`), and heads that were trained for the target (`heads/`).
+- `combine` makes one drafter of several, `beams` drafts for beam searches, and `online` and
+  `learnable` are about drafters that learn while they serve.
 """

@@ -176,6 +176,15 @@ class Drafter(ABC):
     traits: DrafterTraits = DrafterTraits()
     inner: Sequence[Drafter] = ()
 
+    def __init_subclass__(cls) -> None:
+        """Refuse traits as class attributes, where nobody would read them.
+
+        Raises:
+            TypeError: a class attribute has the name of a trait.
+        """
+        for name in DrafterTraits.__dataclass_fields__.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{name}: set traits = DrafterTraits({name}=...).")
+
     def level_sizes(self, limit: int) -> Sequence[int] | None:
         """The number of nodes at each level of a full draft, for controllers.
 

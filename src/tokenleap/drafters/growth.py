@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, LazyDistribution, Limits
 from tokenleap.core.noise import Noise
-from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.shapes import Node, Shape
 from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthDraw
@@ -22,6 +22,7 @@ from tokenleap.runtime.network import GrownTree
 
 __all__ = [
     "Drawn",
+    "GrowingChain",
     "Growth",
     "allowed_part",
     "best_first_nodes",
@@ -115,6 +116,35 @@ class Growth:
         return list(nodes.values())
 
 
+class GrowingChain:
+    """A chain that is being drafted. It ends with its budget, and below an improbable token.
+
+    Attributes:
+        tokens: drafted so far, and `q` and `path_probs` as in `Draft`.
+    """
+
+    def __init__(self, root: int, budget: Budget) -> None:
+        self._root, self._budget = root, budget
+        self.tokens: list[int] = []
+        self.q: list[Distribution] = []
+        self.path_probs: list[float] = []
+        self.ended = not budget.chain
+
+    def add(self, token: int, q: Distribution, probability: float) -> None:
+        """Append a token with the distribution that it was drawn from."""
+        path_prob = probability * (self.path_probs[-1] if self.path_probs else 1.0)
+        self.tokens.append(token)
+        self.q.append(q)
+        self.path_probs.append(path_prob)
+        full = len(self.tokens) == self._budget.chain
+        self.ended = full or self._budget.stops_below(probability, path_prob)
+
+    def draft(self, *, with_probs: bool = True) -> Draft:
+        """The chain; `path_probs` are for controllers that learn where to end drafts."""
+        probs = tuple(self.path_probs) if with_probs else ()
+        return Draft(chain([self._root, *self.tokens]), tuple(self.q), path_probs=probs)
+
+
 # How `ModelDrafter` chooses the children of one node: the most probable tokens, or drawn ones.
 #
 # The native runtime draws the same tokens (`runtime/native/drawing.h`); `grown_draws` reads them.
@@ -170,12 +200,8 @@ def most_probable_below(
 
 def distinct(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
     """`width` draws without replacement: the q of each excludes its earlier siblings."""
-    drawn, left = [], distribution
-    for token in noise.draw_distinct(distribution, depth, width):
-        drawn.append((token, left, distribution.prob(token)))
-        if len(drawn) < width:
-            left = left.without(token)
-    return drawn
+    tokens = noise.draw_distinct(distribution, depth, width)
+    return _one_by_one(tokens, [distribution.prob(token) for token in tokens], distribution)
 
 
 def independent(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
@@ -187,11 +213,21 @@ def independent(distribution: Distribution, noise: Noise, depth: int, width: int
 def coupled_draws(distribution: Distribution, noise: Noise, depth: int, width: int) -> list[Drawn]:
     """The same draws as `distinct` with the target's own noise; their probability is `clarity`."""
     tokens, shares = _with_clarity(distribution, noise, depth, width)
-    drawn, left = list[Drawn](), distribution
-    for token, share in zip(tokens, shares, strict=True):
-        drawn.append((token, left, share))
+    return _one_by_one(tokens, shares, distribution)
+
+
+def _one_by_one(
+    tokens: Sequence[int],
+    probabilities: Sequence[float],
+    whole: Distribution,
+    without: Callable[[Distribution, int], Distribution] = Distribution.without,
+) -> list[Drawn]:
+    """Siblings that were drawn without replacement: the q of each excludes the earlier ones."""
+    drawn, left = list[Drawn](), whole
+    for token, probability in zip(tokens, probabilities, strict=True):
+        drawn.append((token, left, probability))
         if len(drawn) < len(tokens):
-            left = left.without(token)
+            left = without(left, token)
     return drawn
 
 
@@ -278,13 +314,10 @@ def _without_replacement(
     row, first = tree.logits[tree.rows[siblings[0]]], siblings[0]
     known = None if truncated else (tree.tokens[first], tree.shown[first])
     whole: Distribution = LazyDistribution(lambda: q_of(row), known)
-    drawn, left = list[Drawn](), whole
-    for node in siblings:
-        token = tree.tokens[node]
-        probability = whole.prob(token) if reads_q else tree.probabilities[node]
-        drawn.append((token, left, probability))
-        left = _without(left, token)
-    return drawn
+    tokens = [tree.tokens[node] for node in siblings]
+    shown = [tree.probabilities[node] for node in siblings]
+    probabilities = [whole.prob(token) for token in tokens] if reads_q else shown
+    return _one_by_one(tokens, probabilities, whole, _without)
 
 
 def _without(distribution: Distribution, token: int) -> Distribution:

@@ -11,7 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isnan
+from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from tokenleap.control import Budget
@@ -44,7 +46,15 @@ from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.network import GrownTree, GrowthLimit, PassOutput
 from tokenleap.runtime.target import Target
 
-__all__ = ["Head", "HeadDrafter", "ModelDrafter", "Scorer", "TargetScorer"]
+__all__ = [
+    "Committed",
+    "Head",
+    "HeadDrafter",
+    "ModelDrafter",
+    "Scorer",
+    "States",
+    "TargetScorer",
+]
 
 
 class Scorer(ABC):
@@ -457,3 +467,128 @@ class HeadDrafter(ModelDrafter):
 
     def rewind(self, request: Request) -> None:
         self._scorer.rewind(request)
+
+
+# States of the committed text, which heads make from the target's hidden states.
+
+
+Hidden: TypeAlias = Mapping[int, Tensor]
+"""Layer id -> [n, E] the target's hidden states of n tokens."""
+
+_MOST_WAITING = 512
+"""Parts of a text whose states are not made yet: each of them holds on to the output of a pass."""
+
+
+class States:
+    """States of adjacent tokens, or of the nodes of a tree, in one buffer.
+
+    Args:
+        most: keeps only so many of the last ones; None keeps all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self._buffer = torch.empty(0, 0)
+        self._first = self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def keep(self, start: int, states: Tensor) -> None:
+        """Keep states [n, E] of the tokens from `start` on; those after them are forgotten."""
+        self.cut(start)
+        if self._most is not None:
+            start, states = start + max(0, len(states) - self._most), states[-self._most :]
+        if self._first + self._length != start:
+            assert self._most is not None, "states of tokens before these are missing"
+            self._first, self._length = start, 0
+        stop = self._length + len(states)
+        if stop > len(self._buffer):
+            larger = states.new_empty(max(64, 2 * stop), states.shape[1])
+            if self._length:
+                larger[: self._length] = self._buffer[: self._length]
+            self._buffer = larger
+        self._buffer[self._length : stop] = states
+        self._length = stop
+        if self._most is not None and stop > self._most:
+            self._buffer[: self._most] = self._buffer[stop - self._most : stop].clone()
+            self._first, self._length = self._first + stop - self._most, self._most
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` tokens of the text."""
+        self._length = max(0, min(self._length, length - self._first))
+
+    def __getitem__(self, places: slice | Sequence[int]) -> Tensor:
+        """[n, E] a view for a slice, else a copy."""
+        index = places if isinstance(places, slice) else list(places)
+        return self._buffer[: self._length][index]
+
+    def at(self, index: int) -> Tensor | None:
+        """[1, E] the state of a token; None if it is not kept."""
+        place = index - self._first
+        return self[place : place + 1] if 0 <= place < self._length else None
+
+
+class Fuses(Protocol):
+    """Makes states of the hidden states of these layers."""
+
+    layers: tuple[int, ...]
+
+    def __call__(self, hidden: Hidden) -> Tensor:
+        """Hidden states of n tokens -> [n, E] their states."""
+        ...
+
+
+class Committed:
+    """The states of a request's committed tokens. They are made when they are first read.
+
+    A head that drafts in only some of the steps then makes the states of many tokens at once.
+
+    Args:
+        fusion: makes them.
+    """
+
+    def __init__(self, fusion: Fuses) -> None:
+        self.fusion = fusion
+        self._made = States()
+        self._waiting: list[tuple[int, Hidden]] = []  # number of tokens, their hidden states
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def keep(self, start: int, hidden: Hidden) -> None:
+        """Keep the hidden states of the tokens from `start` on."""
+        assert start <= self._length, "hidden states of tokens before these are missing"
+        if start < self._length:
+            self.cut(start)
+        count = len(hidden[self.fusion.layers[0]])
+        self._waiting.append((count, hidden))
+        self._length += count
+        if len(self._waiting) == _MOST_WAITING:
+            self._make()
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length`."""
+        while self._waiting and self._length > length:
+            count, hidden = self._waiting.pop()
+            left = max(0, count - (self._length - length))
+            self._length -= count - left
+            if left:
+                part = {layer: states[:left] for layer, states in hidden.items()}
+                self._waiting.append((left, part))
+        self._made.cut(length)
+        self._length = min(self._length, length)
+
+    def __getitem__(self, tokens: slice) -> Tensor:
+        """[n, E] a view."""
+        if self._waiting:
+            self._make()
+        return self._made[tokens]
+
+    @torch.inference_mode()  # as in a step, since prompts are shown outside of one
+    def _make(self) -> None:
+        parts = [hidden for _, hidden in self._waiting]
+        hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in self.fusion.layers}
+        self._made.keep(len(self._made), self.fusion(hidden))
+        self._waiting = []

@@ -11,7 +11,7 @@ vocabulary than the target's are in `vocabulary.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,11 +20,11 @@ from torch.nn import functional
 
 from tokenleap.control.base import Budget, within
 from tokenleap.core.acceptance.base import AcceptanceRule
-from tokenleap.core.distribution import Distribution
 from tokenleap.core.references import Source, common_prefix
-from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes, step
 from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest
+from tokenleap.drafters.growth import GrowingChain
 from tokenleap.drafters.model_drafter import Scorer, TargetScorer
 from tokenleap.drafters.options import (
     CascadeOptions,
@@ -99,7 +99,7 @@ class OwnModel(Scorer):
         return most_tokens(self._model, request.source) - len(self.seen(request))
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
-        """The oldest requests that fit into the model's memory (see `admission`)."""
+        """The oldest requests that fit into the model's memory."""
         seen = {request.key: len(self.seen(request)) for request in requests}
         held = {key: len(tokens) for key, tokens in self._cached.items()}
         missing = [seen[key] - held.get(key, 0) for key in seen]
@@ -533,44 +533,29 @@ class _InnerSpeculation:
         return 0.0
 
 
-@dataclass
-class _Chain:
+class _Chain(GrowingChain):
     """The middle model's draft for a request.
 
-    Attributes:
+    Probabilities of greedy requests are those at temperature 1, since q is one-hot. Those of
+    sampled ones are q's, also under the rule `coupled`: clarity takes a fifth of a level's time.
+
+    Args:
         inner: the middle model's request; its tokens begin with the outer request's.
-        budget: limits of the draft; its depth is as far as the middle model can go.
-        tokens: drafted so far, and `q` and `path_probs` as in `Draft`. Those of greedy requests are
-            probabilities at temperature 1, since q is one-hot. Those of sampled ones are q's, also
-            under the rule `coupled`: clarity (`drafters.drawing`) takes a fifth of a level's time.
+        start: index of the root among its tokens.
     """
 
-    inner: Request
-    root: int
-    budget: Budget
-    tokens: list[int] = field(default_factory=list)
-    q: list[Distribution] = field(default_factory=list)
-    path_probs: list[float] = field(default_factory=list)
-    ended: bool = False
+    def __init__(self, inner: Request, start: int, budget: Budget) -> None:
+        super().__init__(inner.token_ids[start], budget)
+        self.inner, self._start = inner, start
 
     def grow(self, outcome: Outcome) -> None:
         """Append what a step of the middle model has generated, up to the limits."""
         p, nodes = outcome.p, (0, *outcome.accepted.path)
-        generated = self.inner.token_ids[self.root + 1 + len(self.tokens) :]
+        generated = self.inner.token_ids[self._start + 1 + len(self.tokens) :]
         for token, node in zip(generated, nodes, strict=False):
-            surely = (p.untempered(node) if p.greedy else p[node]).prob(token)
-            path_prob = surely * (self.path_probs[-1] if self.path_probs else 1.0)
-            self.tokens.append(token)
-            self.q.append(p[node])
-            self.path_probs.append(path_prob)
-            full = len(self.tokens) == self.budget.chain
-            self.ended = full or self.budget.stops_below(surely, path_prob)
+            self.add(token, p[node], (p.untempered(node) if p.greedy else p[node]).prob(token))
             if self.ended:
                 break
-
-    def draft(self) -> Draft:
-        tree = chain([self.inner.token_ids[self.root], *self.tokens])
-        return Draft(tree, tuple(self.q), path_probs=tuple(self.path_probs))
 
 
 class Cascade(Drafter):

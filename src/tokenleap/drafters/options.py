@@ -1,4 +1,4 @@
-"""Options of methods that draft with a model, a trained head or a part of the target."""
+"""The options of all methods, importable without PyTorch, as help pages and checks need them."""
 
 from __future__ import annotations
 
@@ -695,10 +695,3 @@ class HybridOptions(DrafterOptions):
         if type(most) is not int or not 1 <= most <= 256:
             raise ValueError(f"drafter: num_speculative_tokens must be 1 to 256, got {most!r}.")
         return self
-
-
-# The options of all methods, apart from what drafts.
-#
-# They are checked, and listed by `tokenleap methods`, without PyTorch: no module here imports it. A
-# method's own file imports its options from here. What they derive from is in `base.py`,
-# `shapes.py` and `shapes.py`.

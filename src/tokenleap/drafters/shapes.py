@@ -1,7 +1,7 @@
 """Shapes of drafted trees: which nodes get children, how many, and which nodes are kept.
 
-`ModelDrafter` grows its trees by a `Shape`, and `TreeOptions` (`shapes.py`) chooses the
-shape. A shape does not know models. It decides by the nodes' ranks and probabilities.
+`ModelDrafter` grows its trees by a `Shape`, and `TreeOptions` chooses the shape. A shape does not
+know models. It decides by the nodes' ranks and probabilities.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class TreeOptions(SampledOptions):
 
         Args:
             coupled: whether the drafter knows the target's noise. Dynamic trees then have the
-                tokens that the target probably draws with it (`drafters.drawing.clearest`).
+                tokens that the target probably draws with it (`growth.clearest`).
         """
         if self.expansion in ("auto", "sample") and temperature < GREEDY_BELOW:
             return True

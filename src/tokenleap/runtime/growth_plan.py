@@ -45,7 +45,7 @@ class GrowthDraw:
     Args:
         noise: of the request, with depths counted from the root; its token stream is drawn from.
         coupled: whether the noise is the target's own. The probabilities of tokens are then
-            their clarity (`drafters.drawing`).
+            their clarity (`drafters.growth`).
     """
 
     noise: Noise

@@ -25,8 +25,7 @@ from tests.heads import (
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM, CompatibilityError, TokenleapError
 from tokenleap.drafters.heads import probe
-from tokenleap.drafters.heads.eagle import load_parts
-from tokenleap.drafters.heads.export import check_folder, record_probe
+from tokenleap.drafters.heads.eagle import check_folder, load_parts, record_probe
 from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.heads.probe import Probe, accepted, look, our_text
 from tokenleap.drafters.heads.shipped import shipped_head

@@ -25,8 +25,8 @@ from tests.drafters.heads.folders import (
 from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams, TokenleapError
+from tokenleap.drafters.heads.eagle import export_head
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig
-from tokenleap.drafters.heads.export import export_head
 from tokenleap.drafters.heads.folder import read_tensors
 from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.errors import ModelError

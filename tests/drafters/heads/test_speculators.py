@@ -21,8 +21,8 @@ from tests.drafters.heads.test_eagle import LEVELS, levels
 from tests.drafters.heads.test_parallel import FORMS as SERVED_BLOCKS
 from tests.heads import parallel_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap.drafters.heads.eagle import export_head
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, ParallelConfig, ParallelNet
-from tokenleap.drafters.heads.export import export_head
 from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.runtime.target import vocabulary_weights
 

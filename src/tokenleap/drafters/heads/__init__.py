@@ -4,5 +4,5 @@
 one pass); `eagle_net.py` has their networks in PyTorch. `state.py` serves heads without attention
 (Medusa, Hydra, blockwise, MLP speculators); `state_net.py` has their networks. `layouts.py` reads
 and writes the folders of all heads, with the files and checks of `folder.py`. `probe.py` tells
-whether a head fits the model in use, by a record that `export.py` can add.
+whether a head fits the model in use.
 """

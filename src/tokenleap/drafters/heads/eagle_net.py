@@ -455,13 +455,11 @@ class ParallelNet(EagleNet):
         seeing: Tensor | None = None,
     ) -> _Level:
         """Pairs [B, n] at positions [B, n] that see the pairs of the text up to `seeing` [B, n]."""
-        layer = self.layer
-        normed = layer.hidden_norm(states)
-        read = torch.cat([layer.input_layernorm(self.embedding[tokens]), normed], dim=-1)
-        cos, sin = self.rotary(normed, positions)
+        read, stream = self.joined(tokens, states)
+        cos, sin = self.rotary(read, positions)
         up_to = (positions if seeing is None else seeing).unsqueeze(-1)
         mask = (places <= up_to).unsqueeze(1)
-        return _Level(normed if layer.norm_before_residual else states, read, (cos, sin), mask)
+        return _Level(stream, read, (cos, sin), mask)
 
     def _advance(self, layer: EagleLayer, levels: list[_Level], roots: Tensor | None) -> None:
         """Compute a layer; of the pairs of the text, only the roots if these are given."""

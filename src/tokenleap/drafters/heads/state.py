@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.heads.hidden import States
 from tokenleap.drafters.heads.state_net import (
     FrozenLinear,
     StateNet,
 )
-from tokenleap.drafters.model_drafter import Head
+from tokenleap.drafters.model_drafter import Head, States
 from tokenleap.drafters.options import StateHeadOptions
 from tokenleap.request import Request
 from tokenleap.runtime.cpu import linear_layer
