@@ -1,11 +1,11 @@
-"""Drafters and acceptance rules from outside: as instances, and through entry points."""
+"""Drafters, rules and controllers from outside: as instances, and through entry points."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import ClassVar
@@ -14,24 +14,36 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.drafting import RandomTrees, Scripted, drafter_of
-from tests.matrix import PROMPTS
+from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
+from tokenleap import (
+    LLM,
+    CompatibilityError,
+    ConfigError,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from tokenleap.cli import app
+from tokenleap.control import CONTROLLERS, Budget, Controller, controller_class, within
+from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
 from tokenleap.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDistributions
 from tokenleap.core.acceptance.rules import Block, Lenient
 from tokenleap.core.noise import StepNoise
 from tokenleap.core.tree import Draft
 from tokenleap.drafters.base import Drafter
 from tokenleap.drafters.registry import METHODS
+from tokenleap.request import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.9, seed=3, max_tokens=12)
 
 MODULE = '''
-"""A package with a drafter and a rule."""
+"""A package with a drafter, a rule and a controller."""
 
+from tokenleap.control import Controller, within
 from tokenleap.core.acceptance.base import AcceptanceRule, Accepted
+from tokenleap.core.config import Config
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import Drafter, DrafterOptions
 from tokenleap.drafters.spec import DrafterSpec
@@ -75,6 +87,17 @@ class Shy(AcceptanceRule):
         return Accepted((), noise.draw(p[0], 0), draft.tree.children[0], "too shy")
 
 
+class Steady(Controller):
+    class Options(Config):
+        steady_length: int = 2
+
+    name = "steady"
+    summary = "always the same, if it fits"
+
+    def budgets(self, batch, rows):
+        return [within(request, self.options.steady_length) for request in batch]
+
+
 NOT_A_PART = "neither a drafter nor a rule"
 '''
 
@@ -89,6 +112,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     def installed(
         drafters: dict[str, str] | None = None,
         acceptance: dict[str, str] | None = None,
+        controllers: dict[str, str] | None = None,
         source: str = MODULE,
     ) -> str:
         module = f"tokenleap_plugin_{next(_numbers)}"
@@ -98,7 +122,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         (folder / f"{module}.py").write_text(source)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
         lines = []
-        for group, points in (("drafters", drafters), ("acceptance", acceptance)):
+        groups = {"drafters": drafters, "acceptance": acceptance, "controllers": controllers}
+        for group, points in groups.items():
             lines.append(f"[tokenleap.{group}]")
             lines += [f"{name} = {value}" for name, value in (points or {}).items()]
         text = "\n".join(lines).replace("{module}", module)
@@ -114,8 +139,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def parrots(install: Install) -> str:
-    """A distribution with a drafter and a rule that work."""
-    return install({"parrot": "{module}:SPEC"}, {"shy": "{module}:Shy"})
+    """A distribution with a drafter, a rule and a controller that work."""
+    return install(
+        {"parrot": "{module}:SPEC"}, {"shy": "{module}:Shy"}, {"steady": "{module}:Steady"}
+    )
 
 
 def tokens(llm: LLM, params: SamplingParams = SEEDED) -> list[tuple[int, ...]]:
@@ -254,6 +281,71 @@ def test_what_is_no_drafter(wrong: object) -> None:
     assert "\n" not in str(caught.value)
 
 
+class Growing(Controller):
+    """Drafts one token more in every step."""
+
+    name: ClassVar[str] = "growing"
+    summary: ClassVar[str] = "one token more in every step"
+
+    def setup(self) -> None:
+        self.steps = 0
+
+    def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        self.steps += 1
+        return [within(request, min(self.steps, self.num_speculative_tokens)) for request in batch]
+
+
+def drafted_lengths(output: RequestOutput) -> list[int]:
+    return [len(step.drafted) for step in output.trace]
+
+
+def test_a_controller_of_the_users_own() -> None:
+    """It is a template: two `LLM`s have a copy each."""
+    model, given = tiny_model(), Growing(3)
+    for _ in range(2):
+        llm = LLM(model, speculative_config={"method": "random", "controller": given})
+        (output,) = llm.generate(PROMPTS[:1], GREEDY)
+        assert output.token_ids == tokens(LLM(model), GREEDY)[0]
+        assert drafted_lengths(output)[:5] == [1, 2, 3, 3, 3]
+        assert llm.speculative_config.gamma == 3
+        assert llm.speculative_config.as_dict()["controller"] == {"rule": "growing"}
+    assert given.steps == 0
+
+
+def test_a_controller_of_one_request() -> None:
+    llm = LLM(tiny_model(), speculative_config={"method": "random", "controller": "fixed"})
+    own = {"method": "random", "controller": Growing(4)}
+    outputs = llm.generate(PROMPTS[:2], GREEDY, speculative_config=[own, None])
+    assert drafted_lengths(outputs[0])[:4] == [1, 2, 3, 4]
+    assert set(drafted_lengths(outputs[1])[:4]) == {1}
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "hybrid"])
+def test_cost_model_as_an_instance(method: str) -> None:
+    kind = controller_class("cost_model", looks_up=method == "ngram", hybrid=method == "hybrid")
+    given = kind(6, CostModel.Options(probe_every=5))
+    llm = tiny_llm(tiny_model(), method, gamma=None, controller=given)
+    assert llm.controller == "cost_model"
+    assert tokens(llm) == tokens(LLM(tiny_model()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"controller": Growing}, "controller"),
+        ({"controller": 3}, "controller"),
+        ({"controller": Growing(2), "num_speculative_tokens": 4}, "has its own (2)"),
+        ({"controller": LookupModel(4)}, "LookupModel does not fit RandomDrafter"),
+        ({"controller": HybridModel(4)}, "HybridModel does not fit RandomDrafter"),
+    ],
+)
+def test_what_is_no_controller_or_does_not_fit(fields: dict[str, object], message: str) -> None:
+    with pytest.raises((ConfigError, CompatibilityError), match="controller") as caught:
+        LLM(tiny_model(), speculative_config={"method": "random", **fields})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 # Entry points
 
 
@@ -281,6 +373,16 @@ def test_a_rule_of_another_package() -> None:
 
 
 @pytest.mark.usefixtures("parrots")
+def test_a_controller_of_another_package() -> None:
+    controller = {"rule": "steady", "steady_length": 3}
+    llm = LLM(tiny_model(), speculative_config={"method": "random", "controller": controller})
+    (output,) = llm.generate(PROMPTS[:1], SEEDED)
+    assert set(drafted_lengths(output)[:4]) == {3}
+    assert llm.controller == "steady"
+    assert llm.speculative_config.as_dict()["controller"] == controller
+
+
+@pytest.mark.usefixtures("parrots")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -288,6 +390,8 @@ def test_a_rule_of_another_package() -> None:
         ({"acceptance": "shyy"}, "unknown acceptance rule 'shyy': did you mean 'shy'?"),
         ({"method": "zzz"}, "parrot"),  # among the known
         ({"acceptance": "zzz"}, "shy"),
+        ({"method": "ngram", "controller": "stedy"}, "did you mean 'steady'?"),
+        ({"method": "ngram", "controller": {"rule": "steady", "x": 1}}, "no field 'x'"),
         ({"method": "parrot", "parrot_tokn": 1}, "did you mean 'parrot_token'?"),
         ({"method": "parrot", "parrot_token": "x"}, "parrot_token"),
         ({"acceptance": {"rule": "shy", "x": 1}}, "no field 'x'"),
@@ -323,17 +427,24 @@ def test_they_are_listed() -> None:
         "summary": "Accepts nothing, however probable it is",
         "fields": [],
     }
+    assert listed["controllers"][-1] == {
+        "name": "steady",
+        "summary": "always the same, if it fits",
+        "fields": ["steady_length"],
+    }
 
 
 def test_our_own_names_come_first(install: Install) -> None:
     """A package cannot put something else in the place of ours."""
-    install({"ngram": "{module}:SPEC"}, {"coupled": "{module}:Shy"})
+    install({"ngram": "{module}:SPEC"}, {"coupled": "{module}:Shy"}, {"fixed": "{module}:Steady"})
+    assert controller_class("fixed") is CONTROLLERS["fixed"]
     config = SpeculativeConfig(method="ngram")
     assert config.drafter_spec is METHODS["ngram"]
     assert type(config.rule) is RULES["coupled"]
     listed = json.loads(cli("methods", "--json").stdout)
     assert [one["name"] for one in listed["methods"]] == list(METHODS)
     assert [one["name"] for one in listed["acceptance"]] == list(RULES)
+    assert [one["name"] for one in listed["controllers"]] == list(CONTROLLERS)
 
 
 BROKEN = {
@@ -347,12 +458,20 @@ BROKEN = {
 }
 
 
+GROUPS = {
+    "drafters": ("methods", {"method": "broken"}),
+    "acceptance": ("acceptance", {"acceptance": "broken"}),
+    "controllers": ("controllers", {"method": "ngram", "controller": "broken"}),
+}
+"""Of each group of entry points: its part of the listing, and a configuration."""
+
+
 @pytest.mark.parametrize("case", list(BROKEN))
-@pytest.mark.parametrize("group", ["drafters", "acceptance"])
+@pytest.mark.parametrize("group", list(GROUPS))
 def test_broken_entry_points_give_one_line(install: Install, case: str, group: str) -> None:
     point, source, said = BROKEN[case]
     module = install(**{group: {"broken": point}}, source=source)
-    fields = {"method": "broken"} if group == "drafters" else {"acceptance": "broken"}
+    listing, fields = GROUPS[group]
     with pytest.raises(ConfigError) as caught:
         SpeculativeConfig.parse(fields)
     message = str(caught.value)
@@ -364,14 +483,16 @@ def test_broken_entry_points_give_one_line(install: Install, case: str, group: s
     assert SpeculativeConfig(method="ngram").rule.name == "coupled"
     shown = cli("methods", "--json")
     assert shown.exit_code == 0
-    listed = json.loads(shown.stdout)["methods" if group == "drafters" else "acceptance"]
+    listed = json.loads(shown.stdout)[listing]
     assert listed[-1]["name"] == "broken"
     assert message in listed[-1]["summary"]
     assert cli("methods").exit_code == 0
 
 
 def test_a_drafter_is_no_rule(install: Install) -> None:
-    install({"wrong": "{module}:Shy"}, {"wrong": "{module}:SPEC"})
+    install({"wrong": "{module}:Shy"}, {"wrong": "{module}:SPEC"}, {"wrong": "{module}:Shy"})
+    with pytest.raises(ConfigError, match="has to name a subclass of Controller"):
+        SpeculativeConfig(method="ngram", controller="wrong")
     with pytest.raises(ConfigError, match="has to name a DrafterSpec"):
         SpeculativeConfig(method="wrong")
     with pytest.raises(ConfigError, match="has to name a subclass of AcceptanceRule"):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from annotated_types import Ge, Le
 from pydantic import ConfigDict, Strict, model_validator
 
-from tokenleap.control import Fixed, controller_class
+from tokenleap.control import Controller, Fixed, controller_class
 from tokenleap.control.cost_model import CostModel
 from tokenleap.core.acceptance import AcceptanceRule, rule_class
 from tokenleap.core.config import Config
@@ -41,8 +41,9 @@ class SpeculativeConfig(Config):
             trained.
         acceptance: a rule's name, a dict of its name (`rule`) and its options, or an
             `AcceptanceRule`.
-        controller: how much to draft from step to step: a controller's name, or a dict of its
-            name (`rule`) and its options. The default is `cost_model` where the output does not
+        controller: how much to draft from step to step: a controller's name, a dict of its name
+            (`rule`) and its options, or a `Controller`, which has its own
+            `num_speculative_tokens`. The default is `cost_model` where the output does not
             depend on draft lengths (rule `coupled`). It drafts only where that pays. Elsewhere the
             default is `fixed`, because `cost_model` reads the clock, and the clock must not change
             the output. Methods that read their next draft from the pass over the last one
@@ -67,7 +68,7 @@ class SpeculativeConfig(Config):
     num_speculative_tokens: Annotated[int, Strict(), Ge(0), Le(256)] | None = None
     model: Any = None
     acceptance: str | dict[str, Any] | AcceptanceRule = "coupled"
-    controller: str | dict[str, Any] | None = None
+    controller: str | dict[str, Any] | Controller | None = None
     online: OnlineOptions | None = None
 
     @classmethod
@@ -98,6 +99,12 @@ class SpeculativeConfig(Config):
                         f"{field} needs a method that drafts, such as 'method': 'ngram', or a "
                         "draft model as 'model'. `tokenleap methods` lists all."
                     )
+        given = self.controller
+        if isinstance(given, Controller) and self.num_speculative_tokens is not None:
+            raise ConfigError(
+                f"num_speculative_tokens: the controller that was given, {type(given).__name__}, "
+                f"has its own ({given.num_speculative_tokens}): remove one of the two."
+            )
         if spec.takes_model and self.model is None:
             raise ConfigError(f"method '{name}' needs a draft model: set 'model'.")
         if self.takes_head and not isinstance(self.model, str | Path):
@@ -153,6 +160,8 @@ class SpeculativeConfig(Config):
 
     def gamma_under(self, controller: str) -> int:
         """`num_speculative_tokens`, else what the method's options imply, else its default."""
+        if isinstance(self.controller, Controller):
+            return self.controller.num_speculative_tokens
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if controller == CostModel.name and (longest := self.options.longest_chain()) is not None:
@@ -180,6 +189,8 @@ class SpeculativeConfig(Config):
 
     def controller_under(self, rule: AcceptanceRule) -> str:
         """The controller's name under an acceptance rule; the default depends on the rule."""
+        if isinstance(self.controller, Controller):
+            return self.controller.name
         if self.controller is not None:
             return _name_in("controller", self.controller)
         may_vary = rule.ignores_draft_lengths and not self.steady
@@ -195,6 +206,8 @@ class SpeculativeConfig(Config):
     @property
     def controller_options(self) -> Config:
         """The controller's own options, validated."""
+        if isinstance(self.controller, Controller):
+            return self.controller.options
         return controller_class(self.controller_name).Options(**_options_in(self.controller))
 
     def as_dict(self) -> dict[str, Any]:
@@ -228,5 +241,5 @@ def _name_in(field: str, value: str | Mapping[str, Any]) -> str:
     return name
 
 
-def _options_in(value: str | dict[str, Any] | None) -> dict[str, Any]:
+def _options_in(value: object) -> dict[str, Any]:
     return {k: v for k, v in value.items() if k != "rule"} if isinstance(value, dict) else {}

@@ -7,10 +7,9 @@ import pytest
 from tests.control.worlds import learn, outcome
 from tokenleap import SamplingParams
 from tokenleap.control import CostCurve
-from tokenleap.control.base import Expected
 from tokenleap.control.cost_model import CostModel
-from tokenleap.control.estimates import OutputLengths
-from tokenleap.control.planner import DeeperLevels, DraftingCosts, reading
+from tokenleap.control.estimates import DeeperLevels, DraftingCosts, OutputLengths, reading
+from tokenleap.control.planner import Expected
 from tokenleap.core.references import Source
 from tokenleap.request import Request
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
-from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, steep
+from tests.control.worlds import cheap, cpu, flat, judged, learn, measured, request_of, steep
 from tokenleap.control import CONTROLLERS, Budget, CostCurve, controller_class
 from tokenleap.control.cost_model import HybridModel, LookupModel, LookupPlan
 from tokenleap.control.estimates import (
@@ -20,13 +19,10 @@ from tokenleap.control.estimates import (
     is_graft,
     prior_rate,
 )
-from tokenleap.core.acceptance import Accepted
-from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome
 from tokenleap.drafters.combine import graft
 from tokenleap.request import Request
-from tokenleap.runtime.network import PassOutput
 
 LENGTH, LEVELS = 12, (1, 1, 1, 1)
 ROOT, RIGHT, WRONG = 0, 1, 2
@@ -61,10 +57,7 @@ def outcome(request: Request, draft: Draft) -> Outcome:
     while right := [child for child in children if tree.tokens[child] == RIGHT]:
         path.append(right[0])
         children = tree.children[right[0]]
-    logits = torch.zeros(1, 9).expand(len(tree), 9)
-    distributions = TreeDistributions(logits, tree, request.sampler, request.output_ids)
-    accepted = Accepted(tuple(path), RIGHT, children, "rejected" if children else "")
-    return Outcome(request, draft, accepted, (), PassOutput(logits), distributions)
+    return judged(request, draft, path, RIGHT)
 
 
 @dataclass(frozen=True)

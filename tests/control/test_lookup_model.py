@@ -5,9 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-import torch
 
-from tests.control.worlds import cheap, cpu, flat, learn, measured, request_of, stairs, steep
+from tests.control.worlds import (
+    cheap,
+    cpu,
+    flat,
+    judged,
+    learn,
+    measured,
+    request_of,
+    stairs,
+    steep,
+)
 from tokenleap.control import CONTROLLERS, CostCurve, controller_class
 from tokenleap.control.cost_model import CostModel, LookupModel
 from tokenleap.control.estimates import (
@@ -18,12 +27,9 @@ from tokenleap.control.estimates import (
     path_probs,
     prior_rate,
 )
-from tokenleap.core.acceptance import Accepted
-from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome
 from tokenleap.request import Request
-from tokenleap.runtime.network import PassOutput
 
 LENGTH = 8
 
@@ -46,13 +52,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def outcome(request: Request, draft: Draft, right: int) -> Outcome:
     """The outcome of a draft if so many tokens are right."""
     kept = min(right, draft.tree.num_drafted)
-    path = tuple(range(1, kept + 1))
-    token = RIGHT if right > kept else WRONG
-    rejected = (kept + 1,) if kept < draft.tree.num_drafted else ()
-    logits = torch.zeros(1, 9).expand(len(draft.tree), 9)
-    distributions = TreeDistributions(logits, draft.tree, request.sampler, request.output_ids)
-    accepted = Accepted(path, token, rejected, "rejected" if rejected else "")
-    return Outcome(request, draft, accepted, (), PassOutput(logits), distributions)
+    return judged(request, draft, range(1, kept + 1), RIGHT if right > kept else WRONG)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from benchmarks.draft_replay import LENGTHS, Text, replay
 
 from tests.control.worlds import cpu, learn, measured, outcome, request_of, tree_of
 from tokenleap import SamplingParams
-from tokenleap.control.base import Stopping
 from tokenleap.control.cost_model import CostModel
-from tokenleap.control.planner import DraftSizes
+from tokenleap.control.estimates import DraftSizes, Stopping
 from tokenleap.core.tree import Draft
 from tokenleap.request import Request
 

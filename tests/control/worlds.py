@@ -24,6 +24,7 @@ __all__ = [
     "cheap",
     "cpu",
     "flat",
+    "judged",
     "learn",
     "measured",
     "outcome",
@@ -79,14 +80,18 @@ def tree_of(sizes: Sequence[int]) -> TokenTree:
 
 def outcome(request: Request, sizes: Sequence[int], passed: int) -> Outcome:
     """A tree of which the first node was kept at so many levels."""
-    tree = tree_of(sizes)
     path = tuple(1 + sum(sizes[:level]) for level in range(passed))
+    return judged(request, Draft.deterministic(tree_of(sizes)), path)
+
+
+def judged(request: Request, draft: Draft, path: Sequence[int], token: int = 0) -> Outcome:
+    """The outcome of keeping this path of a draft, and of this token after it."""
+    tree = draft.tree
     rejected = tree.children[path[-1] if path else 0]
-    decision = Accepted(path, 0, rejected, "rejected" if rejected else "")
+    decision = Accepted(tuple(path), token, rejected, "rejected" if rejected else "")
     logits = torch.zeros(1, 9).expand(len(tree), 9)
     distributions = TreeDistributions(logits, tree, request.sampler, request.output_ids)
-    output = PassOutput(logits)
-    return Outcome(request, Draft.deterministic(tree), decision, (), output, distributions)
+    return Outcome(request, draft, decision, (), PassOutput(logits), distributions)
 
 
 def learn(

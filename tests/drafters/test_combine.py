@@ -141,14 +141,14 @@ def test_the_switch_chooses_and_credits_in_drafting_steps_only() -> None:
         drafting = step % 2 == 0
         switch.propose([request], [Budget(4, 4) if drafting else Budget(4, 0)])
         choice = switch._choices[request.key]
-        arms = [(arm.tokens, arm.cost) for arm in choice.arms]
+        arms = [arm.mean for arm in choice.arms]
         current, passed = choice.current, 4 if drafting and choice.current == 1 else 0
         result: Outcome = outcome(request, 4 * drafting, passed)
         switch.observe([result], StepTimes(0.001 * drafting, 0.01 if drafting else 1e-6, 0.0))
         if drafting:
             used.append(current)
         else:
-            assert [(arm.tokens, arm.cost) for arm in choice.arms] == arms
+            assert [arm.mean for arm in choice.arms] == arms
             assert current == used[-1]
     assert used[:2] == [0, 1]
     assert used[4:] == [(number // 4) % 2 if number % 4 == 0 else 1 for number in range(5, 33)]

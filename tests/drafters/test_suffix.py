@@ -396,7 +396,7 @@ def suffix_drafters(drafter: Any) -> list[SuffixDrafter]:
     """Itself, or those inside."""
     if isinstance(drafter, SuffixDrafter):
         return [drafter]
-    inner = [*getattr(drafter, "_drafters", ()), *getattr(drafter, "_stages", ())]
+    inner = [*getattr(drafter, "inner", ()), *getattr(drafter, "_stages", ())]
     inner += [drafter._drafter] if hasattr(drafter, "_drafter") else []
     return [one for each in inner for one in suffix_drafters(each)]
 

@@ -26,7 +26,7 @@ def methods(
 ) -> None:
     """List drafters, acceptance rules and controllers."""
     with working("Starting", quiet=json_output):
-        from tokenleap.control import CONTROLLERS
+        from tokenleap import control
         from tokenleap.core import acceptance
         from tokenleap.drafters import registry
 
@@ -34,7 +34,8 @@ def methods(
         drafters = [_listed(name, _drafter) for name in (*registry.METHODS, *plugins)]
         plugins = _plugins(acceptance.PLUGINS, acceptance.RULES)
         rules = [_listed(name, _rule_facts) for name in (*acceptance.RULES, *plugins)]
-    controllers = [{"name": name, **_controller(name)} for name in CONTROLLERS]
+        plugins = _plugins(control.PLUGINS, control.CONTROLLERS)
+        controllers = [_listed(name, _controller) for name in (*control.CONTROLLERS, *plugins)]
     if json_output:
         print(as_json({"methods": drafters, "acceptance": rules, "controllers": controllers}))
         return
@@ -56,7 +57,7 @@ def _plugins(group: str, known: Collection[str]) -> list[str]:
 
 
 def _listed(name: str, describe: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """A method or rule; of one that another package fails to bring, what is wrong with it."""
+    """A part by its name; of one that another package fails to bring, what is wrong with it."""
     from tokenleap.errors import ConfigError
 
     try:
@@ -85,9 +86,9 @@ def _rule_facts(name: str) -> dict[str, Any]:
 
 
 def _controller(name: str) -> dict[str, Any]:
-    from tokenleap.control import CONTROLLERS
+    from tokenleap.control import controller_class
 
-    controller = CONTROLLERS[name]
+    controller = controller_class(name)
     return {"summary": controller.summary, "fields": controller.Options.field_names()}
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from math import isfinite
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le
 from pydantic import field_validator
 from typing_extensions import override
 
 from tokenleap.core.config import Config
+from tokenleap.core.per_request import PerRequest, drop_request
 from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ __all__ = [
     "Budget",
     "Confidence",
     "Controller",
-    "Expected",
     "Fixed",
     "Heuristic",
-    "Stopping",
 ]
 
 
@@ -75,32 +73,11 @@ NO_BUDGET = Budget(0, 0)
 """Nothing is to be drafted."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Expected tokens and costs of a step.
-
-    Args:
-        tokens: committed tokens of all its requests.
-        positions: nodes that the pass verifies, roots included.
-        seconds: time of drafting.
-    """
-
-    tokens: float
-    positions: float
-    seconds: float = 0.0
-
-    @staticmethod
-    def plain(rows: int) -> Expected:
-        """A step without drafts."""
-        return Expected(rows, rows)
-
-    def rate(self, costs: CostCurve, rows: int) -> float:
-        """Tokens per second in a pass over this many rows."""
-        return self.tokens / (self.seconds + costs(self.positions, rows))
-
-
 class Controller(ABC):
     """Decides before each step how much to draft, and learns from the outcome.
+
+    What a user makes is a template: each drafter of each target has a copy of it (`serving`), with
+    the state that `setup` creates.
 
     Args:
         num_speculative_tokens: the draft length the user asked for. A controller may take it as a
@@ -138,6 +115,23 @@ class Controller(ABC):
         self.levels, self.at_once, self.stops_early = levels, at_once, stops_early
         self.setup()
 
+    def serving(
+        self,
+        costs: CostCurve,
+        levels: Sequence[int] | None,
+        *,
+        at_once: bool,
+        stops_early: bool,
+        at_least: int = 0,
+    ) -> Self:
+        """A copy with fresh state, for drafts of `at_least` so many tokens of one drafter."""
+        made = copy(self)
+        made.num_speculative_tokens = max(self.num_speculative_tokens, at_least)
+        made.costs, made.levels = costs, levels
+        made.at_once, made.stops_early = at_once, stops_early
+        made.setup()
+        return made
+
     def setup(self) -> None:  # noqa: B027
         """Create the controller's own state; the default has none."""
 
@@ -170,8 +164,9 @@ class Controller(ABC):
                 them to `costs.agreed`.
         """
 
-    def release(self, request: Request) -> None:  # noqa: B027
-        """Forget a request that has ended; the default keeps nothing."""
+    def release(self, request: Request) -> None:
+        """Forget a request that has ended: all `PerRequest` state."""
+        drop_request(self, request.key)
 
 
 def within(request: Request, length: int) -> Budget:
@@ -194,13 +189,12 @@ class Fixed(Controller):
         return [within(request, self.num_speculative_tokens) for request in batch]
 
 
-# `heuristic`: longer drafts after one that was accepted whole, shorter ones after any other.
-#
-# This is Transformers' schedule for assistant models: plus 2, minus 1, never below 1.
-
-
 class Heuristic(Controller):
-    """Starts every request at `num_speculative_tokens`, or at `max_length` if that is less."""
+    """Longer drafts after one that was accepted whole, shorter ones after any other.
+
+    This is Transformers' schedule for assistant models: plus 2, minus 1, never below 1. It starts
+    at `num_speculative_tokens`, or at `max_length` if that is less.
+    """
 
     class Options(Config):
         """Options of `heuristic`.
@@ -221,40 +215,34 @@ class Heuristic(Controller):
     @override
     def setup(self) -> None:
         assert isinstance(self.options, self.Options)
-        self._start = min(self.num_speculative_tokens, self.options.max_length)
-        self._lengths: dict[int, int] = {}
+        start = min(self.num_speculative_tokens, self.options.max_length)
+        self._lengths = PerRequest(lambda: start)
 
     @override
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        return [within(request, self._lengths.get(request.key, self._start)) for request in batch]
+        return [within(request, self._lengths[request.key]) for request in batch]
 
+    @override
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Adapt the length of every request that drafted."""
         assert isinstance(self.options, self.Options)
         for outcome in outcomes:
             if not outcome.draft.tree.num_drafted:
                 continue
             key = outcome.request.key
-            length = self._lengths.get(key, self._start)
+            length = self._lengths[key]
             if outcome.accepted.reason:
                 length = max(1, length - self.options.shrink)
             else:
                 length = min(self.options.max_length, length + self.options.grow)
             self._lengths[key] = length
 
-    def release(self, request: Request) -> None:
-        """Forget the request's length."""
-        self._lengths.pop(request.key, None)
-
-
-# `batch`: a table of draft lengths by batch size.
-#
-# The more requests share a pass, the less idle compute is left for verifying drafts. Serving
-# systems therefore shorten drafts, or stop drafting, as the batch grows.
-
 
 class BatchTable(Controller):
-    """Takes the table's entry for the largest batch size that is not above the current one."""
+    """Takes the table's entry for the largest batch size that is not above the current one.
+
+    The more requests share a pass, the less idle compute is left for verifying drafts. Serving
+    systems therefore shorten drafts, or stop drafting, as the batch grows.
+    """
 
     class Options(Config):
         """Options of `batch`.
@@ -284,20 +272,19 @@ class BatchTable(Controller):
         return [within(request, length) for request in batch]
 
 
-# `confidence`: stop drafting below a token to which the drafter gave a low probability.
-#
-# Each request has its own threshold on the probability of the token or of the path down to it. For
-# a token that was drawn under the rule `coupled`, a drafter with a model gives its clarity instead
-# of q (`Budget`). A draft with a rejected token raises the threshold, and one that was accepted
-# whole lowers it (Transformers' `assistant_confidence_threshold`). EAGLE-2 and Kangaroo use similar
-# criteria. Drafters without probabilities of their own, such as `ngram`, are never stopped.
-
-
 LOWEST, HIGHEST = 0.01, 0.95
 
 
 class Confidence(Controller):
-    """Drafts up to `num_speculative_tokens`, fewer if a token falls under the threshold."""
+    """Stops drafting below a token to which the drafter gave a low probability.
+
+    Each request has its own threshold on the probability of the token or of the path down to it.
+    For a token that was drawn under the rule `coupled`, a drafter with a model gives its clarity
+    instead of q (`Budget`). A draft with a rejected token raises the threshold, and one that was
+    accepted whole lowers it (Transformers' `assistant_confidence_threshold`). EAGLE-2 and Kangaroo
+    use similar criteria. Drafters without probabilities of their own, such as `ngram`, are never
+    stopped.
+    """
 
     class Options(Config):
         """Options of `confidence`.
@@ -317,7 +304,9 @@ class Confidence(Controller):
 
     @override
     def setup(self) -> None:
-        self._thresholds: dict[int, float] = {}
+        assert isinstance(self.options, self.Options)
+        threshold = self.options.threshold
+        self._thresholds = PerRequest(lambda: threshold)
 
     @override
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
@@ -325,82 +314,19 @@ class Confidence(Controller):
 
     def _budget(self, request: Request) -> Budget:
         assert isinstance(self.options, self.Options)
-        threshold = self._thresholds.get(request.key, self.options.threshold)
+        threshold = self._thresholds[request.key]
         budget = within(request, self.num_speculative_tokens)
         if self.options.of == "path":
             return replace(budget, min_path_prob=threshold)
         return replace(budget, min_token_prob=threshold)
 
+    @override
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Move the threshold of every request that drafted."""
         assert isinstance(self.options, self.Options)
         for outcome in outcomes:
             if not outcome.draft.tree.num_drafted or not self.options.step:
                 continue
             key = outcome.request.key
-            threshold = self._thresholds.get(key, self.options.threshold)
+            threshold = self._thresholds[key]
             threshold += self.options.step if outcome.accepted.reason else -self.options.step
             self._thresholds[key] = min(HIGHEST, max(LOWEST, threshold))
-
-    def release(self, request: Request) -> None:
-        """Forget the request's threshold."""
-        self._thresholds.pop(request.key, None)
-
-
-# `Stopping`: the path probability below which a chain is not worth another token.
-#
-# Some drafters say how probable they find their tokens (`Draft.path_probs`). Whether one more token
-# pays then depends on the draft itself: the next token is often accepted below a path that the
-# drafter is sure of, and seldom below another. This beats every fixed length. SVIP (Zhang et al.,
-# "Draft Model Knows When to Stop") and `confidence` stop by such probabilities, too. Here the
-# threshold follows from the costs, and the drafter's word is not taken for it: a line is fitted to
-# how often the next token was accepted, given the path's probability. So it need not be one: of
-# sampled drafts under the rule `coupled`, it is the product of their clarity.
-#
-# A token is worth drafting if it is accepted so often that its time brings at least as many tokens
-# as the time of the whole steps does.
-
-
-_MEMORY = 0.995
-"""Weight of the past after each draft token."""
-
-_LOWEST, _HIGHEST, _PRIOR_WEIGHT = 0.4, 0.9, 20.0
-"""Prior acceptance rate below paths of probability 0 and 1 (Qwen2.5-Coder: drafters are right more
-often than they say where they are unsure), and its weight in tokens."""
-
-_FLAT = 0.05
-"""With a smaller slope, path probabilities tell nothing."""
-
-
-class Stopping:
-    """Learns how often a token is accepted below a path of some probability."""
-
-    def __init__(self) -> None:
-        # Sums over tokens: 1, s, s^2, y and s y, where s is the path's probability above a token,
-        # and y whether it was accepted.
-        self._sums = [0.0] * 5
-        # The prior is a line over evenly spread s, whose mean square is 1/3.
-        low, slope, weight = _LOWEST, _HIGHEST - _LOWEST, _PRIOR_WEIGHT
-        sums = (1.0, 1 / 2, 1 / 3, low + slope / 2, low / 2 + slope / 3)
-        self._prior = [weight * each for each in sums]
-
-    def learn(self, outcome: Outcome) -> None:
-        """Learn from a chain with path probabilities."""
-        passed = len(outcome.accepted.path)
-        probs = list(takewhile(isfinite, outcome.draft.path_probs))  # of no appended tokens
-        # The past counts less after the last token, too: if all drafts end at their first one,
-        # nothing is learnt, and what was learnt of an earlier text must not keep it so.
-        self._sums = [_MEMORY ** len(probs) * old for old in self._sums]
-        for depth, s in enumerate(probs[:-1], 1):
-            y = float(depth < passed)
-            new = (1.0, s, s * s, y, s * y)
-            self._sums = [old + each for old, each in zip(self._sums, new, strict=True)]
-
-    def least_path_prob(self, price: float) -> float:
-        """The threshold of a draft."""
-        n, s, ss, y, sy = (a + b for a, b in zip(self._sums, self._prior, strict=True))
-        slope = (n * sy - s * y) / (n * ss - s * s)  # the prior alone spreads s
-        low = (y - slope * s) / n
-        if slope < _FLAT:
-            return 0.0 if y >= price * n else 1.0
-        return min(1.0, max(0.0, (price - low) / slope))

@@ -1,8 +1,9 @@
 """`cost_model`: draft as much as maximizes expected tokens per second; the default controller.
 
-Drafters that look tokens up draft first and are cut afterwards: see `cost_model.py`. What the
-steps teach is in `estimates.py`. `planner.py` finds the best step, and `estimates.py` says when
-requests that do not draft try again.
+Three classes share the name. `CostModel` chooses how deep to draft before it is drafted,
+`LookupModel` cuts lookups, which cost little, after they were made, and `HybridModel` chooses
+between a lookup and a trained draft. What the steps teach is in `estimates.py`, and `planner.py`
+finds the best step.
 
 The model is that of Leviathan et al., theorem 3.8, with refinements. The cost of a pass is a
 measured curve and not a constant. Each request has its own running estimate of the acceptance rate
@@ -14,21 +15,9 @@ depth l yields
 for 1 + d n(l) nodes and l levels of drafting. A chain has n(l) = l nodes and passes each level with
 probability alpha, which gives equation 1. For a tree, n(l) is learnt from the drafter's drafts, and
 each level has its own p_j: the probability that one of its nodes is accepted, given that one of the
-level above was.
+level above was. So level j of request r adds d p_1 ... p_j expected tokens to the batch.
 
-The nodes of a step go where they add most. Level j of request r adds d p_1 ... p_j expected tokens.
-Levels are taken in descending order of expected tokens per node, as many as maximize the batch's
-expected tokens per second. If no draft raises that rate, the step is plain decoding.
-
-A request's first draft takes longer, because the drafter reads the whole text, and the source of an
-encoder-decoder. Drafts begin only if they are expected to save that time in what is left of the
-output; `estimates.py` judges by the outputs that have ended. The first few requests of a draft
-model expect more of drafts than is known, and may pay a small share of their time. Until a later
-draft has been timed, the step after a first draft drafts for the same requests again and for no
-others.
-
-Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent of
-the time goes into plain steps, which keep the cost of a plain pass up to date.
+If no draft raises the batch's expected tokens per second, the step is plain decoding.
 """
 
 from __future__ import annotations
@@ -36,12 +25,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
-from tokenleap.control.base import NO_BUDGET, Budget, Controller, Expected, within
+from tokenleap.control.base import NO_BUDGET, Budget, Controller, within
 from tokenleap.control.estimates import (
     PRICE,
     SOONEST,
@@ -50,12 +38,15 @@ from tokenleap.control.estimates import (
     History,
     Probing,
     is_graft,
+    moved,
     path_probs,
+    smoothed,
 )
-from tokenleap.control.planner import Plan, Rest, best_plan, smoothed
+from tokenleap.control.planner import Expected, Offer, Plan, Rest, best_plan
 from tokenleap.core import clock
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.config import Config
+from tokenleap.core.per_request import PerRequest
 from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
@@ -63,7 +54,7 @@ if TYPE_CHECKING:
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
 
-__all__ = ["CostModel", "HybridModel", "LookupModel", "LookupPlan", "how_many"]
+__all__ = ["CostModel", "HybridModel", "LookupModel", "LookupPlan"]
 
 
 _PLANNED_AGAIN = 8
@@ -104,8 +95,8 @@ class _Planned:
         return self.steps < _PLANNED_AGAIN and (self.made_for == made_for or self.gain < _HOPELESS)
 
 
-class CostModel(Controller):
-    """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level."""
+class _ByCosts(Controller):
+    """Base of the three."""
 
     class Options(Config):
         """Options of `cost_model`.
@@ -120,8 +111,27 @@ class CostModel(Controller):
     summary: ClassVar[str] = "drafts as much as gives the most expected tokens per second"
     needs_costs: ClassVar[bool] = True
 
+    @property
+    def _probe_every(self) -> int:
+        assert isinstance(self.options, _ByCosts.Options)
+        return self.options.probe_every
+
+
+class CostModel(_ByCosts):
+    """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level.
+
+    A request's first draft takes longer, because the drafter reads the whole text, and the source
+    of an encoder-decoder. Drafts begin only if they are expected to save that time in what is left
+    of the output, judged by the outputs that have ended. The first few requests of a draft model
+    expect more of drafts than is known, and may pay a small share of their time. Until a later
+    draft has been timed, the step after a first draft drafts for the same requests again and for no
+    others.
+
+    Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent
+    of the time goes into plain steps, which keep the cost of a plain pass up to date.
+    """
+
     def setup(self) -> None:
-        assert isinstance(self.options, self.Options)
         self._trees = self.levels is not None
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
         self._levels = len(sizes)
@@ -132,7 +142,7 @@ class CostModel(Controller):
             at_once=self.at_once,
             stops_early=self.stops_early,
         )
-        self._probing = Probing(self.options.probe_every, self._estimates)
+        self._probing = Probing(self._probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
@@ -194,7 +204,6 @@ class CostModel(Controller):
         return steps >= SOONEST and PRICE * steps >= self._gain - 1
 
     def skip(self, batch: Sequence[Request]) -> None:
-        """These requests have drafts from elsewhere in this step, which cannot be beaten."""
         for request in batch:
             self._estimates.history(request).skip()
 
@@ -230,7 +239,6 @@ class CostModel(Controller):
         instead: Expected,
         measuring: bool,
     ) -> list[int]:
-        """The draft depth of each request; all are 0 if the step is better without."""
         made_for = tuple(request.key for request in batch), rows, beside, measuring
         rate, planned = instead.rate(self.costs, rows), self._plan
         if planned is None or not planned.holds(made_for):
@@ -248,7 +256,7 @@ class CostModel(Controller):
         per_token = (1 / rate - 1 / plan.rate) * rows / len(batch)
         depths = [
             depth if depth and self._worth_reading(request, rows, saved, per_token) else 0
-            for request, depth in zip(batch, plan.depths, strict=True)
+            for request, depth in zip(batch, plan.depths(len(batch)), strict=True)
         ]
         if any(depths):
             self.planned = plan.expected
@@ -284,56 +292,31 @@ class CostModel(Controller):
         """
         costs, estimates = self.costs, self._estimates
         per_level = 0.0 if measuring else estimates.level_seconds
-        plan = best_plan(
-            estimates.chances(batch),
-            beside,
-            lambda n: costs(n, rows),
-            per_level,
-            estimates.deeper,
-        )
+        offers = estimates.chances(batch).offers()
+        plan = best_plan(offers, beside, lambda n: costs(n, rows), per_level=per_level)
         self._gain = plan.rate * costs(rows, rows) / rows
         if self.stops_early:
-            self._price = estimates.price_of_a_token(plan, rows, per_level)
+            self._price = estimates.price_of_a_token(plan, len(batch), rows, per_level)
         return plan
 
     def gains(self, batch: Sequence[Request], rows: int, node_cost: float) -> list[float]:
-        """For each request the saving of its best draft: see `Chances.gains`."""
         level_cost = self._estimates.level_seconds / self.costs(rows, rows)
         chances = self._estimates.chances(batch)
-        return chances.gains(rows, node_cost, level_cost, self._estimates.deeper)
+        return chances.gains(rows, node_cost, level_cost)
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn acceptance rates, the sizes of drafts, and the cost of drafting."""
         has_drafts = any(outcome.draft.tree.num_drafted for outcome in outcomes)
         self._drafted_steps = self._drafted_steps + 1 if has_drafts else 0
         if self._estimates.observe(outcomes, draft_seconds):
             self._plan = None
 
     def release(self, request: Request) -> None:
-        """Forget the request; the estimates over all requests stay."""
         if request.key in self._rest.keys:
             rest, self._rest = self._rest, Rest()
             self.rest(rest.waiting, rest.taken)
         self._estimates.release(request)
-
-
-# `cost_model` for drafters that look tokens up: look up first, then cut the drafts.
-#
-# A lookup takes little time, and how it found a token tells how likely that token is right. So the
-# drafter proposes all tokens it finds, and `trim` keeps those that maximize expected tokens per
-# second. Looked-up tokens are deterministic (q is one-hot), so any function of the text may choose
-# among them.
-#
-# Each token has a feature that says how it was found (`Draft.features`), and each feature has an
-# acceptance rate. The tokens generated next show which proposals were right, including those that
-# were cut. So nothing has to be drafted just to learn.
-#
-# The tokens of all requests compete in the order of their probability of being accepted. The step
-# verifies as many as maximize the batch's expected tokens per second. This is the choice of gamma
-# in Leviathan et al., section 3.5, made anew in every step. If no draft raises that rate, the step
-# is plain decoding.
 
 
 _POLLING = 0.002
@@ -380,31 +363,32 @@ class LookupPlan:
         return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
 
 
-class LookupModel(Controller):
-    """Drafts of at most `num_speculative_tokens` tokens, cut to those that pay."""
+class LookupModel(_ByCosts):
+    """Cuts drafts of at most `num_speculative_tokens` looked-up tokens to those that pay.
 
-    class Options(CostModel.Options):
-        """See `CostModel.Options`."""
+    A lookup takes little time, and how it found a token tells how likely that token is right. So
+    the drafter proposes all tokens it finds, and `trim` keeps those that maximize expected tokens
+    per second: the choice of gamma in Leviathan et al., section 3.5, made anew in every step.
+    Looked-up tokens are deterministic (q is one-hot), so any function of the text may choose among
+    them.
 
-    name: ClassVar[str] = CostModel.name
-    summary: ClassVar[str] = CostModel.summary
-    needs_costs: ClassVar[bool] = True
+    Each token has a feature that says how it was found (`Draft.features`), and each feature has an
+    acceptance rate. The tokens generated next show which proposals were right, including those that
+    were cut. So nothing has to be drafted just to learn.
+    """
 
     def setup(self) -> None:
-        assert isinstance(self.options, CostModel.Options)
-        self._probe_every = self.options.probe_every
-        self._states: dict[int, _State] = {}
+        self._states = PerRequest[_State]()
         self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._planning = 0.0  # seconds of planning in this step
         self._step = 0
         self._next_poll = 0.0  # the next step that looks up for all requests
-        self._asked: dict[int, _State] = {}  # of the requests with a lookup in this step, by key
+        self._asked = PerRequest[_State]()  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`: the full length where lookups pay, else nothing."""
-        self._asked, self._planning = {}, 0.0
+        self._asked, self._planning = PerRequest(), 0.0
         budgets = [NO_BUDGET] * len(batch)
         if not self.costs:  # a pass has to be timed first
             return budgets
@@ -431,7 +415,6 @@ class LookupModel(Controller):
         self._step += steps
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        """See `Controller.trim`: keeps the most probable tokens of all drafts, as many as pay."""
         plan = self.plan(batch, drafts, rows)
         self.follow(batch, plan)
         trimmed = list(drafts)
@@ -443,22 +426,19 @@ class LookupModel(Controller):
         """Choose the most probable tokens of all drafts, as many as pay; see `trim`."""
         began = clock.now()
         asked = [row for row, request in enumerate(batch) if request.key in self._asked]
-        likely: list[tuple[float, int, int]] = []  # probability, row, node
+        offers: list[Offer] = []
         for row in asked:
             self._asked[batch[row].key].proposal = proposal = drafts[row]
             if proposal.features:
                 paths = path_probs(proposal, self._rates.of)
-                likely += [(p, row, node) for node, p in enumerate(paths, 1)]
-        # The sort is stable: no token comes before its parent.
-        likely.sort(key=itemgetter(0), reverse=True)
-        probs = [p for p, _, _ in likely]
-        count, cost = how_many(probs, self.costs, rows, Expected.plain(rows))
+                offers += [Offer(p, p, 1, row, node) for node, p in enumerate(paths, 1)]
+        plan, cost = _worth_verifying(offers, Expected.plain(rows), self.costs, rows)
         nodes: dict[int, list[int]] = {row: [] for row in asked}
         tokens, gains = dict.fromkeys(asked, 0.0), dict.fromkeys(asked, 0.0)
-        for p, row, node in likely[:count]:
-            nodes[row].append(node)
-            tokens[row] += p
-            gains[row] += p / rows - cost
+        for offer in plan.taken:
+            nodes[offer.row].append(offer.place)
+            tokens[offer.row] += offer.tokens
+            gains[offer.row] += offer.tokens / rows - cost
         self._planning += clock.now() - began
         return LookupPlan(nodes, tokens, gains, cost)
 
@@ -469,11 +449,10 @@ class LookupModel(Controller):
         for row, planned in plan.gains.items():
             gain = 0.0 if row in left_out else planned
             state = self._asked[batch[row].key]
-            state.gain += 0.1 * (gain - state.gain)
-            self._gain += 0.05 * (gain - self._gain)
+            state.gain = moved(state.gain, gain)
+            self._gain = moved(self._gain, gain, share=0.05)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn which tokens were right, and what a lookup costs, including this learning."""
         if not self._asked:
             return
         began = clock.now()
@@ -488,49 +467,17 @@ class LookupModel(Controller):
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
 
-    def release(self, request: Request) -> None:
-        """Forget the request; what was learnt from its drafts stays."""
-        self._states.pop(request.key, None)
-        self._asked.pop(request.key, None)
 
-
-def how_many(
-    probs: Sequence[float], costs: CostCurve, rows: int, beside: Expected
-) -> tuple[int, float]:
-    """How many of the most probable tokens to verify, and the cost of each.
-
-    Returns:
-        The number that maximizes expected tokens per second, and what each of these tokens adds
-        to the pass, as a share of the time of a plain pass.
-    """
-    if not probs:
-        return 0, 0.0
-    before = costs(beside.positions, rows)
-    tokens, best, added = beside.tokens, 0, 0.0
-    highest = tokens / (beside.seconds + before)
-    for count, p in enumerate(probs, 1):
-        tokens += p
-        seconds = costs(beside.positions + count, rows)
-        if tokens > highest * (beside.seconds + seconds):
-            highest = tokens / (beside.seconds + seconds)
-            best, added = count, seconds - before
-    return best, added / costs(rows, rows) / max(1, best)
-
-
-# `cost_model` for drafters that have a lookup and a trained draft: see `drafters/combine.py`.
-#
-# In every step and for every request, one of three is verified: the lookup, a trained draft, or
-# nothing. `LookupModel` estimates what the lookups are worth after they were made, and `CostModel`
-# what trained drafts are worth before they are made. Both count expected tokens per second of
-# measured time, so their estimates can be compared:
-#
-# 1. Look up, and plan the step without trained drafts (`LookupModel.plan`).
-# 2. The requests whose lookup is worth less than a trained draft are candidates. Plan the step in
-#    which they have trained drafts and the others keep their lookups (`CostModel.budgets_beside`).
-# 3. Take the better plan of the two.
-#
-# A trained draft may contain the beginning of the lookup. The rest of the lookup is then appended
-# to it, as far as that pays. How often such tokens are right is learnt by their features.
+def _worth_verifying(
+    offers: Sequence[Offer], beside: Expected, costs: CostCurve, rows: int
+) -> tuple[Plan, float]:
+    """The looked-up nodes that pay, and what each adds to the pass, in plain passes."""
+    least = beside.rate(costs, rows)
+    plan = best_plan(offers, beside, lambda n: costs(n, rows), least=least)
+    if not plan.taken:
+        return plan, 0.0
+    added = costs(plan.expected.positions, rows) - costs(beside.positions, rows)
+    return plan, added / costs(rows, rows) / len(plan.taken)
 
 
 _BEST_RATE = 0.8
@@ -557,21 +504,28 @@ class _Clock:
     since: float = 0.0
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
         now = clock.now()
         seconds, self.since = now - self.since, now
         return seconds
 
 
-class HybridModel(Controller):
-    """Lookups of at most `num_speculative_tokens` tokens, or trained drafts of at most `levels`."""
+class HybridModel(_ByCosts):
+    """Lookups of at most `num_speculative_tokens` tokens, or trained drafts of at most `levels`.
 
-    class Options(CostModel.Options):
-        """See `CostModel.Options`."""
+    In every step and for every request, one of three is verified: the lookup, a trained draft, or
+    nothing. `LookupModel` estimates the worth of lookups after they were made, and `CostModel` that
+    of trained drafts before they are made. Both count expected tokens per second of measured time,
+    so their estimates can be compared:
 
-    name: ClassVar[str] = CostModel.name
-    summary: ClassVar[str] = CostModel.summary
-    needs_costs: ClassVar[bool] = True
+    1. Look up, and plan the step without trained drafts (`LookupModel.plan`).
+    2. The requests whose lookup is worth less than a trained draft are candidates. Plan the step in
+       which they have trained drafts and the others keep their lookups
+       (`CostModel.budgets_beside`).
+    3. Take the better plan of the two.
+
+    A trained draft may contain the beginning of the lookup. The rest of the lookup is then appended
+    to it, as far as that pays. How often such tokens are right is learnt by their features.
+    """
 
     def setup(self) -> None:
         levels = self.levels or [1] * self.num_speculative_tokens
@@ -588,8 +542,8 @@ class HybridModel(Controller):
         self._best_trained = sum(_BEST_RATE**level for level in range(1, len(levels) + 1))
         self._rates = AcceptanceRates()  # of looked-up tokens in trained drafts
         self._rows = 1
-        self._found: dict[int, tuple[Draft, list[int]]] = {}  # key -> lookup, nodes that pay
-        self._drafts: dict[int, Draft] = {}  # key -> trained draft, before grafts were cut
+        self._found: PerRequest[tuple[Draft, list[int]]] = PerRequest()  # lookup, nodes that pay
+        self._drafts: PerRequest[Draft] = PerRequest()  # trained draft, before grafts were cut
         self._clock = _Clock()
         self._rest = Rest()
         self._resting = False  # whether this step is one of a rest
@@ -597,11 +551,10 @@ class HybridModel(Controller):
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """See `Controller.budgets`: those of the lookups."""
         self._resting = self._goes_on_resting(batch, rows)
         if self._resting:
             return [NO_BUDGET] * len(batch)
-        self._rows, self._found, self._drafts = rows, {}, {}
+        self._rows, self._found, self._drafts = rows, PerRequest(), PerRequest()
         budgets = self._lookups.budgets(batch, rows)
         self._clock = _Clock(since=clock.now())
         return budgets
@@ -660,55 +613,43 @@ class HybridModel(Controller):
         return [row for row in rows if not plan.nodes.get(row) or gains[row] > plan.gains[row]]
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        """See `Controller.trim`: cuts lookups, and what was appended to trained drafts."""
         if self._resting:
             return list(drafts)
         self._clock.trained += self._clock.lap()
         trimmed = list(drafts)
-        grafts: list[tuple[float, int, int]] = []  # probability, place in the batch, node
-        for place, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
+        grafts: list[Offer] = []
+        for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
             found, nodes = self._found.get(request.key, (None, []))
             if draft is found:
-                trimmed[place] = draft.only(nodes)
+                trimmed[row] = draft.only(nodes)
             elif draft.tree.num_drafted:
                 self._drafts[request.key] = draft
-                grafts += [(p, place, node) for node, p in self._grafts(draft)]
+                grafts += self._grafts(draft, row)
         if grafts:
             self._cut_grafts(trimmed, grafts, rows)
         return trimmed
 
-    def _grafts(self, draft: Draft) -> list[tuple[int, float]]:
-        """The looked-up nodes that are not in the trained draft, with their path probabilities."""
+    def _grafts(self, draft: Draft, row: int) -> list[Offer]:
         if not draft.features:
             return []
         probs = path_probs(draft, self._rates.of)
-        return [
-            (node, p)
-            for node, (p, feature) in enumerate(zip(probs, draft.features, strict=True), 1)
-            if is_graft(feature)
-        ]
+        nodes = enumerate(zip(probs, draft.features, strict=True), 1)
+        return [Offer(p, p, 1, row, node) for node, (p, feature) in nodes if is_graft(feature)]
 
-    def _cut_grafts(
-        self, drafts: list[Draft], grafts: list[tuple[float, int, int]], rows: int
-    ) -> None:
-        """Keep the most probable grafts, as many as pay."""
-        grafts.sort(key=lambda graft: -graft[0])
+    def _cut_grafts(self, drafts: list[Draft], grafts: Sequence[Offer], rows: int) -> None:
         positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(grafts)
         planned = self._trained.planned
         beside = Expected(planned.tokens, positions, planned.seconds)
-        count, _ = how_many([p for p, _, _ in grafts], self.costs, rows, beside)
-        cut: dict[int, set[int]] = {}
-        for _, place, node in grafts[count:]:
-            cut.setdefault(place, set()).add(node)
-        for place, nodes in cut.items():
-            draft = drafts[place]
-            kept = [node for node in range(1, len(draft.tree)) if node not in nodes]
-            drafts[place] = draft.only(kept)
+        plan, _ = _worth_verifying(grafts, beside, self.costs, rows)
+        cut = {(graft.row, graft.place) for graft in grafts}
+        cut -= {(graft.row, graft.place) for graft in plan.taken}
+        for row in {row for row, _ in cut}:
+            draft = drafts[row]
+            drafts[row] = draft.only([n for n in range(1, len(draft.tree)) if (row, n) not in cut])
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Learn which lookups and which levels of trained drafts were right, and their costs."""
         if self._resting:
             return
         self._lookups.observe(outcomes, self._clock.lookups)
@@ -722,11 +663,9 @@ class HybridModel(Controller):
         self._trained.observe(trained, self._clock.trained)
 
     def release(self, request: Request) -> None:
-        """Forget the request; what was learnt from its drafts stays."""
         self._lookups.release(request)
         self._trained.release(request)
-        self._found.pop(request.key, None)
-        self._drafts.pop(request.key, None)
+        super().release(request)
 
 
 def _looked_up(draft: Draft) -> Draft:

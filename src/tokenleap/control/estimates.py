@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise, takewhile
+from math import inf, isfinite
 from operator import mul
 from typing import TYPE_CHECKING
 
-from tokenleap.control.base import Stopping, within
-from tokenleap.control.planner import (
-    Chances,
-    DeeperLevels,
-    DraftingCosts,
-    DraftSizes,
-    Plan,
-    levels_of_one,
-    reading,
-)
+from tokenleap.control.base import within
+from tokenleap.control.planner import Chances, Plan, levels_of_one
+from tokenleap.core.per_request import PerRequest
 
 if TYPE_CHECKING:
-    from tokenleap.core.tree import Draft
+    from tokenleap.core.tree import Draft, TokenTree
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
     from tokenleap.runtime.costs import CostCurve
@@ -35,11 +29,15 @@ __all__ = [
     "SOONEST",
     "UNKNOWN",
     "AcceptanceRates",
+    "Decayed",
+    "DeeperLevels",
+    "DraftSizes",
+    "DraftingCosts",
     "Estimates",
-    "Frequency",
     "History",
     "OutputLengths",
     "Probing",
+    "Stopping",
     "agreed",
     "by_guess",
     "by_match",
@@ -47,8 +45,11 @@ __all__ = [
     "by_rank",
     "disagreed",
     "is_graft",
+    "moved",
     "path_probs",
     "prior_rate",
+    "reading",
+    "smoothed",
 ]
 
 
@@ -70,7 +71,6 @@ class Estimates:
         levels: number of nodes at each level of a full draft.
 
     Attributes:
-        drafting: what a level of drafting costs, and reading a text.
         stopping: by whether requests are greedy, where chains should end; empty unless they can. It
             learns from products of probabilities for greedy requests, and with the rule `coupled`
             from products of clarity for the others.
@@ -94,7 +94,7 @@ class Estimates:
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
         self.requests_tried = 0
-        self._histories: dict[int, History] = {}
+        self._histories = PerRequest(lambda: self._new(_MEMORY_OF_ONE))
         self._overall = self._new(_MEMORY_OF_ALL)
 
     def _new(self, memory: float) -> History:
@@ -104,12 +104,10 @@ class Estimates:
 
     @property
     def first_nodes(self) -> float:
-        """Number of nodes at a draft's first level."""
         return self._sizes.of_levels[0]
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """Of each level, over all requests."""
         return self._overall.acceptance_rates()
 
     @property
@@ -117,24 +115,15 @@ class Estimates:
         """Seconds of drafting one level of one request."""
         return self.drafting.level * self.costs(1, 1)
 
-    @property
-    def deeper(self) -> float | None:
-        return self._deeper_levels.share if self._at_once else None
-
     def reading_seconds(self, request: Request) -> float | None:
         """Seconds that the first draft of a request takes longer; None if not known yet."""
         token = self.drafting.token
         return None if token is None else token * reading(request) * self.costs(1, 1)
 
     def history(self, request: Request) -> History:
-        """The history of a request."""
-        history = self._histories.get(request.key)
-        if history is None:
-            history = self._histories[request.key] = self._new(_MEMORY_OF_ONE)
-        return history
+        return self._histories[request.key]
 
     def chances(self, batch: Sequence[Request]) -> Chances:
-        """Chances of drafts for these requests, by their depth."""
         nodes = self._sizes.of_levels
         prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
         hoped = [max(rate, UNKNOWN) for rate in prior]
@@ -142,8 +131,13 @@ class Estimates:
         drafts = [history.draft_rate(prior_drafts) for history in histories]
         rates = [h.acceptance_rates(hoped if self.is_early(h) else prior) for h in histories]
         passed = [list(accumulate(each, mul)) for each in rates]
-        drafted = nodes if self.stopping else [1.0] * len(nodes)
-        return Chances(drafts, passed, nodes, drafted)
+        return Chances(drafts, passed, nodes, self._times(nodes))
+
+    def _times(self, nodes: Sequence[float]) -> Sequence[float]:
+        """[L] time of each level of a draft, in first levels."""
+        if self._at_once:
+            return [1.0, *[self._deeper_levels.share] * (len(nodes) - 1)]
+        return nodes if self.stopping else [1.0] * len(nodes)  # the share that get so deep
 
     def is_early(self, history: History) -> bool:
         """Whether the request has not drafted yet, and would be one of the first few that do.
@@ -154,20 +148,19 @@ class Estimates:
         """
         return bool(self.stopping) and not history.tried and self.requests_tried < _EARLY
 
-    def price_of_a_token(self, plan: Plan, rows: int, per_level: float) -> float:
-        """The cost of drafting and verifying one more token, in tokens of the plan."""
-        deepest, drafting = max(plan.depths), sum(depth > 0 for depth in plan.depths)
+    def price_of_a_token(self, plan: Plan, requests: int, rows: int, per_level: float) -> float:
+        """The time of drafting and verifying one more token of a draft, in tokens of the plan."""
+        depths = plan.depths(requests)
+        deepest, drafting = max(depths), sum(depth > 0 for depth in depths)
         if deepest < 2:
             return 0.0
-        fewest, most = rows + drafting, rows + sum(plan.depths)
+        fewest, most = rows + drafting, rows + sum(depths)
         node = (self.costs(most, rows) - self.costs(fewest, rows)) / (most - fewest)
         shared = levels_of_one(1.0, float(drafting)) / drafting
-        return plan.rate * (
-            node + per_level * shared * (1.0 if self.deeper is None else self.deeper)
-        )
+        further = self._deeper_levels.share if self._at_once else 1.0
+        return plan.rate * (node + per_level * shared * further)
 
     def rest(self, batch: Sequence[Request], steps: int) -> None:
-        """Record steps in which these requests had no drafts and none were asked for."""
         for request in batch:
             if history := self._histories.get(request.key):
                 history.rest(steps)
@@ -210,35 +203,51 @@ class Estimates:
         return levels_of_one(max(levels, default=0.0), sum(levels))
 
     def release(self, request: Request) -> None:
-        """Forget the request; the estimates over all requests stay."""
         if self._histories.pop(request.key, None) is not None:
             self.lengths.add(len(request.token_ids) - len(request.prompt_ids))
 
 
-# Estimates of how often drafted tokens are accepted. Counts decay, so they follow the text.
+class Decayed:
+    """A mean whose past counts less with every value: of times, rates and sizes.
 
+    Args:
+        memory: weight of the past after each value.
+        prior_weight: weight of the prior, which does not decay.
+    """
 
-class Frequency:
-    """A running estimate of how often something happens."""
+    __slots__ = ("_memory", "_prior_weight", "_total", "_weight")
 
-    __slots__ = ("_memory", "_prior_weight", "_yes", "count")
-
-    def __init__(self, memory: float, prior_weight: float) -> None:
+    def __init__(self, memory: float, prior_weight: float = 0.0) -> None:
         self._memory, self._prior_weight = memory, prior_weight
-        self._yes = self.count = 0.0
+        self._total = self._weight = 0.0
 
-    def add(self, yes: float, no: float = 0.0) -> None:
-        """Count this many more cases in which it happened, and in which it did not."""
-        self._yes = self._memory * self._yes + yes
-        self.count = self._memory * self.count + yes + no
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Add to the total and to the weight that divides it."""
+        self._total = self._memory * self._total + value
+        self._weight = self._memory * self._weight + weight
 
     def given(self, prior: float) -> float:
-        """The estimate, if `prior` was expected before anything was counted."""
+        """The mean, if `prior` was expected before there was any value."""
         weight = self._prior_weight
-        return (self._yes + weight * prior) / (self.count + weight)
+        return (self._total + weight * prior) / (self._weight + weight)
+
+    @property
+    def mean(self) -> float:
+        """The mean without a prior; infinite without weight."""
+        return self._total / self._weight if self._weight else inf
 
 
-# A feature (`Draft.features`) says how a lookup found a token, and so how likely it is right
+def moved(known: float, measured: float, share: float = 0.1) -> float:
+    """A running mean, moved towards one more value."""
+    return known + share * (measured - known)
+
+
+def smoothed(known: float, measured: float) -> float:
+    """The same of a time, which counts as at most twice the mean: it may be an outlier."""
+    return moved(known, min(measured, 2 * known))
+
+
+# A feature (`Draft.features`) says how a lookup found a token, and so how likely it is right.
 
 LONGEST_MATCH = 16
 """Longer matches count as this long."""
@@ -315,7 +324,6 @@ def is_graft(feature: int) -> bool:
 
 
 def prior_rate(feature: int) -> float:
-    """Prior acceptance rate of tokens with this feature."""
     return _PRIOR_RATES[feature]
 
 
@@ -327,25 +335,19 @@ def path_probs(draft: Draft, rate: Callable[[int], float]) -> list[float]:
     return path[1:]
 
 
-_MEMORY, _PRIOR_WEIGHT = 0.97, 1.5
-"""Weight of the past after each token, and weight of the prior in tokens."""
-
-
 class AcceptanceRates:
     """For each feature the probability that a looked-up token is right if its parent is."""
 
     def __init__(self) -> None:
         self._rates = list(_PRIOR_RATES)
-        self._seen = [Frequency(_MEMORY, _PRIOR_WEIGHT) for _ in _PRIOR_RATES]
+        self._seen = [Decayed(memory=0.97, prior_weight=1.5) for _ in _PRIOR_RATES]
 
     def of(self, feature: int) -> float:
-        """The estimate."""
         return self._rates[feature]
 
     def add(self, feature: int, *, right: bool) -> None:
-        """Count one more token whose ancestors were right."""
         seen = self._seen[feature]
-        seen.add(right, not right)
+        seen.add(right)
         self._rates[feature] = seen.given(_PRIOR_RATES[feature])
 
     def learn(self, proposal: Draft, outcome: Outcome) -> None:
@@ -363,9 +365,6 @@ class AcceptanceRates:
                     node = child
             if node < 0:
                 return
-
-
-# `History`: how drafts were accepted, of one request or of all, for `cost_model`.
 
 
 UNKNOWN = 0.5
@@ -394,9 +393,9 @@ class History:
         # A draft counts once for each level, but once per token for alpha.
         memory_of_rates = memory if alike else memory**0.5
         self._passed = [
-            Frequency(memory_of_rates, prior_weight) for _ in range(1 if alike else levels)
+            Decayed(memory_of_rates, prior_weight) for _ in range(1 if alike else levels)
         ]
-        self._drafted = Frequency(memory, 2.0)
+        self._drafted = Decayed(memory, 2.0)
         self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
         self.caught_up = self.tried = False
 
@@ -414,7 +413,6 @@ class History:
         self.caught_up, self.depth = self.depth > 0, depth
 
     def rest(self, steps: int) -> None:
-        """Record so many steps without a draft, after one without."""
         self.plain_steps, self.caught_up, self.depth = self.plain_steps + steps, False, 0
 
     def skip(self) -> None:
@@ -422,21 +420,19 @@ class History:
         self.caught_up, self.depth = self.depth > 0, 0
 
     def add(self, outcome: Outcome, allowed: int) -> None:
-        """Learn from one draft, which may have had up to `allowed` levels."""
         drafted, passed = outcome.draft.tree.num_drafted, len(outcome.accepted.path)
-        self._drafted.add(drafted > 0, not drafted)
+        self._drafted.add(drafted > 0)
         if not drafted:
             return
         self.tried = True
         if self._alike:
-            self._passed[0].add(passed, len(outcome.accepted.rejected))
+            self._passed[0].add(passed, passed + len(outcome.accepted.rejected))
             return
-        for level, frequency in enumerate(self._passed):
+        for level, rate in enumerate(self._passed):
             reached = level <= passed and level < allowed  # else its counts only decay
-            frequency.add(reached and level < passed, reached and level == passed)
+            rate.add(reached and level < passed, reached)
 
     def draft_rate(self, prior: float = 1.0) -> float:
-        """Probability that the drafter has a draft."""
         return self._drafted.given(prior)
 
     def acceptance_rates(self, prior: Sequence[float] = ()) -> list[float]:
@@ -447,27 +443,142 @@ class History:
         if self._alike:
             return [self._passed[0].given(prior[0] if prior else UNKNOWN)] * self._levels
         rates, above = list[float](), UNKNOWN
-        for level, frequency in enumerate(self._passed):
-            above = frequency.given(prior[level] if prior else above)
+        for level, rate in enumerate(self._passed):
+            above = rate.given(prior[level] if prior else above)
             rates.append(above)
         return rates
 
 
-# `OutputLengths`: how much longer an output becomes, judged by those that have ended.
+_LEAST_NODES = 0.01
+"""A level is taken to add at least this many nodes, even if noisy averages say less."""
 
 
-_REMEMBERED = 32
-"""Outputs that are remembered."""
+class DraftSizes:
+    """How many nodes drafts have by the depth of their budgets.
+
+    Trees may be smaller than their shape, and chains may end early. So each level has a ratio: its
+    nodes over those of the level above, learnt from the drafts that had nodes above and whose
+    budgets had the level. A level that no budget had keeps the ratio that was expected. So however
+    early drafts end, deeper ones do not seem larger than they would be, and may be tried again.
+
+    Attributes:
+        of_levels: mean number of nodes of each level, if the budget has it.
+    """
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self._expected = [below / above for above, below in pairwise((1, *expected))]
+        self._ratios = [Decayed(memory=0.9, prior_weight=1.0) for _ in expected]
+        self.of_levels = [float(nodes) for nodes in expected]
+
+    def learn(self, tree: TokenTree, allowed: int) -> None:
+        levels = len(self._expected)
+        nodes = [1, *[0] * levels]
+        for depth in tree.depths[1:]:
+            nodes[min(depth, levels)] += 1
+        for level in range(min(allowed, levels)):
+            if not nodes[level]:
+                break
+            self._ratios[level].add(nodes[level + 1], nodes[level])
+        pairs = zip(self._ratios, self._expected, strict=True)
+        learnt = accumulate((ratio.given(expected) for ratio, expected in pairs), mul)
+        self.of_levels = [max(_LEAST_NODES, nodes) for nodes in learnt]
+
+
+_SHORTEST = 32
+"""Tokens that a pass reads in the time of one: a part of what reading costs is the same for all."""
+
+
+def reading(request: Request) -> int:
+    """Tokens of text and source that the first draft of a request has to read."""
+    source = 0 if request.source is None else len(request.source)
+    return max(_SHORTEST, source + len(request.token_ids))
+
+
+class DraftingCosts:
+    """The cost of drafting, without the target's pass, in plain passes over one row.
+
+    The unit makes costs comparable that were measured at different times: another load of the
+    machine changes both in the same way, and what is not drafted is not measured. If one pass of a
+    drafter makes all levels of a draft, a level is the first one (see `DeeperLevels`).
+
+    Attributes:
+        level: of one level of one request. It is an upper bound as long as all timed drafts
+            included reading a text.
+        token: of reading one token (see `reading`); None before it can be told apart from `level`.
+    """
+
+    def __init__(self) -> None:
+        self.level, self.bound = 0.0, True
+        self.token: float | None = None
+        self.known = False
+        self._readings: list[tuple[float, float, int]] = []  # as long as `level` is a bound
+
+    def add(self, cost: float, levels: float, *, caught_up: bool, read: int = 0) -> None:
+        per_level = cost / max(1.0, levels)
+        self.known = True
+        if read:
+            self._readings.append((cost, levels, read))
+        if caught_up and self.bound:
+            self.level, self.bound = per_level, False
+        elif self.bound:
+            self.level = min(per_level, self.level or per_level)
+        elif caught_up or per_level < self.level:
+            self.level = smoothed(self.level, per_level)
+        self._learn_readings()
+
+    def _learn_readings(self) -> None:
+        """Reading costs what is left of a first draft without its levels."""
+        if self.bound:
+            del self._readings[:-1]
+            return
+        for cost, levels, read in self._readings:
+            per_token = max(0.0, cost - levels * self.level) / read
+            self.token = smoothed(self.token or per_token, per_token)
+        self._readings.clear()
+
+
+_OF_LATEST, _FEWEST = 0.03, 8
+"""Weight of the latest draft in the regression, and fewest drafts of one."""
+
+
+class DeeperLevels:
+    """The cost of each further level of a draft that is made at once, as a share of the first one.
+
+    It is the slope of a running regression line of costs on depths, and near 0 where a pass spends
+    its time reading weights.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._count = 0
+        self._depth = self._cost = self._variance = self._covariance = 0.0
+
+    def add(self, depth: float, cost: float) -> None:
+        """Learn from the drafts of a step: their mean depth, and the cost of one."""
+        self._count += 1
+        weight = max(_OF_LATEST, 1 / self._count)
+        cost = min(cost, 2 * self._cost) if self._count > 1 else cost  # it may be an outlier
+        deeper, dearer = depth - self._depth, cost - self._cost
+        self._depth += weight * deeper
+        self._cost += weight * dearer
+        self._variance = (1 - weight) * (self._variance + weight * deeper * deeper)
+        self._covariance = (1 - weight) * (self._covariance + weight * deeper * dearer)
+        if self._count >= _FEWEST and self._variance >= 1:
+            slope = max(0.0, self._covariance / self._variance)
+            first = self._cost - slope * (self._depth - 1)
+            self.share = min(1.0, slope / first) if first > 0 else 1.0
+
+    def levels(self, depth: float) -> float:
+        return 1 + self.share * (depth - 1) if depth > 0 else 0.0
 
 
 class OutputLengths:
     """The lengths of the last outputs, in tokens."""
 
     def __init__(self) -> None:
-        self._ended: deque[int] = deque(maxlen=_REMEMBERED)
+        self._ended: deque[int] = deque(maxlen=32)
 
     def add(self, length: int) -> None:
-        """Remember an output that has ended."""
         self._ended.append(length)
 
     def left(self, generated: int, most: int) -> float:
@@ -483,15 +594,6 @@ class OutputLengths:
         return min(float(most), expected)
 
 
-# `Probing`: when requests that do not draft try one, so that `cost_model` learns what it brings.
-#
-# A request that has drafted nothing for `probe_every` steps drafts one level; this notices a text
-# that has become predictable. With a drafter whose chains end early, it does so as soon as that
-# costs one percent of the time since its last draft. Requests that have never drafted pay for
-# trials together: one of them tries once its first draft, reading included, costs at most one
-# percent of the steps since the last trial.
-
-
 PRICE, SOONEST = 0.01, 8
 """Share of the time that plain steps and first drafts may cost; fewest steps between two."""
 
@@ -504,7 +606,14 @@ model that might be better is probed sooner than one that might not pay at all."
 
 
 class Probing:
-    """Says in which steps a request without drafts tries one."""
+    """Says in which steps a request without drafts tries one, so that it is known what that brings.
+
+    A request that has drafted nothing for `probe_every` steps drafts one level; this notices a text
+    that has become predictable. With a drafter whose chains end early, it does so as soon as that
+    costs one percent of the time since its last draft. Requests that have never drafted pay for
+    trials together: one of them tries once its first draft, reading included, costs at most one
+    percent of the steps since the last trial.
+    """
 
     def __init__(self, every: int, estimates: Estimates) -> None:
         self._every = every
@@ -513,7 +622,6 @@ class Probing:
         self._since_trial = 0.0  # steps since a request tried its first draft
 
     def wait(self, steps: float) -> None:
-        """Record steps, in whichever requests they are."""
         self._since_trial += steps
 
     def served_steps(self, rows: int) -> float:
@@ -530,7 +638,6 @@ class Probing:
         return max(0, int(min(left, default=float(self._every))) - 1)
 
     def probes(self, request: Request, rows: int, num_requests: int) -> bool:
-        """Whether a request without drafts tries one in this step."""
         if self._steps_left(request, rows, num_requests) > 1:
             return False
         if self._is_trial(self._estimates.history(request)):
@@ -567,3 +674,56 @@ class Probing:
         seconds = estimates.level_seconds + self._costs(rows + estimates.first_nodes, rows)
         lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
         return min(self._every, max(_SOONEST_AGAIN, lost / PRICE))
+
+
+_LOWEST, _HIGHEST, _PRIOR_WEIGHT = 0.4, 0.9, 20.0
+"""Prior acceptance rate below paths of probability 0 and 1 (Qwen2.5-Coder: drafters are right more
+often than they say where they are unsure), and its weight in tokens."""
+
+_FLAT = 0.05
+"""With a smaller slope, path probabilities tell nothing."""
+
+
+class Stopping:
+    """The path probability below which a chain is not worth another token.
+
+    Some drafters say how probable they find their tokens (`Draft.path_probs`). Whether one more
+    token pays then depends on the draft itself, and this beats every fixed length. SVIP (Zhang et
+    al., "Draft Model Knows When to Stop") and `confidence` stop by such probabilities, too. Here
+    the threshold follows from the costs, and the drafter's word is not taken for it: a line is
+    fitted to how often the next token was accepted, given the path's probability. So it need not be
+    one: of sampled drafts under the rule `coupled`, it is the product of their clarity.
+
+    A token is worth drafting if it is accepted so often that its time brings at least as many
+    tokens as the time of the whole steps does.
+    """
+
+    _MEMORY = 0.995  # weight of the past after each draft token
+
+    def __init__(self) -> None:
+        # Sums over tokens: 1, s, s^2, y and s y, where s is the path's probability above a token,
+        # and y whether it was accepted.
+        self._sums = [0.0] * 5
+        # The prior is a line over evenly spread s, whose mean square is 1/3.
+        low, slope, weight = _LOWEST, _HIGHEST - _LOWEST, _PRIOR_WEIGHT
+        sums = (1.0, 1 / 2, 1 / 3, low + slope / 2, low / 2 + slope / 3)
+        self._prior = [weight * each for each in sums]
+
+    def learn(self, outcome: Outcome) -> None:
+        passed = len(outcome.accepted.path)
+        probs = list(takewhile(isfinite, outcome.draft.path_probs))  # of no appended tokens
+        # The past counts less after the last token, too: if all drafts end at their first one,
+        # nothing is learnt, and what was learnt of an earlier text must not keep it so.
+        self._sums = [self._MEMORY ** len(probs) * old for old in self._sums]
+        for depth, s in enumerate(probs[:-1], 1):
+            y = float(depth < passed)
+            new = (1.0, s, s * s, y, s * y)
+            self._sums = [old + each for old, each in zip(self._sums, new, strict=True)]
+
+    def least_path_prob(self, price: float) -> float:
+        n, s, ss, y, sy = (a + b for a, b in zip(self._sums, self._prior, strict=True))
+        slope = (n * sy - s * y) / (n * ss - s * s)  # the prior alone spreads s
+        low = (y - slope * s) / n
+        if slope < _FLAT:
+            return 0.0 if y >= price * n else 1.0
+        return min(1.0, max(0.0, (price - low) / slope))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TypeVar
 
 __all__ = ["PerRequest", "drop_request"]
@@ -16,6 +17,12 @@ class PerRequest(defaultdict[int, _State]):
     `PerRequest(History)` makes a `History` when the state of a request is first read;
     `PerRequest()` has only what was set.
     """
+
+    def made(self, key: int, make: Callable[[], _State]) -> _State:
+        """The state of a request, made like this if it has none."""
+        if key not in self:
+            self[key] = make()
+        return self[key]
 
 
 def drop_request(holder: object, key: int) -> None:

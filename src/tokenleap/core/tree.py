@@ -15,7 +15,7 @@ from operator import lt
 
 from tokenleap.core.distribution import Distribution, OneHots
 
-__all__ = ["Draft", "TokenTree", "chain"]
+__all__ = ["Draft", "GrowingTree", "TokenTree", "chain"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,33 @@ def chain(tokens: Sequence[int]) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
 
+class GrowingTree:
+    """A tree to which nodes are added one by one, and whose children are found by their tokens."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents = [root], [-1]
+        self._children: dict[tuple[int, int], int] = {}  # (node, token) -> its first such child
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The first child with this token."""
+        return self._children.get((parent, token))
+
+    def add(self, parent: int, token: int) -> int:
+        """Add a node, whether the parent has a child with this token or not."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self._children.setdefault((parent, token), node)
+        return node
+
+    def tree(self) -> TokenTree:
+        """The tree as it is now."""
+        return TokenTree(tuple(self.tokens), tuple(self.parents))
+
+
 @dataclass(frozen=True)
 class Draft:
     """A drafter's proposal for one row.
@@ -125,8 +152,8 @@ class Draft:
             drawn at random has a one-hot distribution.
         features: [n] one feature per drafted node, or empty. A drafter that looks its tokens up
             (`DrafterTraits.looks_up`) says here how it found each token: by the length of the
-            match, or by the rank of the token (`control.evidence`). Controllers learn an acceptance
-            rate for each feature.
+            match, or by the rank of the token (`control.estimates`). Controllers learn an
+            acceptance rate for each feature.
         draws: (node, q) of all draws in order, if a token that was drawn several times below the
             same path has one node for these draws; `q` has that of the first. Empty if every node
             was drawn once.

@@ -30,6 +30,7 @@ __all__ = [
     "DrafterOptions",
     "DrafterTraits",
     "InnerConfig",
+    "OneByOne",
     "PerRequest",
     "VocabularyOverlap",
     "Way",
@@ -263,6 +264,18 @@ class Drafter(ABC):
         """
         for drafter in self.inner:
             drafter.ignore_times()
+
+
+class OneByOne(Drafter):
+    """Drafts for one request after the other."""
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        return [self.draft(request, budget) for request, budget in zip(batch, budgets, strict=True)]
+
+    @abstractmethod
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        """Draft for a request, within its budget."""
 
 
 def layers_of(drafters: Sequence[Drafter]) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from tokenleap.control import Budget
-from tokenleap.control.estimates import agreed, disagreed, path_probs, prior_rate
+from tokenleap.control.estimates import Decayed, agreed, disagreed, path_probs, prior_rate
 from tokenleap.core.distribution import Distribution
-from tokenleap.core.tree import Draft, TokenTree, chain
+from tokenleap.core.tree import Draft, GrowingTree, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest, layers_of
 from tokenleap.drafters.options import (
@@ -53,9 +53,8 @@ class Several(Drafter):
     """Base of `Ensemble`, `Switch` and `Hybrid`: several drafters that serve the same requests."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = list(drafters)
         traits = [drafter.traits for drafter in drafters]
-        self.inner = self._drafters
+        self.inner = list(drafters)
         self.traits = DrafterTraits(
             hidden_layers=layers_of(drafters),
             token_limit=max(each.token_limit for each in traits),
@@ -64,14 +63,12 @@ class Several(Drafter):
         )
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Show the hidden states to every drafter that needs any."""
-        for drafter in self._drafters:
+        for drafter in self.inner:
             if drafter.traits.hidden_layers:
                 drafter.observe_prefill(request, start, hidden)
 
     def rewind(self, request: Request) -> None:
-        """Rewind every drafter."""
-        for drafter in self._drafters:
+        for drafter in self.inner:
             drafter.rewind(request)
 
 
@@ -85,11 +82,10 @@ class Ensemble(Several):
         self.traits = replace(self.traits, drafts_trees=True, looks_up=looks_up)
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Merged trees, cut to the budget's number of nodes."""
         # Drafts of several drafters must be independent, so each drafter has its own noise.
         proposals = [
             drafter.propose([r.with_noise(r.noise.in_lane(lane)) for r in batch], budgets)
-            for lane, drafter in enumerate(self._drafters)
+            for lane, drafter in enumerate(self.inner)
         ]
         return [
             merge(drafts, budget.nodes, shared=self._shares_nodes)
@@ -97,8 +93,7 @@ class Ensemble(Several):
         ]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Every drafter sees the outcome of the merged draft."""
-        for drafter in self._drafters:
+        for drafter in self.inner:
             drafter.observe(outcomes, times)
 
 
@@ -119,7 +114,7 @@ def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft
         limit: most drafted nodes of the tree. A sampled node is dropped where a tree of so many
             nodes has no room for a new one, even if it could share one: its token must not matter.
     """
-    tokens, parents = [drafts[0].tree.tokens[0]], [-1]
+    into = GrowingTree(drafts[0].tree.tokens[0])
     draws: list[tuple[int, Distribution]] = []
     features: list[int] = []
     merged: list[dict[int, int]] = [{0: 0} for _ in drafts]  # per draft: its node -> merged node
@@ -130,24 +125,21 @@ def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft
         if parent is None:
             continue  # the limit left no room for its parent
         token, one_hot = draft.tree.tokens[node], distribution.certain is not None
-        has_room = len(tokens) <= limit
-        shares = one_hot or (shared and has_room)
-        into = _child(tokens, parents, parent, token) if shares else None
-        if into is None and has_room:
-            into = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            draws.append((into, distribution))
+        has_room = len(into) <= limit
+        place = into.child(parent, token) if one_hot or (shared and has_room) else None
+        if place is None:
+            if not has_room:
+                continue
+            place = into.add(parent, token)
+            draws.append((place, distribution))
             features.append(0)
-        elif into is not None and not one_hot:
-            draws.append((into, distribution))
-        if into is not None:
-            merged[index][node] = into
-            if has_features:
-                features[into - 1] = max(
-                    features[into - 1], draft.features[node - 1], key=prior_rate
-                )
-    merged_draft = Draft.drawn(TokenTree(tuple(tokens), tuple(parents)), draws)
+        elif not one_hot:
+            draws.append((place, distribution))
+        merged[index][node] = place
+        if has_features:
+            better = max(features[place - 1], draft.features[node - 1], key=prior_rate)
+            features[place - 1] = better
+    merged_draft = Draft.drawn(into.tree(), draws)
     return replace(merged_draft, features=tuple(features)) if has_features else merged_draft
 
 
@@ -162,7 +154,6 @@ _Draw: TypeAlias = tuple[int, int, Distribution]
 
 
 def _by_depth(drafts: Sequence[Draft]) -> list[_Draw]:
-    """All draws level by level, so that every draft gets a share."""
     draws = [
         (draft.tree.depths[node], index, node, distribution)
         for index, draft in enumerate(drafts)
@@ -181,35 +172,11 @@ def _by_path_prob(drafts: Sequence[Draft]) -> list[_Draw]:
     return [(index, node, drafts[index].q_of(node)) for _, index, node in sorted(nodes)]
 
 
-def _child(tokens: Sequence[int], parents: Sequence[int], parent: int, token: int) -> int | None:
-    for node in range(parent + 1, len(tokens)):
-        if parents[node] == parent and tokens[node] == token:
-            return node
-    return None
-
-
-@dataclass
-class _Arm:
-    """The bandit's record of one drafter: decayed sums of committed tokens and of costs."""
-
-    tokens: float = 0.0
-    cost: float = 0.0
-
-    def add(self, tokens: int, cost: float) -> None:
-        self.tokens = 0.9 * self.tokens + tokens
-        self.cost = 0.9 * self.cost + cost
-
-    @property
-    def goodput(self) -> float:
-        """Committed tokens per unit of cost; infinite for a drafter that was not tried yet."""
-        return self.tokens / self.cost if self.cost else float("inf")
-
-
 @dataclass
 class _Choice:
-    """One request's bandit: its record of each drafter, and the drafter in use."""
+    """One request's bandit: tokens per unit of cost of each drafter, and the drafter in use."""
 
-    arms: list[_Arm]
+    arms: list[Decayed]
     current: int = 0
     steps: int = 0
     drafting: bool = False
@@ -220,7 +187,7 @@ class _Choice:
         self.steps += 1
         if self.steps % try_every == 0:
             return (self.steps // try_every) % len(self.arms)
-        return max(range(len(self.arms)), key=lambda i: self.arms[i].goodput)
+        return max(range(len(self.arms)), key=lambda i: self.arms[i].mean)
 
 
 class Switch(Several):
@@ -232,7 +199,7 @@ class Switch(Several):
     def __init__(self, drafters: Sequence[Drafter], options: SwitchOptions) -> None:
         super().__init__(drafters)
         self._options = options
-        self._choices = PerRequest(lambda: _Choice([_Arm() for _ in drafters]))
+        self._choices = PerRequest(lambda: _Choice([Decayed(memory=0.9) for _ in drafters]))
         self._timed = True
         traits = [drafter.traits for drafter in drafters]
         self.traits = replace(
@@ -259,12 +226,11 @@ class Switch(Several):
         drafts: dict[int, Draft] = {}
         for index, pairs in chosen.items():
             requests, limits = zip(*pairs, strict=True)
-            proposed = self._drafters[index].propose(requests, limits)
+            proposed = self.inner[index].propose(requests, limits)
             drafts.update((r.key, d) for r, d in zip(requests, proposed, strict=True))
         return [drafts[request.key] for request in batch]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Record the step's goodput for the drafter in use, and show it the outcome."""
         cost = times.draft + times.verify + times.accept if self._timed else 1.0
         for outcome in outcomes:
             choice = self._choices[outcome.request.key]
@@ -272,12 +238,11 @@ class Switch(Several):
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, cost)
             # Until the next draft: plain steps do not count for any drafter.
             choice.drafting = False
-            for index, drafter in enumerate(self._drafters):
+            for index, drafter in enumerate(self.inner):
                 if index == choice.current or drafter.traits.hidden_layers:
                     drafter.observe([outcome], times)
 
     def ignore_times(self) -> None:
-        """Choose by committed tokens per step."""
         self._timed = False
         super().ignore_times()
 
@@ -292,8 +257,6 @@ class Switch(Several):
 
 @dataclass
 class _Chain:
-    """The chain drafted for one request so far."""
-
     request: Request
     budget: Budget
     tokens: list[int] = field(default_factory=list)
@@ -309,7 +272,6 @@ class _Chain:
         return replace(self.budget, nodes=length, depth=length, min_path_prob=min_path_prob)
 
     def add(self, draft: Draft) -> None:
-        """Append a drafter's chain."""
         self.tokens += draft.tree.tokens[1:]
         self.distributions += draft.q
         for token_prob in _token_probs(draft):
@@ -366,26 +328,22 @@ class HorizontalCascade(Drafter):
         self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """One chain per request; the drafters extend it in turn."""
         chains = [_Chain(*pair) for pair in zip(batch, budgets, strict=True)]
         for lane, stage in enumerate(self._stages):
             stage.extend(chains, lane)
         return [drafted.draft() for drafted in chains]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Every drafter sees the outcomes of the requests that it has drafted for."""
         for stage in self._stages:
             stage.observe(outcomes, times)
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
-        """Show the hidden states to the first drafter, the only one that may need them."""
         self._stages[0].observe_prefill(request, start, hidden)
 
     def rewind(self, request: Request) -> None:
         """Nothing to do: `_Stage.extend` rewinds a drafter whose tokens differ from the text."""
 
     def release(self, request: Request) -> None:
-        """Every drafter that was shown the request forgets it."""
         for stage in self._stages:
             stage.release(request)
 
@@ -399,7 +357,6 @@ class _Stage:
         self._seen = PerRequest[list[int]](list)
 
     def extend(self, chains: Sequence[_Chain], lane: int) -> None:
-        """Extend the chains whose budget allows it; `lane` is the number of this stage."""
         budgets = [drafted.rest(self._max_tokens) for drafted in chains]
         growing = [pair for pair in zip(chains, budgets, strict=True) if pair[1].chain]
         if not growing:
@@ -441,7 +398,7 @@ class _Stage:
 #
 # The lookup is made first, because it takes little time and how it found its tokens tells what they
 # are worth. A `Chooser` then decides which requests get a trained draft. The default controller
-# decides by expected tokens per second (`control.hybrid_model`), and all other controllers leave it
+# decides by expected tokens per second (`control.cost_model`), and all other controllers leave it
 # to `MoreTokens`. No choice depends on a sampled token (invariant 2).
 #
 # Where a trained draft contains the beginning of the lookup, the rest of the lookup is grafted
@@ -517,7 +474,6 @@ class Hybrid(Several):
         return [1] * most if sizes is None else sizes
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Lookups, and trained drafts with what the lookups add to them."""
         found = [Draft.empty(request.root) for request in batch]
         if any(budget.nodes for budget in budgets):
             found = self._lookup.propose(batch, budgets)
@@ -550,29 +506,28 @@ def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
     result tell where a token comes from: 0 is a token of the trained draft alone.
     """
     tree = trained.tree
-    tokens, parents = list(tree.tokens), list(tree.parents)
+    grown = GrowingTree(tree.tokens[0])
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        grown.add(parent, token)
     distributions: list[Distribution] = list(trained.q)
     features = [0] * tree.num_drafted
     place = {0: 0}  # node of the lookup -> node of the result
     for node, feature in enumerate(found.features, 1):
-        token, parent = found.tree.tokens[node], place.get(found.tree.parents[node])
-        if parent is None:
+        token, above = found.tree.tokens[node], place.get(found.tree.parents[node])
+        if above is None:
             continue
-        among = tree.children[parent] if parent < len(tree) else ()
-        same = next((child for child in among if tree.tokens[child] == token), None)
-        if same is not None:
+        among = above < len(tree) and tree.children[above]
+        same = grown.child(above, token)
+        if same is not None and same < len(tree):
             features[same - 1] = agreed(feature)
             place[node] = same
         elif len(distributions) < limit and (siblings or not among):
-            place[node] = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
+            place[node] = grown.add(above, token)
             distributions.append(found.q_of(node))
             features.append(disagreed(feature) if among else feature)
     if not any(features):
         return trained
-    grafted = range(len(tree), len(tokens))
+    grafted = range(len(tree), len(grown))
     draws = trained.draws and (*trained.draws, *((n, distributions[n - 1]) for n in grafted))
-    grown = TokenTree(tuple(tokens), tuple(parents))
     probs = trained.path_probs and (*trained.path_probs, *(nan for _ in grafted))
-    return Draft(grown, tuple(distributions), tuple(features), draws, probs)
+    return Draft(grown.tree(), tuple(distributions), tuple(features), draws, probs)

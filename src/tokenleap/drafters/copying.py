@@ -36,9 +36,9 @@ from tokenleap.control.estimates import (
 from tokenleap.core.references import NO_REFERENCES, References
 from tokenleap.core.tree import Draft, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import Drafter, DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.combine import Hybrid, Several
-from tokenleap.drafters.lookups import SEPARATOR, NoDrafter, Occurrences, Positions
+from tokenleap.drafters.lookups import NoDrafter, Occurrences, Positions, joined
 from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
 from tokenleap.request import Request
 
@@ -67,7 +67,7 @@ class Alignment:
     def __init__(
         self, tokens: Sequence[int], start: int | None, seen: int, options: CopyOptions
     ) -> None:
-        self.input = list(tokens)
+        self._found = Occurrences(list(tokens))
         self.position = start
         """Index in the input of the expected next token; None without an alignment."""
         self.match = 1
@@ -76,7 +76,6 @@ class Alignment:
         self._min_match = options.copy_min_match
         self._insertions = options.copy_insertions
         self._num_inserted = 0
-        self._found = Occurrences(self.input)
         self._seen = seen
 
     @classmethod
@@ -88,7 +87,9 @@ class Alignment:
     ) -> Alignment:
         """How a prompt is copied: a region from its beginning, the whole where it ends."""
         start = 0 if options.explicit else None
-        alignment = cls(_joined(options.region(prompt), references), start, len(prompt), options)
+        alignment = cls(
+            joined([options.region(prompt), *references.texts]), start, len(prompt), options
+        )
         if start is None:
             alignment._realign(prompt)
         return alignment
@@ -104,26 +105,23 @@ class Alignment:
     ) -> Alignment:
         """How an encoder-decoder's source is copied: from its beginning.
 
-        Args:
-            given: how the text begins whatever the model finds: the decoder's prompt, and the token
-                that comes first by the model's rules.
+        `given` is the beginning of every text: the decoder's prompt, and tokens forced after it.
         """
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
-        tokens = _joined(options.region(source), references)
+        tokens = joined([options.region(source), *references.texts])
         alignment = cls(tokens, start, lead, options)
         alignment.catch_up(given)
         return alignment
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Follow the new committed tokens, one by one; `tokens` is the whole text."""
         for end in range(self._seen + 1, len(tokens) + 1):
             self._follow(tokens, end)
         self._seen = max(self._seen, len(tokens))
 
     def _follow(self, tokens: Sequence[int], end: int) -> None:
-        position = self.position
-        if position is not None and self.input[position : position + 1] == [tokens[end - 1]]:
+        position, text = self.position, self._found.tokens
+        if position is not None and text[position : position + 1] == [tokens[end - 1]]:
             self.position = self._last = position + 1
             self.match += 1
             self._num_inserted = 0
@@ -152,21 +150,10 @@ class Alignment:
 
     def rest(self, length: int) -> list[int]:
         """At most `length` tokens of one text of the input, from the aligned position on."""
-        if self.position is None:
-            return []
-        ahead = self.input[self.position : self.position + length]
-        return ahead[: ahead.index(SEPARATOR)] if SEPARATOR in ahead else ahead
+        return [] if self.position is None else self._found.quote(self.position, length)
 
 
-def _joined(tokens: Sequence[int], references: References) -> list[int]:
-    """The texts of an input, with a separator between each two."""
-    joined = list(tokens)
-    for text in references.texts:
-        joined += (SEPARATOR, *text)
-    return joined
-
-
-class CopyDrafter(Drafter):
+class CopyDrafter(OneByOne):
     """Chains that continue the input; q is one-hot.
 
     It proposes nothing while text and input are not aligned.
@@ -177,20 +164,11 @@ class CopyDrafter(Drafter):
     def __init__(self, options: CopyOptions, special_ids: Collection[int] = ()) -> None:
         self._options = options
         self._special = frozenset(special_ids)
-        self._alignments: dict[int, Alignment] = {}
+        self._alignments = PerRequest[Alignment]()
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that continue the input at the aligned position."""
-        return [
-            self._propose(request, budget.chain)
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, length: int) -> Draft:
-        alignment = self._alignments.get(request.key)
-        given = request.given_ids
-        if alignment is None:
-            alignment = self._alignments[request.key] = self._alignment(request, given)
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        given, length = request.given_ids, budget.chain
+        alignment = self._alignments.made(request.key, lambda: self._alignment(request, given))
         alignment.catch_up(request.token_ids)
         ahead = given[len(request.token_ids) :]
         drafted = [*ahead, *alignment.rest(length - len(ahead))][:length]
@@ -205,30 +183,18 @@ class CopyDrafter(Drafter):
             request.input_ids, given, special, self._options, request.references
         )
 
-    def release(self, request: Request) -> None:
-        """Forget the request's alignment."""
-        self._alignments.pop(request.key, None)
-
 
 def _num_leading(tokens: Sequence[int], special: Collection[int]) -> int:
-    """How many special tokens stand in front."""
     return sum(1 for _ in takewhile(special.__contains__, tokens))
 
 
-# `prediction`: the draft is the text that the user expects, such as the file before an edit.
-#
-# OpenAI's "predicted outputs": a request brings a text that its output will mostly repeat. The
-# draft goes on in this text from the place that the output has reached (`drafters.follower`).
-# Unlike a reference, a prediction is followed from its beginning, and edits that were made before
-# are drafted where they come again.
-#
-# A request has at most one prediction, and the methods need not know of it: `with_prediction` puts
-# it before any other drafter. Which of the two drafts is verified is decided like that between
-# lookups and trained drafts (`drafters.hybrid`), or, beside another lookup, by `BetterLookup`.
-
-
-class PredictionDrafter(Drafter):
+class PredictionDrafter(OneByOne):
     """Chains that continue the request's prediction; q is one-hot.
+
+    OpenAI's "predicted outputs": a request brings a text that its output will mostly repeat, such
+    as the file before an edit. The draft goes on in this text from the place that the output has
+    reached (`Follower`). Unlike a reference, a prediction is followed from its beginning, and edits
+    that were made before are drafted where they come again.
 
     It proposes nothing for requests without one, and counts in their metrics what became of the
     proposed tokens.
@@ -237,47 +203,32 @@ class PredictionDrafter(Drafter):
     traits = DrafterTraits(looks_up=True, follows_prediction=True)
 
     def __init__(self) -> None:
-        self._followers: dict[int, Follower] = {}
-        self._proposed: dict[int, list[int]] = {}  # key -> the tokens of this step's proposal
+        self._followers = PerRequest[Follower]()
+        self._proposed = PerRequest[list[int]]()  # the tokens of this step's proposal
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains from the place in the prediction that the output has reached."""
-        return [
-            self._propose(request, budget.chain)
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, length: int) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         self._proposed.pop(request.key, None)
         if not request.prediction:
             return Draft.empty(request.root)
-        follower = self._followers.get(request.key)
-        if follower is None:
-            text = request.prediction.indexed("prediction", lambda: _text_of(request))
-            follower = self._followers[request.key] = Follower(text, len(request.given_ids))
+        follower = self._followers.made(request.key, lambda: _follower(request))
         follower.catch_up(request.token_ids)
-        if not length or len(request.token_ids) < follower.seen:  # a first token is forced
+        if not budget.chain or len(request.token_ids) < follower.seen:  # a first token is forced
             return Draft.empty(request.root)
-        tokens, features = follower.expected(length)
+        tokens, features = follower.expected(budget.chain)
         self._proposed[request.key] = tokens
         return Draft.deterministic(chain([request.root, *tokens]), tuple(features))
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Count which of the proposed tokens were verified, and which of these were kept."""
         for outcome in outcomes:
             proposed = self._proposed.pop(outcome.request.key, None)
             if proposed:
                 _count(outcome, proposed)
 
-    def release(self, request: Request) -> None:
-        """Forget where the request is."""
-        self._followers.pop(request.key, None)
-        self._proposed.pop(request.key, None)
 
-
-def _text_of(request: Request) -> PredictedText:
+def _follower(request: Request) -> Follower:
     (tokens,) = request.prediction.texts
-    return PredictedText(tokens)
+    text = request.prediction.indexed("prediction", lambda: PredictedText(tokens))
+    return Follower(text, len(request.given_ids))
 
 
 def _count(outcome: Outcome, proposed: Sequence[int]) -> None:
@@ -305,9 +256,9 @@ class BetterLookup(Several):
         assert first.traits.looks_up
         assert second.traits.looks_up
         super().__init__([first, second])
-        self._first, self._second, self._most = first, second, most
+        self._most = most
         self._rates = AcceptanceRates(), AcceptanceRates()
-        self._proposed: dict[int, tuple[Draft, Draft]] = {}
+        self._proposed = PerRequest[tuple[Draft, Draft]]()
         self.traits = replace(
             self.traits,
             looks_up=True,
@@ -316,12 +267,11 @@ class BetterLookup(Several):
         )
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """The better draft of the two for each request."""
+        first, second = self.inner
         others = [replace(budget, nodes=min(budget.nodes, self._most)) for budget in budgets]
-        pairs = zip(
-            self._first.propose(batch, budgets), self._second.propose(batch, others), strict=True
-        )
-        self._proposed = dict(zip((request.key for request in batch), pairs, strict=True))
+        pairs = zip(first.propose(batch, budgets), second.propose(batch, others), strict=True)
+        self._proposed.clear()
+        self._proposed.update(zip((request.key for request in batch), pairs, strict=True))
         return [self._better(*pair) for pair in self._proposed.values()]
 
     def _better(self, first: Draft, second: Draft) -> Draft:
@@ -337,22 +287,19 @@ class BetterLookup(Several):
             if pair := self._proposed.pop(outcome.request.key, None):
                 for draft, rates in zip(pair, self._rates, strict=True):
                     rates.learn(draft, outcome)
-        self._first.observe(outcomes, times)
-        self._second.observe(outcomes, times)
-
-    def release(self, request: Request) -> None:
-        """Both forget the request."""
-        self._proposed.pop(request.key, None)
-        super().release(request)
+        for drafter in self.inner:
+            drafter.observe(outcomes, times)
 
     def forget(self) -> None:
-        """Both forget earlier requests, and so does the choice between them."""
         self._rates = AcceptanceRates(), AcceptanceRates()
         super().forget()
 
 
 def with_prediction(drafter: Drafter, most: int) -> Drafter:
     """A drafter that takes its drafts from the requests' predictions, too.
+
+    Which of the two drafts is verified is decided like that between lookups and trained drafts
+    (`Hybrid`), or, beside another lookup, by `BetterLookup`.
 
     Args:
         drafter: what drafts where there is no prediction, or where it is of no use. It may serve
@@ -366,19 +313,6 @@ def with_prediction(drafter: Drafter, most: int) -> Drafter:
     if drafter.traits.looks_up:
         return BetterLookup(prediction, drafter, most)
     return Hybrid(prediction, drafter, most)
-
-
-# `Follower`: where an output is in the text that was predicted for it, and what comes next there.
-#
-# Everything is a function of the committed tokens (invariant 4). While the output follows the text,
-# the next tokens are the text's. Where the two differ, the output has *diverged*. It is *aligned*
-# again where its latest tokens occur in the text: at least two of them anywhere, or a single one a
-# little ahead. Until then, the tokens after the divergence are guessed for a few steps.
-#
-# What stands between a divergence and the next alignment is an *edit*: old tokens of the text, and
-# the new tokens that the output has in their place. The same edit is expected wherever else the old
-# tokens come, as when a name is changed throughout a file. An edit that fails as often as it is
-# right is no longer expected.
 
 
 AHEAD = 32
@@ -434,15 +368,23 @@ class _Divergence:
 
 
 class Follower:
-    """Follows one output through a text.
+    """Follows one output through the text that was predicted for it.
 
-    Attributes:
-        seen: tokens of the request that need no following any more.
+    Everything is a function of the committed tokens (invariant 4). While the output follows the
+    text, the next tokens are the text's. Where the two differ, the output has *diverged*. It is
+    *aligned* again where its latest tokens occur in the text: at least two of them anywhere, or a
+    single one a little ahead. Until then, the tokens after the divergence are guessed for a few
+    steps.
+
+    Between a divergence and the next alignment is an *edit*: old tokens of the text, and the new
+    tokens that the output has in their place. The same edit is expected wherever else the old
+    tokens come, as when a name is changed throughout a file. An edit that fails as often as it is
+    right is no longer expected.
     """
 
     def __init__(self, text: PredictedText, seen: int) -> None:
         self._text = text
-        self.seen = seen
+        self.seen = seen  # tokens of the request that need no following any more
         self._aligned = True
         self._at = 0  # index of the expected token, or of the first one of `_edit.old`
         self._match = 0  # tokens that the output has followed since the last alignment
@@ -511,7 +453,6 @@ class Follower:
     # What came
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Follow the new committed tokens, one by one."""
         for end in range(self.seen + 1, len(tokens) + 1):
             hit = self._aligned and self._follows(tokens[end - 1])
             self._trust += _TRUST_RATE * (hit - self._trust)

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tokenleap.control import Budget
 from tokenleap.control.estimates import by_rank, prior_rate
-from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.core.tree import Draft, GrowingTree, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import LookaheadOptions, RecycleOptions
 from tokenleap.request import Request
@@ -89,7 +89,6 @@ class Window:
             yield [*self.rows[0][:index], *column], column
 
     def advance(self, length: int, guesses: Sequence[int]) -> None:
-        """Move the window past the text after a step."""
         shift = length - self._length
         if guesses:
             self.rows.append(list(guesses))
@@ -105,33 +104,23 @@ class Window:
             row += self._random.choices(self._tokens, k=self._width - len(row))
 
 
-class LookaheadDrafter(Drafter):
+class LookaheadDrafter(OneByOne):
     """Trees of n-grams and the window; q is one-hot."""
 
     traits = DrafterTraits(drafts_trees=True)
 
     def __init__(self, options: LookaheadOptions) -> None:
         self._options = options
-        self._pools: dict[int, Pool] = {}
-        self._windows: dict[int, Window] = {}
+        self._pools = PerRequest[Pool]()
+        self._windows = PerRequest[Window]()
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Trees of the n-grams that begin with the root and, if the budget allows, the window."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
-        if request.key not in self._pools:
-            self._pools[request.key] = self._first_pool(request)
-        if request.key not in self._windows:
-            self._windows[request.key] = Window(request, self._options)
-        tree = _Paths(request.root, budget)
-        for rest in self._pools[request.key].after(request.root):
-            tree.add(rest)
-        for path, _ in self._windows[request.key].columns():
-            tree.add(path)
-        return Draft.deterministic(TokenTree(tuple(tree.tokens), tuple(tree.parents)))
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        pool = self._pools.made(request.key, lambda: self._first_pool(request))
+        window = self._windows.made(request.key, lambda: Window(request, self._options))
+        tree = GrowingTree(request.root)
+        for path in (*pool.after(request.root), *(path for path, _ in window.columns())):
+            _add_path(tree, path, budget)
+        return Draft.deterministic(tree.tree())
 
     def _first_pool(self, request: Request) -> Pool:
         pool = Pool(self._options.max_ngrams)
@@ -142,7 +131,6 @@ class LookaheadDrafter(Drafter):
         return pool
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Read a new row of the window, and new n-grams, from the target's output."""
         for outcome in outcomes:
             window = self._windows.get(outcome.request.key)
             if window is None:  # it has not drafted for this request
@@ -161,31 +149,17 @@ class LookaheadDrafter(Drafter):
         """Keep the pool; make a new window at the end of the text."""
         self._windows.pop(request.key, None)
 
-    def release(self, request: Request) -> None:
-        """Forget the request's pool and window."""
-        self._pools.pop(request.key, None)
-        self._windows.pop(request.key, None)
 
-
-class _Paths:
-    """A tree made of paths with common prefixes, within a budget."""
-
-    def __init__(self, root: int, budget: Budget) -> None:
-        self.tokens, self.parents = [root], [-1]
-        self._budget = budget
-        self._children: dict[tuple[int, int], int] = {}  # (node, token) -> its child
-
-    def add(self, path: Sequence[int]) -> None:
-        node = 0
-        for token in path[: self._budget.depth]:
-            child = self._children.get((node, token))
-            if child is None:
-                if len(self.tokens) > self._budget.nodes:
-                    return
-                child = self._children[node, token] = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(node)
-            node = child
+def _add_path(tree: GrowingTree, path: Sequence[int], budget: Budget) -> None:
+    """Add what the budget has room for, below what the tree has of the path already."""
+    node = 0
+    for token in path[: budget.depth]:
+        child = tree.child(node, token)
+        if child is None:
+            if len(tree) > budget.nodes:
+                return
+            child = tree.add(node, token)
+        node = child
 
 
 def _input(request: Request) -> Sequence[int]:
@@ -236,11 +210,9 @@ class Memory:
         self._memories: OrderedDict[str | int, OrderedDict[Context, Found]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of contexts."""
         return self._size
 
     def of(self, request: Request) -> Contexts:
-        """The contexts that a request may read."""
         return self._memories.get(request.memory) or {}
 
     def keep(self, request: Request, context: Context, tokens: list[int]) -> None:
@@ -274,7 +246,7 @@ def find(contexts: Contexts, context: Context) -> tuple[int, Found]:
     return 0, ([], -1)
 
 
-class RecycleDrafter(Drafter):
+class RecycleDrafter(OneByOne):
     """Trees of recycled tokens; q is one-hot.
 
     It proposes nothing after a token that has not occurred before.
@@ -284,38 +256,27 @@ class RecycleDrafter(Drafter):
 
     def __init__(self, options: RecycleOptions) -> None:
         self._options = options
-        self._may_draft: set[int] = set()  # keys of requests with a budget in this step
-        # Key -> this step's draft, and which of its nodes other requests have found.
-        self._recalled: dict[int, tuple[TokenTree, set[int]]] = {}
+        # This step's draft, and which of its nodes other requests have found.
+        self._recalled = PerRequest[tuple[TokenTree, set[int]]]()
         self.forget()
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Trees of the tokens that were most probable after the same context before."""
-        pairs = zip(batch, budgets, strict=True)
-        self._may_draft = {request.key for request, budget in pairs if budget.chain}
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         self._recalled.pop(request.key, None)
         if budget.chain <= 0:
             return Draft.empty(request.root)
         start = tuple(request.token_ids[-self._options.recycle_context :]), 0, request.key
         successors = partial(self._successors, self._memory.of(request))
-        tokens, parents, features, recalled = [request.root], [-1], [], set()
+        tree, features, recalled = GrowingTree(request.root), list[int](), set[int]()
         for parent, token, _, (_, feature, finder) in best_first_nodes(
             start, successors, budget.nodes, budget, _MIN_PATH_PROB
         ):
-            if finder != request.key:
-                recalled.add(len(tokens))
-            tokens.append(token)
-            parents.append(parent + 1)
+            node = tree.add(parent + 1, token)
             features.append(feature)
-        tree = TokenTree(tuple(tokens), tuple(parents))
-        if recalled:
-            self._recalled[request.key] = tree, recalled
-        return Draft.deterministic(tree, tuple(features))
+            if finder != request.key:
+                recalled.add(node)
+        drafted = tree.tree()
+        self._recalled[request.key] = drafted, recalled
+        return Draft.deterministic(drafted, tuple(features))
 
     def _successors(self, contexts: Contexts, place: Place) -> Iterator[tuple[int, float, Place]]:
         """Token, estimated probability and place of each known successor of a place."""
@@ -329,17 +290,17 @@ class RecycleDrafter(Drafter):
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """Keep the most probable tokens along the accepted path, if the request could draft."""
         for outcome in outcomes:
-            if recalled := self._recalled.pop(outcome.request.key, None):
-                tree, nodes = recalled
+            # Once per draft: a step without drafts observes, too.
+            if (recalled := self._recalled.pop(outcome.request.key, None)) is None:
+                continue
+            tree, nodes = recalled
+            if nodes:
                 kept = nodes.intersection(outcome.kept_of(tree))
                 outcome.request.metrics.accepted_earlier_tokens += len(kept)
-            if outcome.request.key in self._may_draft:
-                # Once per `propose`: a step without drafts observes without calling it.
-                self._may_draft.discard(outcome.request.key)
-                path = [0, *outcome.accepted.path]
-                for node, context in zip(path, self._contexts(outcome), strict=True):
-                    best = most_probable(outcome.output.scores[node], self._options.recycle_top_k)
-                    self._memory.keep(outcome.request, context, best)
+            path = [0, *outcome.accepted.path]
+            for node, context in zip(path, self._contexts(outcome), strict=True):
+                best = most_probable(outcome.output.scores[node], self._options.recycle_top_k)
+                self._memory.keep(outcome.request, context, best)
 
     def _contexts(self, outcome: Outcome) -> Iterator[Context]:
         """The contexts that end with the root and with every node of the accepted path."""
@@ -355,24 +316,18 @@ class RecycleDrafter(Drafter):
         """Nothing to do: the kept tokens were probable, whatever was accepted."""
 
     def release(self, request: Request) -> None:
-        """Forget the request; the tokens it left stay for the others of its scope."""
-        self._may_draft.discard(request.key)
-        self._recalled.pop(request.key, None)
+        super().release(request)
         self._memory.release(request)
 
     def forget(self) -> None:
-        """Forget all contexts."""
         self._memory = Memory(self._options.recycle_max_contexts)
 
 
 def most_probable(logits: Tensor, count: int) -> list[int]:
-    """The tokens of the largest logits, the largest first.
+    """The tokens of the largest of [V] logits, the largest first.
 
     The result is exact, and several times faster than `topk` over the vocabulary: the `count`
     largest logits lie in the `count` blocks with the largest maxima.
-
-    Args:
-        logits: [V] logits.
     """
     count, blocks = min(count, len(logits)), len(logits) // _BLOCK
     if logits.device.type != "cpu" or blocks < 2 * count:

@@ -9,7 +9,7 @@ the request's references, its last occurrence there is continued instead.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -22,9 +22,8 @@ from tokenleap.control.estimates import LONGEST_MATCH, by_match
 from tokenleap.core.distribution import Distribution, truncated
 from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.params import GREEDY_BELOW
-from tokenleap.core.references import NO_REFERENCES, References
 from tokenleap.core.tree import Draft, chain
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import Drafter, DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.options import (
     LONGEST_ALIGNED,
     CountedOptions,
@@ -49,11 +48,8 @@ __all__ = [
     "RandomDrafter",
     "RegexDrafter",
     "RegexOptions",
+    "joined",
 ]
-
-
-_SEPARATOR = chr(0x10FFFF)
-"""Stands before and after each reference; no vocabulary has so many tokens."""
 
 
 class SearchedText:
@@ -62,21 +58,17 @@ class SearchedText:
     Python searches such a string faster than it can maintain an index.
     """
 
-    def __init__(self, shortest: int, longest: int, references: References = NO_REFERENCES) -> None:
+    def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(shortest, longest + 1)
         self._text = ""
-        self._beside = references.indexed("ngram", lambda: _joined(references))
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Append the new committed tokens; `tokens` is the whole text."""
         self._text += "".join(map(chr, tokens[len(self._text) :]))
 
-    def find(self) -> tuple[int, int] | None:
-        """Find the latest earlier occurrence of the longest suffix that occurs.
+    def find(self) -> tuple[int, int]:
+        """The position after the latest earlier occurrence of the longest suffix, and its length.
 
-        Returns:
-            The position after the occurrence, and the length of the match there. The match may be
-            longer than the longest suffix that is looked up. None if no suffix occurs.
+        The match may be longer than the longest suffix that is looked up; 0 if no suffix occurs.
         """
         text, length = self._text, 0
         end = len(text) - 1  # an occurrence must have a successor
@@ -85,57 +77,18 @@ class SearchedText:
             if start < 0:
                 break
             end, length = start + size, size
-        return (end, length + self._extra_length(text, end, length)) if length else None
-
-    def find_beside(self, least: int) -> tuple[int, int] | None:
-        """Find the last occurrence in the references of the longest suffix that occurs there.
-
-        Returns:
-            The position after the occurrence, for `quote`, and the length of the match there; None
-            if there is no such match.
-        """
-        beside, end, length = self._beside, len(self._beside), 0
-        first = min(max(least + 1, self._lengths.start), self._lengths[-1])
-        for size in range(first, min(self._lengths[-1], len(self._text)) + 1):
-            found = _last_with_successor(beside, self._text[-size:], end)
-            if found is None:
-                break
-            end, length = found, size
-        if not length:
-            return None
-        length += self._extra_length(beside, end, length)
-        return (end, length) if length > least else None
-
-    def quote(self, position: int, length: int) -> list[int]:
-        """At most `length` tokens of one reference, from this position on."""
-        return list(map(ord, self._beside[position : position + length].partition(_SEPARATOR)[0]))
-
-    def _extra_length(self, text: str, position: int, length: int) -> int:
-        """How many tokens longer than `length` the match before a position in `text` is."""
-        own, most = self._text, min(LONGEST_MATCH, position, len(self._text)) - length
-        for extra in range(most):
-            if text[position - length - extra - 1] != own[-length - extra - 1]:
-                return extra
-        return max(0, most)
+        return end, length and _whole_match(text, end, text, length)
 
 
-def _joined(references: References) -> str:
-    """All texts, with a character per token."""
-    if not references:
-        return ""
-    texts = ["".join(map(chr, tokens)) for tokens in references.texts]
-    return _SEPARATOR + _SEPARATOR.join(texts) + _SEPARATOR
+def _whole_match(text: Sequence[Any], position: int, own: Sequence[Any], length: int) -> int:
+    """How long a match before a position in `text` is, of which `length` tokens are known."""
+    most = min(LONGEST_MATCH, position, len(own))
+    while length < most and text[position - length - 1] == own[-length - 1]:
+        length += 1
+    return length
 
 
-def _last_with_successor(text: str, suffix: str, end: int) -> int | None:
-    """The position after the last occurrence before `end` that a token follows."""
-    start = text.rfind(suffix, 0, end)
-    while start >= 0 and text[start + len(suffix)] == _SEPARATOR:
-        start = text.rfind(suffix, 0, start + len(suffix) - 1)
-    return None if start < 0 else start + len(suffix)
-
-
-class NgramDrafter(Drafter):
+class NgramDrafter(OneByOne):
     """Chains that continue an earlier occurrence; q is one-hot.
 
     It proposes nothing if no suffix has occurred before.
@@ -145,39 +98,34 @@ class NgramDrafter(Drafter):
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options
-        self._texts: dict[int, SearchedText] = {}
+        self._texts = PerRequest[SearchedText]()
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that continue the latest earlier occurrence."""
-        return [
-            self._propose(request, budget.chain)
-            for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, length: int) -> Draft:
-        if length <= 0:
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        if budget.chain <= 0:
             return Draft.empty(request.root)
-        text = self._texts.get(request.key)
-        if text is None:
-            options = self.options
-            shortest, longest = options.prompt_lookup_min, options.prompt_lookup_max
-            text = SearchedText(shortest, longest, request.references)
-            self._texts[request.key] = text
+        lengths = self.options.prompt_lookup_min, self.options.prompt_lookup_max
+        text = self._texts.made(request.key, lambda: SearchedText(*lengths))
         text.catch_up(request.token_ids)
-        found = text.find()
-        if request.references and (beside := text.find_beside(found[1] if found else 0)):
-            position, match = beside
-            copied = text.quote(position, length)
-        elif found is not None:
-            position, match = found
-            copied = copy_from(request.token_ids, position, length)
+        position, match = text.find()
+        quoted = self._quoted(request, match, budget.chain) if request.references else None
+        if quoted is not None:
+            copied, match = quoted
+        elif match:
+            copied = copy_from(request.token_ids, position, budget.chain)
         else:
             return Draft.empty(request.root)
         return Draft.deterministic(chain([request.root, *copied]), by_match(match, len(copied)))
 
-    def release(self, request: Request) -> None:
-        """Forget the request's text."""
-        self._texts.pop(request.key, None)
+    def _quoted(self, request: Request, least: int, length: int) -> tuple[list[int], int] | None:
+        """What follows the last longest match in a reference, if it is longer than `least`."""
+        texts, own, longest = request.references, request.token_ids, self.options.prompt_lookup_max
+        found = texts.indexed("ngram", lambda: Occurrences(joined(texts.texts)))
+        ends, match = found.longest(own[-longest:], longest)
+        if match < min(max(least + 1, self.options.prompt_lookup_min), longest):
+            return None
+        position = int(ends[-1])
+        match = _whole_match(found.tokens, position, own, match)
+        return (found.quote(position, length), match) if match > least else None
 
 
 def copy_from(tokens: Sequence[int], position: int, length: int) -> list[int]:
@@ -198,25 +146,30 @@ SEPARATOR = -1
 Positions: TypeAlias = NDArray[np.int64]
 
 
-class Occurrences:
-    """Finds the longest suffix of an output that occurs in a text.
+def joined(texts: Iterable[Sequence[int]]) -> list[int]:
+    """Texts that are searched as one."""
+    tokens: list[int] = []
+    for text in texts:
+        tokens += (SEPARATOR, *text)
+    return tokens[1:]
 
-    Args:
-        tokens: the text, or several with a `SEPARATOR` between each two.
-    """
+
+class Occurrences:
+    """Finds the longest suffix of an output that occurs in a text, or in several (`joined`)."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
         self._array = np.array(tokens, dtype=np.int64)
         self._ends = _ends_of(self._array)
 
-    def longest(self, suffix: Sequence[int]) -> tuple[Positions, int]:
+    def longest(self, suffix: Sequence[int], most: int = LONGEST_ALIGNED) -> tuple[Positions, int]:
         """Positions after the occurrences of the longest suffix, ascending, and its length.
 
         Where the text ends, nothing follows, so this is no occurrence.
         """
         ends = self._ends.get(suffix[-1], _NOWHERE)
         length = int(len(ends) > 0)
-        while len(ends) and length < min(len(suffix), LONGEST_ALIGNED):
+        while len(ends) and length < min(len(suffix), most):
             longer = ends[ends > length]
             longer = longer[self._array[longer - length - 1] == suffix[-length - 1]]
             if not len(longer):
@@ -224,8 +177,12 @@ class Occurrences:
             ends, length = longer, length + 1
         return ends, length
 
+    def quote(self, position: int, length: int) -> list[int]:
+        """At most `length` tokens of one text, from this position on."""
+        ahead = list(self.tokens[position : position + length])
+        return ahead[: ahead.index(SEPARATOR)] if SEPARATOR in ahead else ahead
+
     def of(self, token: int) -> Positions:
-        """Positions after the occurrences of one token, ascending."""
         return self._ends.get(token, _NOWHERE)
 
 
@@ -233,11 +190,7 @@ _NOWHERE: Positions = np.empty(0, dtype=np.int64)
 
 
 def _ends_of(tokens: NDArray[Any]) -> dict[int, Positions]:
-    """Token -> positions after its occurrences, ascending, without the ends of texts.
-
-    Args:
-        tokens: [N] token ids and separators.
-    """
+    """Token -> ascending positions after its occurrences in [N] tokens; text ends are none."""
     (followed,) = (tokens[1:] != SEPARATOR).nonzero()
     order = followed[tokens[followed].argsort(kind="stable")]
     distinct, starts = np.unique(tokens[order], return_index=True)
@@ -247,7 +200,7 @@ def _ends_of(tokens: NDArray[Any]) -> dict[int, Positions]:
 # Chains drawn from counted successors: what `ngram_table` and `corpus_ngram` share.
 
 
-class CountedChains(Drafter):
+class CountedChains(OneByOne):
     """Chains whose q comes from counts."""
 
     def __init__(self, options: CountedOptions, *, coupled: bool, context_length: int) -> None:
@@ -261,13 +214,7 @@ class CountedChains(Drafter):
     ) -> Distribution | None:
         """The distribution of the next token; one-hot at temperature 0, None if unknown."""
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that end where nothing is known to follow."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         temperature = self._temperature(request)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         context = request.token_ids[-self._context_length :]
@@ -315,11 +262,7 @@ ORDERS = (2, 3, 4)
 
 
 class NgramTable:
-    """Successor counts of every context of one text.
-
-    Args:
-        window: number of latest tokens that are counted; None counts all of them.
-    """
+    """Successor counts of every context of one text, or of its latest `window` tokens."""
 
     def __init__(self, window: int | None = None) -> None:
         self._window = window
@@ -328,7 +271,6 @@ class NgramTable:
         self._first = self._seen = 0  # the counted tokens are those from `_first` up to `_seen`
 
     def catch_up(self, tokens: Sequence[int]) -> None:
-        """Count the new committed tokens, and forget those that left the window."""
         first = 0 if self._window is None else max(0, len(tokens) - self._window)
         if first >= self._seen:  # no counted token is in the window any more
             self._counts.clear()
@@ -341,7 +283,6 @@ class NgramTable:
         self._first = first
 
     def _count(self, tokens: Sequence[int], stop: int) -> None:
-        """Count the n-grams that end before index `stop`."""
         for order in ORDERS:
             if order <= stop - self._first:
                 *context, successor = tokens[stop - order : stop]
@@ -349,7 +290,6 @@ class NgramTable:
                 counts[successor] = counts.pop(successor, 0) + 1
 
     def _forget(self, tokens: Sequence[int], start: int) -> None:
-        """Forget the n-grams that begin at index `start`."""
         for order in ORDERS:
             if start + order <= len(tokens):
                 *context, successor = tokens[start : start + order]
@@ -375,25 +315,17 @@ class NgramTableDrafter(CountedChains):
 
     def __init__(self, options: NgramTableOptions, *, coupled: bool) -> None:
         super().__init__(options, coupled=coupled, context_length=max(ORDERS) - 1)
-        self._window = options.window
-        self._tables: dict[int, NgramTable] = {}
+        self._tables = PerRequest(lambda: NgramTable(options.window))
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains that end where no context has a successor."""
-        for request in batch:
-            table = self._tables.setdefault(request.key, NgramTable(self._window))
-            table.catch_up(request.token_ids)
-        return super().propose(batch, budgets)
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        self._tables[request.key].catch_up(request.token_ids)
+        return super().draft(request, budget)
 
     def successors(
         self, request: Request, context: Sequence[int], temperature: float
     ) -> Distribution | None:
         counts = self._tables[request.key].successors(context)
         return distribution_of_counts(counts, temperature) if counts else None
-
-    def release(self, request: Request) -> None:
-        """Forget the request's tables."""
-        self._tables.pop(request.key, None)
 
 
 def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distribution:
@@ -417,7 +349,7 @@ def distribution_of_counts(counts: dict[int, int], temperature: float) -> Distri
 # the option `expected` names a form that the output probably has.
 
 
-class RegexDrafter(Drafter):
+class RegexDrafter(OneByOne):
     """Chains of forced tokens; q is one-hot. It proposes nothing where there is a choice."""
 
     def __init__(self, options: RegexOptions, grammars: Grammars) -> None:
@@ -425,13 +357,7 @@ class RegexDrafter(Drafter):
         assert not isinstance(form, Mapping), "the validator converts it"
         self._expected = None if form is None else grammars.compile(form)
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains of the tokens that the grammar forces."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         grammar = self._grammar(request)
         if grammar is None or budget.chain < 1:
             return Draft.empty(request.root)
@@ -450,24 +376,13 @@ class RegexDrafter(Drafter):
 # It also shows that the output distribution does not depend on the quality of the drafter.
 
 
-class RandomDrafter(Drafter):
-    """Chains with a uniform q, at every temperature.
-
-    Args:
-        coupled: whether to draw with the target's own noise. This raises the probability that the
-            drafted token is the target's token.
-    """
+class RandomDrafter(OneByOne):
+    """Chains with a uniform q, at every temperature."""
 
     def __init__(self, *, coupled: bool) -> None:
         self._coupled = coupled
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains up to the budget's limits."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         vocab_size = request.sampler.vocab_size
         distribution = uniform(vocab_size)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
@@ -481,7 +396,6 @@ class RandomDrafter(Drafter):
 
 @lru_cache(maxsize=8)
 def uniform(vocab_size: int) -> Distribution:
-    """The distribution with probability 1 / V for each of V tokens."""
     return Distribution(torch.full((vocab_size,), 1 / vocab_size))
 
 
@@ -492,5 +406,4 @@ class NoDrafter(Drafter):
     """Proposes nothing."""
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Empty drafts."""
         return [Draft.empty(request.root) for request in batch]

@@ -25,7 +25,7 @@ from tokenleap.core.references import References
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.drafters.base import DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import SuffixOptions
 from tokenleap.request import Request
@@ -65,7 +65,6 @@ class EarlierOutputs:
         return len(self._texts)
 
     def trie(self, scope: Scope) -> SuffixTrie | None:
-        """The outputs that a request may read; None if there are none."""
         return None if scope.private else self._tries.get(scope.salt)
 
     def add(self, output: Sequence[int], scope: Scope) -> None:
@@ -80,10 +79,7 @@ class EarlierOutputs:
             or self.num_tokens + len(output) > self._max_tokens
         ):
             self._drop_oldest()
-        trie = self._tries.setdefault(scope.salt, SuffixTrie(self._depth))
-        text = trie.open()
-        for token in output:
-            trie.append(text, token)
+        text = self._tries.setdefault(scope.salt, SuffixTrie(self._depth)).open(output)
         self._texts[scope.salt, text.key] = text
         self.num_tokens += len(output)
 
@@ -96,32 +92,8 @@ class EarlierOutputs:
         self.num_tokens -= len(text.tokens)
 
     def used(self, scope: Scope, key: int) -> None:
-        """Mark an output as used just now; nothing happens if it was dropped meanwhile."""
         if (scope.salt, key) in self._texts:
             self._texts.move_to_end((scope.salt, key))
-
-
-class OwnText:
-    """A trie of the prompt and output of one request."""
-
-    def __init__(self, max_depth: int) -> None:
-        self._trie = SuffixTrie(max_depth)
-        self._text = self._trie.open()
-        self._max_match = max_depth - 1
-
-    def catch_up(self, tokens: Sequence[int]) -> None:
-        """Append the new committed tokens; `tokens` is the whole text."""
-        for token in tokens[len(self._text.tokens) :]:
-            self._trie.append(self._text, token)
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest suffix that occurred before, in tokens."""
-        return min(len(self._text.cursors) - 1, self._max_match)
-
-    def match(self, length: int) -> Node:
-        """The trie's node of the suffix of this length, at most `longest`."""
-        return self._text.cursors[length]
 
 
 def trie_of(references: References, max_depth: int) -> SuffixTrie:
@@ -130,15 +102,13 @@ def trie_of(references: References, max_depth: int) -> SuffixTrie:
     def build() -> SuffixTrie:
         trie = SuffixTrie(max_depth)
         for tokens in references.texts:
-            text = trie.open()
-            for token in tokens:
-                trie.append(text, token)
+            trie.open(tokens)
         return trie
 
     return references.indexed(("suffix", max_depth), build)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(OneByOne):
     """Chains or trees of the best candidate; q is one-hot.
 
     It proposes nothing if no suffix has occurred before.
@@ -158,26 +128,22 @@ class SuffixDrafter(Drafter):
         self._longest = list(accumulate(self._lengths, max))  # of this match or any shorter one
         self._peak = self._lengths.index(self._longest[-1])  # the match with the longest draft
         self._earlier = EarlierOutputs(options)
-        self._own: dict[int, OwnText] = {}
+        self._own = PerRequest[tuple[SuffixTrie, Text]]()
         self._rewound: set[int] = set()  # keys of requests whose output must not be kept
-        self._recalled: dict[int, TokenTree] = {}  # key -> this step's draft, if from earlier ones
+        self._recalled = PerRequest[TokenTree]()  # this step's draft, if from earlier outputs
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains, or trees with `branching`."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
-        own = self._own.get(request.key)
-        if own is None:
-            own = self._own[request.key] = OwnText(self._depth)
+    def draft(self, request: Request, budget: Budget) -> Draft:
+        if request.key not in self._own:
+            own = SuffixTrie(self._depth)
+            self._own[request.key] = own, own.open()
             self._rewound.discard(request.key)
-        own.catch_up(request.token_ids)
+        own, text = self._own[request.key]
+        own.extend(text, request.token_ids[len(text.tokens) :])
         self._recalled.pop(request.key, None)
         if budget.chain <= 0:
             return Draft.empty(request.root)
-        best = self._best(own.longest, own.match, budget, Candidate())
+        longest = min(len(text.cursors), self._depth) - 1
+        best = self._best(longest, text.cursors.__getitem__, budget, Candidate())
         recent = request.token_ids[1 - self._depth :]
         if request.references:
             beside = trie_of(request.references, self._depth)
@@ -212,7 +178,6 @@ class SuffixDrafter(Drafter):
         return best
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Count the tokens that were found in earlier outputs and are part of this one."""
         for outcome in outcomes:
             if tree := self._recalled.pop(outcome.request.key, None):
                 outcome.request.metrics.accepted_earlier_tokens += len(outcome.kept_of(tree))
@@ -223,21 +188,13 @@ class SuffixDrafter(Drafter):
         self._rewound.add(request.key)
 
     def release(self, request: Request) -> None:
-        """Drop the request's trie, and keep its output for later requests."""
-        self._own.pop(request.key, None)
-        self._recalled.pop(request.key, None)
+        super().release(request)
         if request.key not in self._rewound:
             self._earlier.add(request.output_ids, request.scope)
         self._rewound.discard(request.key)
 
     def forget(self) -> None:
-        """Forget the outputs of earlier requests."""
         self._earlier = EarlierOutputs(self._options)
-
-
-# Candidates of the drafter `suffix`: the most probable continuations of one match in a trie.
-#
-# `suffix.SuffixDrafter` grows one candidate per match and drafts the one with the highest score.
 
 
 @dataclass
@@ -290,7 +247,6 @@ def grow_chain(place: Place, max_nodes: int, budget: Budget, min_path_prob: floa
 
 
 def times(place: Place) -> int:
-    """How often the string at a place occurs."""
     return place.count if isinstance(place, Node) else 1
 
 
@@ -334,18 +290,6 @@ def successors(place: Place) -> Iterator[tuple[int, float, Place]]:
         yield text.tokens[position], 1.0, (text, position + 1)
 
 
-# A trie of all substrings of texts, up to a maximum length, with their counts.
-#
-# The drafter `suffix` looks up its continuations here (see `suffix_candidates`). Three properties
-# keep the trie small and fast in Python:
-#
-# - A string that occurs once has no nodes of its own. It is a *leaf*: a text and a position in it.
-#   A leaf grows with its text at no cost. It becomes a node when the string occurs a second time.
-# - A growing text updates only the nodes of its current repeated suffixes (its `cursors`), at most
-#   `max_depth` of them. These are also the matches that the drafter needs.
-# - A text can be removed: the trie walks the same nodes that adding the text has changed.
-
-
 class Node:
     """A string that occurs, or has occurred, at least twice.
 
@@ -386,9 +330,16 @@ Place: TypeAlias = Node | Leaf
 
 
 class SuffixTrie:
-    """All substrings of at most `max_depth` tokens of any number of texts.
+    """All substrings of at most `max_depth` tokens of any number of texts, with their counts.
 
-    Only the text that was opened last may grow.
+    Three properties keep it small and fast in Python:
+
+    - A string that occurs once has no nodes of its own. It is a *leaf*: a text and a position in
+      it. A leaf grows with its text at no cost. It becomes a node when it occurs a second time.
+    - A growing text updates only the nodes of its current repeated suffixes (its `cursors`), at
+      most `max_depth` of them. These are also the matches that the drafter needs. Only the text
+      that was opened last may grow.
+    - A text can be removed: the trie walks the same nodes that adding the text has changed.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -396,9 +347,16 @@ class SuffixTrie:
         self._keys = count()
         self.root = Node()
 
-    def open(self) -> Text:
-        """Add an empty text. Earlier texts must not grow any more."""
-        return Text(next(self._keys), self.root)
+    def open(self, tokens: Sequence[int] = ()) -> Text:
+        """Add a text. Earlier texts must not grow any more."""
+        text = Text(next(self._keys), self.root)
+        self.extend(text, tokens)
+        return text
+
+    def extend(self, text: Text, tokens: Sequence[int]) -> None:
+        """Append tokens to a text."""
+        for token in tokens:
+            self.append(text, token)
 
     def append(self, text: Text, token: int) -> None:
         """Append one token to a text."""
@@ -429,7 +387,6 @@ class SuffixTrie:
         return node
 
     def remove(self, text: Text) -> None:
-        """Remove a text, which must not grow any more."""
         for start in range(len(text.tokens)):
             self._remove_from(text.tokens[start : start + self._max_depth])
 

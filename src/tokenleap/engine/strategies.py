@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokenleap import models
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import Controller, Fixed, controller_class
-from tokenleap.control.cost_model import HybridModel
+from tokenleap.control.cost_model import HybridModel, LookupModel
 from tokenleap.core.acceptance import AcceptanceRule
 from tokenleap.core.acceptance.rules import Coupled
 from tokenleap.core.grammar import Grammars
@@ -250,20 +250,24 @@ class StrategyFactory:
         self, config: SpeculativeConfig, drafter: Drafter, rule: AcceptanceRule, least: int = 0
     ) -> Controller:
         """The controller of a drafter, for drafts of `least` tokens or longer ones."""
-        name = config.controller_under(rule)
-        if config.controller is None and not self._is_exact(drafter):
-            name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
-        gamma = max(config.gamma_under(name), least)
-        hybrid = isinstance(drafter, Hybrid)
-        kind = controller_class(name, looks_up=drafter.traits.looks_up, hybrid=hybrid)
-        options = None if config.controller is None else config.controller_options
-        controller = kind(
-            gamma,
-            options,
+        hybrid, traits = isinstance(drafter, Hybrid), drafter.traits
+        if isinstance(config.controller, Controller):
+            template = config.controller
+            _check_controller(template, drafter)
+        else:
+            name = config.controller_under(rule)
+            if config.controller is None and not self._is_exact(drafter):
+                name = Fixed.name  # cost_model reads the clock, and draft lengths change bits here
+            kind = controller_class(name, looks_up=traits.looks_up, hybrid=hybrid)
+            options = None if config.controller is None else config.controller_options
+            template = kind(config.gamma_under(name), options)
+        length = max(template.num_speculative_tokens, least)
+        controller = template.serving(
             self._costs,
-            drafter.level_sizes(gamma),
-            at_once=drafter.traits.drafts_at_once,
-            stops_early=drafter.traits.stops_early,
+            drafter.level_sizes(length),
+            at_once=traits.drafts_at_once,
+            stops_early=traits.stops_early,
+            at_least=least,
         )
         if isinstance(drafter, Hybrid) and isinstance(controller, HybridModel):
             drafter.chooser = controller
@@ -303,6 +307,19 @@ def _check_layers(method: str, drafter: Drafter, target: Target) -> None:
             raise CompatibilityError(
                 f"method '{method}' reads the hidden states of layer {layer}, and this model has "
                 f"layers 0 to {last} ({last} is what enters the final norm)."
+            )
+
+
+def _check_controller(given: Controller, drafter: Drafter) -> None:
+    """Refuse a part of `cost_model` that was given for a drafter of another kind."""
+    for kind, fits in (
+        (LookupModel, drafter.traits.looks_up),
+        (HybridModel, isinstance(drafter, Hybrid)),
+    ):
+        if isinstance(given, kind) and not fits:
+            raise CompatibilityError(
+                f"controller: {type(given).__name__} does not fit {type(drafter).__name__}: "
+                f"give '{given.name}', which chooses its class by the drafter."
             )
 
 

@@ -32,8 +32,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tokenleap.control import Budget
 from tokenleap.control.estimates import by_match
-from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.core.tree import Draft, GrowingTree
+from tokenleap.drafters.base import DrafterTraits, OneByOne
 from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import RestOptions
 from tokenleap.drafters.text.ngrams import (
@@ -91,7 +91,6 @@ class Datastore:
 
     @cached_property
     def _suffixes(self) -> memoryview:
-        """`suffixes` as a memoryview."""
         return self.suffixes.data
 
     @cached_property
@@ -101,7 +100,6 @@ class Datastore:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all texts."""
         return len(self.tokens) - self.num_documents
 
     @property
@@ -131,13 +129,9 @@ class Datastore:
         return range(low, bisect_right(self._suffixes, pattern, lo=low, key=start))
 
     def find_suffix(self, text: Sequence[int], shortest: int, longest: int) -> tuple[int, range]:
-        """Find the longest suffix of a text that occurs.
+        """The length and the occurrences (in `suffixes`) of the longest suffix of a text.
 
         If a suffix occurs, all shorter ones do. A binary search therefore finds its length.
-
-        Returns:
-            Its length, and its occurrences as indices into `suffixes`; 0 and an empty range if no
-            suffix occurs.
         """
         lengths = range(shortest, min(longest, len(text)) + 1)
         num_found = bisect_left(lengths, True, key=lambda size: not self.find(text[-size:]))
@@ -153,14 +147,12 @@ class Datastore:
         return [list(takewhile(inside, self._tokens[s : s + length].tolist())) for s in starts]
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically."""
         known = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
         sizes = {"vocab_size": str(self.vocab_size), "num_tokens": str(self.num_tokens)}
         FILE.save(path, {"tokens": self.tokens, "suffixes": self.suffixes}, {**sizes, **known})
 
     @staticmethod
     def load(path: str | Path) -> Datastore:
-        """Map a file into memory."""
         tensors, metadata = FILE.load(path, ("tokens", "suffixes"))
         tokens = _array(tensors.get("tokens"), _TOKENS)
         suffixes = _array(tensors.get("suffixes"), _POSITIONS)
@@ -249,7 +241,7 @@ Place = tuple[list[list[int]], int]
 """A node of the trie: the continuations that run through it, and its depth."""
 
 
-class RestDrafter(Drafter):
+class RestDrafter(OneByOne):
     """Chains or trees from a datastore; q is one-hot.
 
     It proposes nothing if no suffix of the text occurs in the datastore.
@@ -261,13 +253,7 @@ class RestDrafter(Drafter):
         self._datastore = datastore
         self._options = options
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """Chains, or trees with `branching`."""
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         if budget.chain <= 0:
             return Draft.empty(request.root)
         branching = self._options.branching
@@ -275,19 +261,15 @@ class RestDrafter(Drafter):
         max_nodes = budget.nodes if branching else budget.chain
         match, found = self._continuations(request.token_ids, budget.chain)
         trie = found, 0
-        tokens, parents = [request.root], [-1]
+        grown = GrowingTree(request.root)
         for parent, token, _, _ in best_first_nodes(trie, children, max_nodes, budget):
-            tokens.append(token)
-            parents.append(parent + 1)
-        tree = TokenTree(tuple(tokens), tuple(parents))
+            grown.add(parent + 1, token)
+        tree = grown.tree()
         features = by_match(match, tree.num_drafted) if self.traits.looks_up else ()
         return Draft.deterministic(tree, features)
 
     def _continuations(self, text: Sequence[int], length: int) -> tuple[int, list[list[int]]]:
-        """Length of the longest suffix that occurs, and the continuations of its occurrences.
-
-        Each continuation has up to `length` tokens.
-        """
+        """Length of the longest suffix that occurs, and what follows its occurrences."""
         options = self._options
         match, hits = self._datastore.find_suffix(text, options.min_match, options.max_match)
         selected = spread(hits, options.max_hits)
@@ -322,7 +304,6 @@ def most_frequent_child(place: Place) -> list[tuple[int, float, Place]]:
 def load_datastore(
     path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> Datastore:
-    """Load a datastore and check that it fits the target."""
     datastore = Datastore.load(path)
     made_with = datastore.fingerprint
     fits = datastore.vocab_size <= vocab_size

@@ -68,12 +68,7 @@ def read_tokens(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Iterator[Ints]]:
-    """Tokenise files, block by block.
-
-    Returns:
-        For each file an iterator over the token ids [N] of its blocks. They must be consumed in
-        this order.
-    """
+    """For each file an iterator over the token ids [N] of its blocks, to be read in this order."""
     done = 0
 
     def tokens(file: str | Path) -> Iterator[Ints]:
@@ -140,11 +135,7 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
-    """Check that all tokens lie in the vocabulary.
-
-    Args:
-        tokens: [N] token ids.
-    """
+    """Check that all tokens [N] lie in the vocabulary."""
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise TokenleapError(f"a token is outside the vocabulary of {vocab_size} tokens.")
 
@@ -157,7 +148,6 @@ def check_target(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Check that a file made from a corpus has the target's vocabulary."""
     if highest >= vocab_size:
         raise CompatibilityError(
             f"{path} has token {highest}, and the target's vocabulary has {vocab_size} tokens: "
@@ -178,11 +168,7 @@ def check_target(
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A kind of file.
-
-    Args:
-        what: the name of such a file in messages, such as "datastore".
-    """
+    """A kind of file; `what` is its name in messages, such as "datastore"."""
 
     format: str
     version: int
@@ -192,7 +178,6 @@ class TensorFile:
     def save(
         self, path: str | Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]
     ) -> None:
-        """Write a file atomically."""
         path = Path(path)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         named = {"format": self.format, "version": str(self.version), **metadata}
@@ -205,7 +190,6 @@ class TensorFile:
     def load(
         self, path: str | Path, names: Iterable[str]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Map a file into memory."""
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = renamed(file.metadata() or {})
@@ -280,12 +264,10 @@ class NgramTables:
 
     @property
     def vocab_size(self) -> int:
-        """V, the size of the vocabulary."""
         return len(self.unigrams)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that were counted."""
         return int(self.unigrams.sum())
 
     def bigrams(self, first: int) -> slice:
@@ -305,7 +287,6 @@ class NgramTables:
         return slice(int(self.trigram_starts[index]), int(self.trigram_starts[index + 1]))
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically."""
         arrays = {name: getattr(self, name) for name in _DTYPES}
         FILE.save(path, arrays, self._metadata())
 
@@ -319,7 +300,6 @@ class NgramTables:
 
     @staticmethod
     def load(path: str | Path) -> NgramTables:
-        """Map a file into memory and check it."""
         tensors, metadata = FILE.load(path, _DTYPES)
         _check_tensors(path, tensors)
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -402,7 +382,6 @@ class _Counter:
         self._before = np.empty(0, dtype=np.int64)  # last two tokens of the previous piece
 
     def begin_text(self) -> None:
-        """Start a new text, so that no n-gram reaches into it from the one before."""
         self._before = self._before[:0]
 
     def add(self, tokens: Ints) -> None:
@@ -436,7 +415,6 @@ class _Counter:
         return runs[0] if runs else (empty, empty)
 
     def tables(self, fingerprint: str | None) -> NgramTables:
-        """The tables of all texts."""
         if not self._unigrams.any():
             raise TokenleapError(EMPTY)
         pairs, pair_counts = self._all(2)
@@ -455,7 +433,6 @@ class _Counter:
 
 
 def _merge(first: tuple[Ints, Ints], second: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """Merge two runs of ascending n-grams and their counts."""
     keys = np.concatenate([first[0], second[0]])
     counts = np.concatenate([first[1], second[1]])
     order = keys.argsort(kind="stable")
@@ -559,7 +536,6 @@ def _interpolated(counts: NDArray[Any], shorter: NDArray[np.float64]) -> NDArray
 def load_corpus(
     path: str, order: int, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> SmoothedNgrams:
-    """Load the distribution of a corpus and check that it fits the target."""
     tables = NgramTables.load(path)
     highest = int(tables.unigrams.nonzero()[0][-1])
     check_target(path, FILE.made_by, highest, tables.fingerprint, vocab_size, tokenizer)
@@ -578,5 +554,4 @@ class CorpusNgramDrafter(CountedChains):
     def successors(
         self, request: Request, context: Sequence[int], temperature: float
     ) -> Distribution | None:
-        """See `CountedChains.successors`: every context has some."""
         return self._ngrams.distribution(context, temperature)
