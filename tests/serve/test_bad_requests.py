@@ -268,7 +268,7 @@ def test_a_request_names_no_files(
     def opened(*_: Any, **__: Any) -> Any:
         raise AssertionError("the configuration reached the engine")
 
-    monkeypatch.setattr(server.llm.engine, "read_specs", opened)
+    monkeypatch.setattr(server.llm.engine, "jobs", opened)
     error = server.refused(COMPLETIONS, prompt="a", speculative_config=config)
     assert error["param"] == "speculative_config"
 

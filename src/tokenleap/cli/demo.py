@@ -16,7 +16,7 @@ from rich.table import Table
 from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, working
 from tokenleap.cli.options import ModelOptions, SpeculationOptions, find_draft, flat, resolve
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.engine.lines import shaped
+from tokenleap.lines import shaped
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig

@@ -20,7 +20,7 @@ from tokenleap.cli.console import counting, display, plain
 from tokenleap.cli.demo import PROMPTS
 from tokenleap.cli.options import SpeculationOptions, in_panel, open_llm, parse_object
 from tokenleap.cli.root import UsageError
-from tokenleap.engine.lines import shaped
+from tokenleap.lines import shaped
 
 if TYPE_CHECKING:
     from tokenleap.analysis.compare import Assumptions, StepSample, Trial

@@ -16,7 +16,7 @@ from tokenleap.cli.console import as_json, display, errors, plain, say, working
 from tokenleap.cli.options import ModelOptions, flat, in_panel, open_llm
 from tokenleap.cli.plan_trials import read_texts
 from tokenleap.cli.root import check_writable, examples, write_whole
-from tokenleap.engine.lines import shaped
+from tokenleap.lines import shaped
 
 if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams

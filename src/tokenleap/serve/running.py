@@ -317,12 +317,12 @@ class ServerState:
         self.runs: set[OpenRun] = set()
         self.metrics = ServerMetrics(llm.llm.engine, settings.model, engine)
         llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
-        llm.worker.observe = self.metrics.observe_step
+        llm.llm.engine.worker.observe = self.metrics.observe_step
 
     @property
     def alive(self) -> bool:
         """Whether the engine runs."""
-        return self.llm.worker.alive
+        return self.llm.alive
 
     @property
     def capacity(self) -> int:

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from tokenleap.core.files import write_whole
-from tokenleap.engine.turns import Uninterrupted
+from tokenleap.engine.worker import Uninterrupted
 from tokenleap.errors import ConfigError, TrainingError, in_one_line
 from tokenleap.training.batches import Batch, BatchSampler, Examples, collate
 from tokenleap.training.checkpoints import Checkpoints, Evaluation, Progress, Step
