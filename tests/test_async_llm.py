@@ -49,7 +49,9 @@ def run(llm: LLM, work: Any) -> Any:
     async def main() -> Any:
         async with AsyncLLM(llm) as asynchronous:
             found = await asyncio.wait_for(work(asynchronous), 120)
-            await asynchronous.in_engine(lambda: None)  # what was aborted before is gone now
+            await asyncio.to_thread(
+                llm.engine.worker.call, lambda: None
+            )  # what was aborted before is gone now
             assert_empty(llm)
             return found
 
@@ -267,7 +269,7 @@ def test_closing_ends_what_runs() -> None:
             async for _ in request:
                 pass
         with pytest.raises(TokenleapError, match="closed"):
-            await asynchronous.in_engine(lambda: None)
+            await asynchronous.submit([JobSpec("one", ENDLESS)])
         asynchronous.close()
         request.abort()
 
@@ -301,19 +303,23 @@ def test_prompts_with_strategies_of_their_own_wait_once(
     ]
     if known:
         llm.engine.jobs(specs)
-    ran_in, call = list[str](), llm.engine._job_maker._call
+    ran_in, call = list[str](), llm.engine.worker.call
 
     def calling(build: Any) -> Any:
-        return call(lambda: (ran_in.append(current_thread().name), build())[1])
+        def noted() -> Any:
+            ran_in.append(current_thread().name)
+            return build()
 
-    monkeypatch.setattr(llm.engine._job_maker, "_call", calling)
+        return call(noted)
+
+    monkeypatch.setattr(llm.engine.worker, "call", calling)
 
     async def ended(asynchronous: AsyncLLM) -> list[list[StreamChunk]]:
         requests = await asynchronous.submit(specs)
+        assert ran_in == ["tokenleap-engine"]
         return [[chunk async for chunk in request] for request in requests]
 
     chunks = run(llm, ended)
-    assert ran_in == ["tokenleap-engine"]
     assert all(each[-1].finished for each in chunks)
     assert [each[-1].prompt_index for each in chunks] == [0, 1, 2, 3]
 
@@ -417,9 +423,10 @@ def job_of(llm: LLM) -> Job:
 
 
 def test_a_panic_in_a_call_is_an_error_of_the_call_too() -> None:
-    thread = WorkerThread(llm_of().engine)
+    llm = llm_of()
+    thread = WorkerThread(llm.engine)
     with pytest.raises(Panic):
-        thread.call(panics).result(60)
+        llm.engine.worker.post(panics).result(60)
     thread.close()
     assert not thread.alive
 
@@ -432,7 +439,7 @@ def test_a_second_panic_at_the_end_leaves_no_one_waiting(monkeypatch: pytest.Mon
 
     def advance() -> Any:
         thread.start(job_of(llm), lambda *given: late.put(given))
-        done.append(thread.call(lambda: "done"))
+        done.append(llm.engine.worker.post(lambda: "done"))
         panics()
 
     monkeypatch.setattr(llm.engine, "advance", advance)

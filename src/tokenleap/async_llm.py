@@ -13,9 +13,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -238,10 +238,6 @@ class AsyncLLM:
         """Run this in a thread that requests are not prepared in."""
         return await asyncio.wrap_future(self._rendering.submit(act))
 
-    async def in_engine(self, act: Callable[[], T]) -> T:
-        """Run this in the engine's thread, between two steps."""
-        return await asyncio.wrap_future(self.thread.call(act))
-
     def close(self, timeout: float | None = None) -> bool:
         """End all requests and the threads; those who wait for a chunk get a RequestError.
 
@@ -305,7 +301,9 @@ class WorkerThread:
     def start(self, job: Job, deliver: Deliver) -> None:
         """Queue a job."""
         self._process.check()
-        with self._open():
+        with self._lock:
+            if self._closed:
+                raise closed_error()
             self._jobs[id(job)] = job, deliver
             self._outbox.watch([job])
             self._engine.start([job])
@@ -320,12 +318,6 @@ class WorkerThread:
         if id(job) in self._jobs:
             self._engine.stop([job])
 
-    def call(self, act: Callable[[], T]) -> Future[T]:
-        """Let the thread run this between two steps."""
-        self._process.check()
-        with self._open():
-            return self._worker.post(act)
-
     def close(self, timeout: float | None = None) -> bool:
         """End all jobs and the thread; returns whether it has ended."""
         if not self._process.here:
@@ -334,13 +326,6 @@ class WorkerThread:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    @contextmanager
-    def _open(self) -> Iterator[None]:
-        with self._lock:
-            if self._closed:
-                raise closed_error()
-            yield
 
     def _close(self) -> None:
         with self._lock:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -551,27 +550,14 @@ def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[AfterStep | No
         bar.close()
 
 
-@dataclass(frozen=True)
-class _Tally:
-    """Tokens of prompts that have been read, tokens of outputs, and jobs that have ended."""
+_Tally: TypeAlias = tuple[int, int, int]
+"""Tokens of prompts that have been read, tokens of outputs, and jobs that have ended."""
 
-    read: int = 0
-    written: int = 0
-    done: int = 0
 
-    @staticmethod
-    def of(job: Job) -> _Tally:
-        """Those of one job."""
-        begun = [r for r in job.requests if r.metrics.generated_tokens or r.finished]
-        read = sum(len(request.input_ids) for request in begun)
-        written = sum(request.metrics.generated_tokens for request in begun)
-        return _Tally(read, written, int(job.finished))
-
-    def __add__(self, other: _Tally) -> _Tally:
-        return _Tally(self.read + other.read, self.written + other.written, self.done + other.done)
-
-    def __sub__(self, other: _Tally) -> _Tally:
-        return self + _Tally(-other.read, -other.written, -other.done)
+def _tally(job: Job) -> _Tally:
+    begun = [r for r in job.requests if r.metrics.generated_tokens or r.finished]
+    read = sum(len(request.input_ids) for request in begun)
+    return read, sum(r.metrics.generated_tokens for r in begun), int(job.finished)
 
 
 class _Bar:
@@ -587,7 +573,7 @@ class _Bar:
         self._bar: Any = None
         self._changed: dict[int, Job] = {}  # since the last look at them
         self._known: dict[int, _Tally] = {}  # of each job that has begun
-        self._sum = _Tally()
+        self._read = self._written = self._ended = 0
         self._done = 0
         self._began = time.perf_counter()
         self._next = self._began + delay
@@ -612,16 +598,18 @@ class _Bar:
             self._bar = self._made()
         self._count()
         self._bar.set_postfix_str(self._speeds(), refresh=False)
-        self._bar.update(self._sum.done - self._done)
+        self._bar.update(self._ended - self._done)
         self._bar.refresh()
-        self._done = self._sum.done
+        self._done = self._ended
 
     def _count(self) -> None:
         """Bring the sum over all jobs up to date; those that have not changed cost nothing."""
         for key, job in self._changed.items():
-            before, now = self._known.get(key, _Tally()), _Tally.of(job)
+            before, now = self._known.get(key, (0, 0, 0)), _tally(job)
             self._known[key] = now
-            self._sum += now - before
+            read, written, ended = (y - x for x, y in zip(before, now, strict=True))
+            self._read, self._written = self._read + read, self._written + written
+            self._ended += ended
         self._changed = {}
 
     def _made(self) -> Any:
@@ -640,7 +628,7 @@ class _Bar:
     def _speeds(self) -> str:
         """Tokens of prompts that have been read, and of outputs, per second."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        read, written = self._sum.read / seconds, self._sum.written / seconds
+        read, written = self._read / seconds, self._written / seconds
         return f"input: {read:.1f} tokens/s, output: {written:.1f} tokens/s"
 
 

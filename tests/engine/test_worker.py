@@ -311,7 +311,6 @@ def test_an_async_llm_in_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
         for use in (
             lambda: asyncio.run(streamed(parents)),
             lambda: asyncio.run(parents.encode(PROMPTS[0])),
-            lambda: asyncio.run(parents.in_engine(lambda: None)),
             parents.measure_costs,
             lambda: asyncio.run(streamed(AsyncLLM(llm))),
         ):

@@ -9,8 +9,8 @@ import pytest
 
 from tests.serve.support import CONTEXT, MODEL, Served
 from tokenleap import SpeculativeConfig
-from tokenleap.engine.prompts import TextLimit
 from tokenleap.serve.fields import MAX_NESTED, check_speculation
+from tokenleap.serve.text_limit import TextLimit
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
-
-from transformers import PreTrainedTokenizerBase
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.distribution import PromptLogprobs
@@ -45,8 +43,9 @@ from tokenleap.engine.prompts import (
     tokens_of,
 )
 from tokenleap.engine.strategies import Speculative, StrategyFactory
-from tokenleap.engine.worker import Uninterrupted
+from tokenleap.engine.worker import Uninterrupted, Worker
 from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
@@ -338,7 +337,6 @@ class JobMaker:
     """Makes jobs for one engine.
 
     Args:
-        call: runs what it gets between two steps of the engine.
         chose_drafter: whether the default was chosen by the user, so that it is for beams, too.
     """
 
@@ -348,7 +346,7 @@ class JobMaker:
         references: ReferenceReader,
         strategies: StrategyFactory,
         speculation: Speculation,
-        call: Callable[[Callable[[], list[Strategy | None]]], list[Strategy | None]],
+        worker: Worker,
         *,
         chose_drafter: bool,
     ) -> None:
@@ -356,7 +354,7 @@ class JobMaker:
         self._references = references
         self._strategies = strategies
         self._speculation = speculation
-        self._call = call
+        self._worker = worker
         self._chose_drafter = chose_drafter
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
@@ -416,7 +414,7 @@ class JobMaker:
             own = (spec.config and named[configs.index(spec.config)] for spec in specs)
             return [self._strategy(*each) for each in zip(specs, own, strict=True)]
 
-        return self._call(build)
+        return self._worker.call(build)
 
     def _strategy(self, spec: _Read, strategy: Strategy | None) -> Strategy | None:
         """A strategy that also follows the prediction, or searches beams."""
@@ -446,32 +444,27 @@ class JobMaker:
 
 
 class RequestMaker:
-    """Makes requests for one model.
+    """Makes the requests of one model.
 
     Args:
-        reader: reads the prompts of an encoder-decoder; None for a decoder-only model.
+        between_steps: runs what it gets between two steps, or at once in one of its own commands.
     """
 
     def __init__(
         self,
         target: Target,
-        tokenizer: PreTrainedTokenizerBase | None,
-        eos_token_ids: Sequence[int],
+        loaded: LoadedModel,
         grammars: Grammars,
-        rules: DecodingRules,
-        *,
-        sampling_defaults: Mapping[str, Any],
-        beam_defaults: Mapping[str, Any],
-        reader: SourceReader | None = None,
+        between_steps: Callable[[Callable[[], int]], int],
     ) -> None:
-        self.tokenizer = tokenizer
-        self.sampling_defaults = sampling_defaults
+        self.tokenizer = loaded.tokenizer
+        self.sampling_defaults = loaded.sampling_defaults
         self._target = target
-        self._beam_defaults = beam_defaults
-        self._eos_token_ids = eos_token_ids
+        self._beam_defaults = loaded.beam_defaults
+        self._eos_token_ids = eos = loaded.eos_token_ids
         self._grammars = grammars
-        self._reader = reader
-        self._rules = rules
+        self._reader = SourceReader.of(target, loaded, between_steps)
+        self._rules = DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size)
         self._new_seed = partial(target.peers.from_first, fresh_seed)
 
     def make(self, spec: _Read) -> list[Request]:

@@ -26,7 +26,6 @@ from tokenleap.core import clock
 from tokenleap.core.grammar import Grammars
 from tokenleap.core.params import Sampling
 from tokenleap.core.references import Source
-from tokenleap.core.rules import DecodingRules
 from tokenleap.drafters.heads.shipped import shipped_config
 from tokenleap.drafters.online import OnlineReport
 from tokenleap.engine.jobs import AddedJobs, Job, JobMaker, JobSpec, Outbox, RequestMaker
@@ -36,13 +35,11 @@ from tokenleap.engine.prompts import (
     GivenReferences,
     Prompt,
     ReferenceReader,
-    SourceReader,
 )
 from tokenleap.engine.scheduler import KVBudget, Scheduler
 from tokenleap.engine.strategies import Speculative, StrategyFactory
 from tokenleap.engine.worker import StepReport, Uninterrupted, Worker
 from tokenleap.errors import ConfigError, RequestError
-from tokenleap.models.audio import AudioReader, WhisperStart, decoder_start
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
@@ -143,7 +140,7 @@ class LLMEngine:
             config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
         self.worker = Worker(lambda: self.advance(), lambda: self._scheduler.busy)
-        self._maker = _request_maker(self.target, loaded, grammars, self.worker)
+        self._maker = RequestMaker(self.target, loaded, grammars, self.worker.call_inside)
         self.references = ReferenceReader(self.target, self.tokenizer)
         if config.drafter_spec.takes_model:  # heads may read the module's embedding
             loaded.forget_module()
@@ -183,7 +180,7 @@ class LLMEngine:
             self.references,
             self.strategies,
             self._speculation,
-            self.worker.call,
+            self.worker,
             chose_drafter=chose_drafter,
         )
         self._added = AddedJobs()
@@ -420,9 +417,6 @@ def _results(jobs: Sequence[Job]) -> list[RequestOutput]:
     return results
 
 
-# What `LLMEngine` is made of, where that depends on the model.
-
-
 @dataclass(frozen=True)
 class EngineOptions:
     """Limits on memory and batches, and how passes are computed; see the arguments of `LLM`."""
@@ -434,41 +428,6 @@ class EngineOptions:
     prefix_cache_bytes: int | None  # None caches no prefixes
     quantization: str | None
     runtime: str
-
-
-def _request_maker(
-    target: Target, loaded: LoadedModel, grammars: Grammars, worker: Worker
-) -> RequestMaker:
-    """Makes the requests of a model, which may be an encoder-decoder.
-
-    Raises:
-        CompatibilityError: its decoder has no start token, or its generation config asks for
-            something that is not applied here.
-    """
-    reader = None if target.source_network is None else _source_reader(target, loaded, worker)
-    eos = loaded.eos_token_ids
-    return RequestMaker(
-        target,
-        loaded.tokenizer,
-        eos,
-        grammars,
-        DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size),
-        sampling_defaults=loaded.sampling_defaults,
-        beam_defaults=loaded.beam_defaults,
-        reader=reader,
-    )
-
-
-def _source_reader(target: Target, loaded: LoadedModel, worker: Worker) -> SourceReader:
-    network = target.source_network
-    assert network is not None, "the caller has looked"
-    start = decoder_start(loaded.module, loaded.settings)
-    if network.num_bins is None:
-        return SourceReader(target, loaded.tokenizer, start)
-    assert network.source_limit is not None, "audio has a fixed length"
-    audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
-    speech = WhisperStart.of(start, loaded.settings, loaded.module.config)
-    return SourceReader(target, loaded.tokenizer, start, audio, speech, worker.call_inside)
 
 
 def default_config(name: str | None, target: Target) -> SpeculativeConfig:

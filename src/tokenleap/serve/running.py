@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from tokenleap.async_llm import AsyncLLM, AsyncRequest
 from tokenleap.core.sequence import Scope
 from tokenleap.engine.jobs import JobSpec
-from tokenleap.engine.prompts import TextLimit
 from tokenleap.errors import RequestError, TokenleapError
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk
 from tokenleap.serve.body import APIError, invalid, of_engine, of_output, unknown_response
@@ -31,6 +30,7 @@ from tokenleap.serve.fields import (
 )
 from tokenleap.serve.metrics import ServerMetrics
 from tokenleap.serve.settings import Settings
+from tokenleap.serve.text_limit import TextLimit
 
 __all__ = [
     "GONE",
