@@ -426,7 +426,7 @@ def test_a_panic_in_a_call_is_an_error_of_the_call_too() -> None:
     llm = llm_of()
     thread = WorkerThread(llm.engine)
     with pytest.raises(Panic):
-        llm.engine.worker.post(panics).result(60)
+        llm.engine.worker.call(panics)
     thread.close()
     assert not thread.alive
 
@@ -447,8 +447,8 @@ def test_a_second_panic_at_the_end_leaves_no_one_waiting(monkeypatch: pytest.Mon
     thread.start(job_of(llm), lambda *given: told.put(given))
     for each in (told, late):
         assert "the engine failed" in str(each.get(timeout=60)[1])
-    assert done[0].result(60) == "done"
     assert thread.close()
+    assert done[0].result() == "done"
 
 
 def test_a_panic_after_an_error_closes_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -43,7 +42,7 @@ from tokenleap.engine.prompts import (
     tokens_of,
 )
 from tokenleap.engine.strategies import Speculative, StrategyFactory
-from tokenleap.engine.worker import Uninterrupted, Worker
+from tokenleap.engine.worker import Command, Uninterrupted, Worker
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
@@ -79,7 +78,7 @@ class Job:
     strategy: Strategy | None
     request_id: str | None = None
     prompt_index: int = 0
-    queued: Future[None] | None = None
+    queued: Command[None] | None = None
     _told_prompt: bool = False
     _reported: set[int] = field(default_factory=set)  # indices of outputs taken to the end
 
@@ -95,7 +94,7 @@ class Job:
 
     def withdraw(self) -> bool:
         """Take the job back if it is not queued yet; returns whether that was so."""
-        return self.queued is not None and self.queued.cancel()
+        return self.queued is not None and self.queued.withdraw()
 
     @property
     def all_taken(self) -> bool:

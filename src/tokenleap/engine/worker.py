@@ -23,14 +23,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from tokenleap.decode import Outcome
 from tokenleap.errors import TokenleapError
 
-__all__ = ["SameProcess", "StepReport", "Uninterrupted", "Worker"]
+__all__ = ["Command", "SameProcess", "StepReport", "Uninterrupted", "Worker"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +48,49 @@ class StepReport(NamedTuple):
     seconds: float
 
 
+class Command(Generic[T]):
+    """Runs once, unless it is withdrawn before.
+
+    Attributes:
+        done: whether it has run.
+    """
+
+    def __init__(self, act: Callable[[], T]) -> None:
+        self.done = False
+        self._act = act
+        self._begun = self._withdrawn = False
+        self._lock = threading.Lock()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def withdraw(self) -> bool:
+        """Take it back if it has not begun; returns whether it is taken back."""
+        with self._lock:
+            self._withdrawn = not self._begun
+            return self._withdrawn
+
+    def run(self) -> None:
+        """Run it. An error is for the one who reads the result; a panic is for this thread, too."""
+        with self._lock:
+            self._begun = not self._withdrawn
+        if not self._begun:
+            return
+        try:
+            self._value = self._act()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.done = True
+
+    def result(self) -> T:
+        """What it returned, or raised, once it is done."""
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+
 class Worker:
     """Runs commands and steps, in one thread at a time.
 
@@ -65,7 +107,7 @@ class Worker:
         self.observe: Callable[[StepReport], object] | None = None
         self.listeners: list[Callable[[], object]] = []
         self._step, self._has_work = step, has_work
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Command[Any]] = deque()
         self._condition = threading.Condition()
         self._driver: int | None = None  # the thread that owns the engine at the moment
         self._waiting = 0
@@ -85,38 +127,28 @@ class Worker:
         """Whether the calling thread drives, and so runs a step or a command now."""
         return self._driver == threading.get_ident()
 
-    def post(self, act: Callable[[], T]) -> Future[T]:
+    def post(self, act: Callable[[], T]) -> Command[T]:
         """Queue a command, which runs between two steps; returns at once."""
         self._process.check()
-        future: Future[T] = Future()
-
-        def command() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(act())
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
-
+        command = Command(act)
         with self._condition:
             self._inbox.append(command)
             self._condition.notify_all()
-        return future
+        return command
 
     def call(self, act: Callable[[], T]) -> T:
         """Run a command between two steps; returns what it returns."""
         self._check()
         while True:
             with Uninterrupted() as uninterrupted:
-                future = self.post(act)
+                command = self.post(act)
                 try:
-                    self._drive(lambda: future.done() or uninterrupted.pending)  # noqa: B023
+                    self._drive(lambda: command.done or uninterrupted.pending)  # noqa: B023
                 finally:
-                    withdrawn = future.cancel()
-                if not withdrawn:  # it runs, or has run
-                    return future.result()
+                    withdrawn = command.withdraw()
+                if not withdrawn:
+                    self._drive(lambda: command.done)  # noqa: B023
+                    return command.result()
 
     def call_inside(self, act: Callable[[], T]) -> T:
         """The same, but at once if the calling thread drives."""
@@ -215,7 +247,7 @@ class Worker:
     def _obey(self) -> None:
         """Run the commands that are there; those that come meanwhile wait for the next step."""
         for _ in range(len(self._inbox)):
-            self._inbox.popleft()()
+            self._inbox.popleft().run()
 
     def _observe(self, report: StepReport) -> None:
         if self.observe is None:
