@@ -147,7 +147,8 @@ class Worker:
                 finally:
                     withdrawn = command.withdraw()
                 if not withdrawn:
-                    self._drive(lambda: command.done)  # noqa: B023
+                    if not command.done:
+                        self._drive(lambda: command.done)  # noqa: B023
                     return command.result()
 
     def call_inside(self, act: Callable[[], T]) -> T:
