@@ -410,7 +410,9 @@ class JobMaker:
         def build() -> list[Strategy | None]:
             pairs = zip(configs, lent, strict=True)
             named = [self._strategies.strategy(config, models) for config, models in pairs]
-            own = (spec.config and named[configs.index(spec.config)] for spec in specs)
+            own = (
+                None if spec.config is None else named[configs.index(spec.config)] for spec in specs
+            )
             return [self._strategy(*each) for each in zip(specs, own, strict=True)]
 
         return self._worker.call(build)
