@@ -20,7 +20,7 @@ from annotated_types import Ge
 
 from benchmarks import BenchmarkError
 from tokenleap.core.config import Config
-from tokenleap.training.checkpoints import TrainingFolder
+from tokenleap.training.run import TrainingFolder
 
 __all__ = ["MAIN", "SHAPES", "DrafterOptions", "drafters_in", "train_command", "train_drafters"]
 

@@ -21,7 +21,7 @@ from benchmarks.seq2seq_measure import (
     specdec,
 )
 from benchmarks.seq2seq_results import Results
-from tokenleap.training.checkpoints import Panel, save_panels
+from tokenleap.training.report import Panel, save_panels
 
 __all__ = ["Table", "as_markdown", "save_figures", "tables"]
 

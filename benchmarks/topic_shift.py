@@ -29,7 +29,7 @@ from tokenleap import LLM, RequestOutput, SamplingParams
 from tokenleap.bench.run import order
 from tokenleap.core.config import Config
 from tokenleap.drafters.online import OnlineReport
-from tokenleap.training.checkpoints import Panel, save_panels, save_table
+from tokenleap.training.report import Panel, save_panels, save_table
 
 __all__ = ["Part", "main", "measure", "topics"]
 
