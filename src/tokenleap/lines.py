@@ -42,7 +42,7 @@ FORMS = ("prompt", "messages", "prompt_token_ids", "encoder_prompt")
 """The fields that hold a prompt; a line has one of them."""
 
 OF_SOURCE = ("decoder_prompt", "source_language", "target_language")
-"""Further fields for encoder-decoders; see `engine.sources`."""
+"""Further fields for encoder-decoders; see `engine.prompts`."""
 
 _ONLY_SAMPLED = ("top_k", "top_p", "min_p")
 
