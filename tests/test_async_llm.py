@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from functools import cache
+from queue import SimpleQueue
 from threading import Event, current_thread
 from typing import Any
 
@@ -23,8 +24,8 @@ from tokenleap import (
     StreamChunk,
     TokenleapError,
 )
-from tokenleap.engine.jobs import JobSpec
-from tokenleap.engine.llm_engine import LLMEngine
+from tokenleap.async_llm import WorkerThread
+from tokenleap.engine.jobs import Job, JobSpec
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1)
 SEVERAL = SamplingParams(n=3, seed=1, max_tokens=9, logprobs=2)
@@ -48,7 +49,9 @@ def run(llm: LLM, work: Any) -> Any:
     async def main() -> Any:
         async with AsyncLLM(llm) as asynchronous:
             found = await asyncio.wait_for(work(asynchronous), 120)
-            await asynchronous.in_engine(lambda: None)  # what was aborted before is gone now
+            await asyncio.to_thread(
+                llm.engine.worker.call, lambda: None
+            )  # what was aborted before is gone now
             assert_empty(llm)
             return found
 
@@ -266,7 +269,7 @@ def test_closing_ends_what_runs() -> None:
             async for _ in request:
                 pass
         with pytest.raises(TokenleapError, match="closed"):
-            await asynchronous.in_engine(lambda: None)
+            await asynchronous.submit([JobSpec("one", ENDLESS)])
         asynchronous.close()
         request.abort()
 
@@ -287,10 +290,10 @@ def test_other_threads_may_use_the_same_llm() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_prompts_with_strategies_of_their_own_take_one_turn(
+def test_prompts_with_strategies_of_their_own_wait_once(
     monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
-    """Each turn waits for a step of those that run. Building is for the engine's thread."""
+    """Each command waits for a step of those that run. Building is for the engine's thread."""
     llm, config = llm_of(), {"method": "suffix"}
     specs = [
         JobSpec("one", GREEDY, config),
@@ -300,21 +303,23 @@ def test_prompts_with_strategies_of_their_own_take_one_turn(
     ]
     if known:
         llm.engine.jobs(specs)
-    turns, take = list[str](), llm.engine._turns.take
+    ran_in, call = list[str](), llm.engine.worker.call
 
-    def taking(act: Any, *more: Any) -> None:
-        if not act.__qualname__.startswith("Runs."):  # these queue the jobs, and run steps
-            turns.append(current_thread().name)
-        take(act, *more)
+    def calling(build: Any) -> Any:
+        def noted() -> Any:
+            ran_in.append(current_thread().name)
+            return build()
 
-    monkeypatch.setattr(llm.engine._turns, "take", taking)
+        return call(noted)
+
+    monkeypatch.setattr(llm.engine.worker, "call", calling)
 
     async def ended(asynchronous: AsyncLLM) -> list[list[StreamChunk]]:
         requests = await asynchronous.submit(specs)
+        assert ran_in == ["tokenleap-engine"]
         return [[chunk async for chunk in request] for request in requests]
 
     chunks = run(llm, ended)
-    assert turns == ["tokenleap-engine"]
     assert all(each[-1].finished for each in chunks)
     assert [each[-1].prompt_index for each in chunks] == [0, 1, 2, 3]
 
@@ -322,17 +327,19 @@ def test_prompts_with_strategies_of_their_own_take_one_turn(
 def test_a_request_that_cannot_be_queued_ends_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm, start = llm_of(), LLMEngine.start
+    llm = llm_of()
+    add = llm.engine._scheduler.add
 
-    def failing(self: LLMEngine, jobs: Any) -> None:
-        if jobs[0].prompt == "bad":
+    def failing(request: Any, strategy: Any) -> None:
+        if request.params.seed == 13:
             raise RuntimeError("made to fail")
-        start(self, jobs)
+        add(request, strategy)
 
-    monkeypatch.setattr(LLMEngine, "start", failing)
+    monkeypatch.setattr(llm.engine._scheduler, "add", failing)
 
     async def both(asynchronous: AsyncLLM) -> Any:
-        bad, good = collected(asynchronous, "bad", GREEDY), collected(asynchronous, "one", GREEDY)
+        bad = collected(asynchronous, "one", GREEDY.model_copy(update={"seed": 13}))
+        good = collected(asynchronous, "one", GREEDY)
         return await asyncio.gather(good, bad, return_exceptions=True)
 
     good, bad = run(llm, both)
@@ -346,11 +353,13 @@ def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -
     def observe(_: Any) -> None:
         raise RuntimeError("made to fail")
 
+    llm = llm_of()
+
     async def observed(asynchronous: AsyncLLM) -> list[StreamChunk]:
-        asynchronous.worker.observe = observe
+        llm.engine.worker.observe = observe
         return await collected(asynchronous, "one", GREEDY)
 
-    assert run(llm_of(), observed)[-1].finished
+    assert run(llm, observed)[-1].finished
     assert len([record for record in caplog.records if "counted" in record.getMessage()]) == 1
 
 
@@ -396,3 +405,87 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
 
     asyncio.run(main())
     assert_empty(llm)
+
+
+# The engine's thread when the engine fails
+
+
+class Panic(BaseException):
+    """As PyO3 raises for a panic of Rust."""
+
+
+def panics(*_: Any) -> Any:
+    raise Panic("as the test wants it")
+
+
+def job_of(llm: LLM) -> Job:
+    return llm.engine.job(JobSpec("one", GREEDY))
+
+
+def test_a_panic_in_a_call_is_an_error_of_the_call_too() -> None:
+    llm = llm_of()
+    thread = WorkerThread(llm.engine)
+    with pytest.raises(Panic):
+        llm.engine.worker.call(panics)
+    thread.close()
+    assert not thread.alive
+
+
+def test_a_second_panic_at_the_end_leaves_no_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that cannot be decoded may panic again where its request is ended."""
+    llm = llm_of()
+    thread, told, late = WorkerThread(llm.engine), SimpleQueue[Any](), SimpleQueue[Any]()
+    done = []
+
+    def advance() -> Any:
+        thread.start(job_of(llm), lambda *given: late.put(given))
+        done.append(llm.engine.worker.post(lambda: "done"))
+        panics()
+
+    monkeypatch.setattr(llm.engine, "advance", advance)
+    monkeypatch.setattr(llm.engine, "give_up", panics)
+    thread.start(job_of(llm), lambda *given: told.put(given))
+    for each in (told, late):
+        assert "the engine failed" in str(each.get(timeout=60)[1])
+    assert thread.close()
+    assert done[0].result() == "done"
+
+
+def test_a_panic_after_an_error_closes_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of()
+    thread, told = WorkerThread(llm.engine), SimpleQueue[Any]()
+
+    def fails() -> Any:
+        raise RuntimeError("made to fail")
+
+    monkeypatch.setattr(llm.engine, "advance", fails)
+    monkeypatch.setattr(llm.engine, "give_up", panics)
+    thread.start(job_of(llm), lambda *given: told.put(given))
+    assert "the engine failed" in str(told.get(timeout=60)[1])
+    assert thread.close()
+    with pytest.raises(TokenleapError, match="closed"):
+        thread.start(job_of(llm), lambda *given: told.put(given))
+
+
+def test_a_failed_step_ends_the_requests_of_other_threads_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = llm_of()
+
+    def fails() -> Any:
+        if llm.engine.load.waiting < 2:  # the other one is still to come
+            return None
+        raise RuntimeError("made to fail")
+
+    async def generating(asynchronous: AsyncLLM) -> None:
+        other = asyncio.create_task(asyncio.to_thread(llm.generate, "one", GREEDY))
+        (request,) = await asynchronous.submit([JobSpec("two", GREEDY)])
+        (chunk,) = [chunk async for chunk in request]
+        assert chunk.output is not None
+        assert chunk.output.finish_reason == "error"
+        with pytest.raises(RequestError, match="made to fail"):
+            await other
+        monkeypatch.undo()
+
+    monkeypatch.setattr(llm.engine, "advance", fails)
+    run(llm, generating)

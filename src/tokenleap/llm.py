@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import math
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenleap.config import SpeculativeConfig
-from tokenleap.core.config import num_bytes
+from tokenleap.core.config import nearest, num_bytes
 from tokenleap.core.params import Sampling, SamplingParams
-from tokenleap.engine.jobs import specs_of
-from tokenleap.engine.lines import UseTqdm, progress_of
-from tokenleap.engine.llm_engine import EngineOptions
-from tokenleap.engine.loaded_llm import (
-    REQUIRED,
-    LoadedLLM,
-    check_at_least_1,
-    refuse_unknown,
-    refuse_unknown_engine,
-)
+from tokenleap.drafters.base import VocabularyOverlap
+from tokenleap.drafters.online import OnlineReport
+from tokenleap.drafters.vocabulary import DraftModel
+from tokenleap.engine.jobs import Job, specs_of
+from tokenleap.engine.llm_engine import AfterStep, EngineOptions, LLMEngine
 from tokenleap.engine.prompts import (
     GivenPrediction,
     GivenReferences,
@@ -32,7 +31,7 @@ from tokenleap.engine.prompts import (
     is_conversation,
 )
 from tokenleap.engine.strategies import Speculative
-from tokenleap.errors import PromptError
+from tokenleap.errors import ConfigError, PromptError
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.models.resolver import as_packed
 from tokenleap.outputs import (
@@ -45,10 +44,16 @@ from tokenleap.outputs import (
 from tokenleap.runtime.choose import check_sharding
 from tokenleap.runtime.packed import open_packed
 
-__all__ = ["LLM", "Message", "Prompt"]
+__all__ = ["LLM", "REQUIRED", "Message", "Prompt", "UseTqdm", "progress_of", "refuse_unknown"]
+
+REQUIRED: Any = None
+"""The default of prompts: without them, an error of ours says what to write."""
+
+UseTqdm: TypeAlias = bool | Callable[..., Any] | None
+"""Whether there is a bar, or what makes it (a class with tqdm's interface); see `LLM.generate`."""
 
 
-class LLM(LoadedLLM):
+class LLM:
     """A language model with speculative decoding: decoder-only, or an encoder-decoder.
 
     An encoder-decoder reads each prompt as its source, once, and writes the output. A prompt may be
@@ -160,7 +165,99 @@ class LLM(LoadedLLM):
             quantization=quantization,
             runtime=runtime,
         )
-        super().__init__(loaded, given, options)
+        self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
+        self.eos_token_ids = loaded.eos_token_ids
+        self._name = loaded.title
+        self._source = loaded.name if loaded.packed else loaded.path
+        self.engine = LLMEngine(loaded, given, options)  # it lets go of the module
+        self.speculative_config = self.engine.strategies.config
+
+    # What was loaded
+
+    def __repr__(self) -> str:
+        """One line about what runs."""
+        shown = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization": self.engine.target.quantization,
+            "device": str(self.device),
+            "runtime": self.runtime,
+            "tensor_parallel_size": shards if (shards := self.tensor_parallel_size) > 1 else None,
+            "method": self.speculative_config.method_name,
+        }
+        fields = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        return f"LLM({', '.join([repr(self._name), *fields])})"
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.engine.target.most_tokens
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and KV."""
+        return self.engine.target.dtype
+
+    @property
+    def runtime(self) -> str:
+        """The runtime of the passes: "native", "lean", "module" or "compiled".
+
+        "lean" and "module" use PyTorch's operations; "module" runs the Transformers module, and
+        "compiled" the same with its MLPs under `torch.compile`.
+        """
+        return self.engine.target.network.name
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of processes over which the model's weights are spread."""
+        return self.engine.target.peers.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs; the device of this process, if there are several."""
+        return self.engine.target.device
+
+    @property
+    def bit_exact(self) -> bool:
+        """Whether a position's bits are the same however many are computed with it (invariant 7).
+
+        It is spot-checked at construction, for this model, dtype and machine. On the native runtime
+        the check includes trees. If it is False, the default controller is `fixed`: a controller
+        that reads the clock would change the output.
+        """
+        return self.engine.target.bit_exact
+
+    @property
+    def controller(self) -> str:
+        """The name of the controller that runs by default.
+
+        If `speculative_config` names none, it is `fixed` where draft lengths may change the output.
+        """
+        return self.engine.controller
+
+    @property
+    def vocabulary_overlap(self) -> VocabularyOverlap | None:
+        """How many tokens the draft model shares with the target, and how it drafts for it.
+
+        None without a draft model, or if one of the tokenizers is missing. If there are several
+        draft models, it describes the one that was loaded last.
+        """
+        return self.engine.strategies.vocabulary_overlap
+
+    def as_draft_model(self) -> DraftModel:
+        """This model as the draft model of another `LLM`; its weights are in memory once.
+
+        `LLM(other, speculative_config={"model": this})` calls it. The draft model has KV rows of
+        its own, and this model's dtype, quantization and runtime.
+        """
+        return DraftModel(self.engine.lend(), self.tokenizer, self._source)
+
+    @property
+    def online_report(self) -> OnlineReport | None:
+        """Report on what the drafter has learnt while serving; None without `online`.
+
+        It is that of the `LLM`'s own `speculative_config`.
+        """
+        return self.engine.online_report
 
     # Generation
 
@@ -341,3 +438,204 @@ class LLM(LoadedLLM):
         must not notice each other by the speed.
         """
         self.engine.reset_drafter_memory()
+
+
+# Arguments of `LLM` and its methods: checks of numbers, and where unknown ones belong.
+
+
+_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "inputs",
+    "inputs_embeds",
+    "prompt",
+    "prompt_token_ids",
+    "text",
+)
+"""Other libraries' names for a prompt, or for what their tokenizers make of it."""
+
+_ENGINE = {
+    "assistant_model": "use speculative_config={'model': ...}.",
+    "n_ctx": "use 'max_model_len'.",
+    "max_seq_len": "use 'max_model_len'.",
+    "n_threads": "call torch.set_num_threads(), or set OMP_NUM_THREADS.",
+    "n_gpu_layers": "use 'device'.",
+    "torch_dtype": "use 'dtype'.",
+    "device_map": "use 'device'.",
+    "load_in_8bit": "use quantization='int8'.",
+    "load_in_4bit": "use quantization='int4'.",
+    "quantization_config": "use 'quantization'.",
+    "revision": "write it after the id: 'ORG/NAME@REVISION'.",
+    "gpu_memory_utilization": "use 'kv_cache_memory'.",
+    "kv_cache_memory_bytes": "use 'kv_cache_memory'.",
+    "enforce_eager": "use runtime='torch'.",
+    "trust_remote_code": "code that comes with a model never runs here; leave it out.",
+    "hf_token": "log in with `hf auth login`.",
+}
+"""Arguments of other libraries' constructors, and what to write for `LLM` instead."""
+
+
+def check_at_least_1(**values: int) -> None:
+    """Refuse arguments that are too small."""
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name}: must be at least 1, got {value}.")
+
+
+def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> None:
+    """Say where an argument that `generate` does not take belongs."""
+    wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
+    takes = f"give {wanted} as its first argument."
+    for name in unknown:
+        if _is_of(SamplingParams, name):
+            own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
+            raise ConfigError(f"{method}() takes {name} in `sampling_params`: {own}")
+        if _is_of(SpeculativeConfig, name):
+            raise ConfigError(f"{method}() takes {name} in `speculative_config`: {_drafting(name)}")
+        if name in _INPUTS:
+            raise ConfigError(f"{method}() takes no argument {name!r}: {takes}")
+        raise ConfigError(f"{method}() takes no argument {name!r}.")
+    if prompts is REQUIRED:
+        raise ConfigError(f"{method}() has no prompt: {takes}")
+
+
+def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Say what to write in place of an argument that `LLM` does not take."""
+    for name in unknown:
+        if name in _ENGINE:
+            advice = _ENGINE[name]
+        elif _is_of(SpeculativeConfig, name):
+            advice = f"it belongs in `speculative_config`: {_drafting(name)}"
+        elif _is_of(SamplingParams, name):
+            advice = "give `SamplingParams` to generate()."
+        else:
+            advice = nearest(name, list(known))
+        raise ConfigError(f"LLM() takes no argument {name!r}: {advice}")
+
+
+def _is_of(options: type[SamplingParams] | type[SpeculativeConfig], name: str) -> bool:
+    """Whether this is an option of these, or what another library calls one."""
+    return name in options.field_names() or name in options.foreign_names
+
+
+def _drafting(name: str) -> str:
+    """The advice on an option of `SpeculativeConfig`."""
+    return SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
+
+
+# The progress bar of `LLM.generate`.
+
+AFTER_SECONDS = 1.0
+"""A bar that was not asked for comes so late, so that short calls show none."""
+
+EVERY_SECONDS = 0.1
+"""Between two updates."""
+
+
+@contextmanager
+def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[AfterStep | None]:
+    """Show the progress of jobs on stderr."""
+    if wanted is None:
+        shown = sum(len(job.requests) for job in jobs) > 1 and _somebody_looks()
+    else:
+        shown = wanted is not False and bool(jobs)
+    if not shown:
+        yield None
+        return
+    bar = _Bar(jobs, wanted if callable(wanted) else None, 0 if wanted else AFTER_SECONDS)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+_Tally: TypeAlias = tuple[int, int, int]
+"""Tokens of prompts that have been read, tokens of outputs, and jobs that have ended."""
+
+
+def _tally(job: Job) -> _Tally:
+    begun = [r for r in job.requests if r.metrics.generated_tokens or r.finished]
+    read = sum(len(request.input_ids) for request in begun)
+    return read, sum(r.metrics.generated_tokens for r in begun), int(job.finished)
+
+
+class _Bar:
+    """A bar over the jobs of one call.
+
+    Args:
+        make: makes the bar; None takes tqdm's own, for terminals or notebooks.
+    """
+
+    def __init__(self, jobs: Sequence[Job], make: Callable[..., Any] | None, delay: float) -> None:
+        self._total = len(jobs)
+        self._make = make
+        self._bar: Any = None
+        self._changed: dict[int, Job] = {}  # since the last look at them
+        self._known: dict[int, _Tally] = {}  # of each job that has begun
+        self._read = self._written = self._ended = 0
+        self._done = 0
+        self._began = time.perf_counter()
+        self._next = self._began + delay
+        if not delay:
+            self._bar = self._made()
+
+    def update(self, changed: Sequence[Job]) -> None:
+        """Show where the jobs are, unless that was shown just now."""
+        self._changed.update((id(job), job) for job in changed)
+        if time.perf_counter() >= self._next:
+            self._show()
+            self._next = time.perf_counter() + EVERY_SECONDS
+
+    def close(self) -> None:
+        """Show the end, and leave the bar where it is."""
+        if self._bar is not None:
+            self._show()
+            self._bar.close()
+
+    def _show(self) -> None:
+        if self._bar is None:
+            self._bar = self._made()
+        self._count()
+        self._bar.set_postfix_str(self._speeds(), refresh=False)
+        self._bar.update(self._ended - self._done)
+        self._bar.refresh()
+        self._done = self._ended
+
+    def _count(self) -> None:
+        """Bring the sum over all jobs up to date; those that have not changed cost nothing."""
+        for key, job in self._changed.items():
+            before, now = self._known.get(key, (0, 0, 0)), _tally(job)
+            self._known[key] = now
+            read, written, ended = (y - x for x, y in zip(before, now, strict=True))
+            self._read, self._written = self._read + read, self._written + written
+            self._ended += ended
+        self._changed = {}
+
+    def _made(self) -> Any:
+        if self._make is None:
+            from tqdm.auto import tqdm
+
+            self._make = tqdm
+        return self._make(
+            total=self._total,
+            desc="Processed prompts",
+            unit=" prompts",
+            dynamic_ncols=True,
+            mininterval=math.inf,  # drawn by `refresh` alone
+        )
+
+    def _speeds(self) -> str:
+        """Tokens of prompts that have been read, and of outputs, per second."""
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        read, written = self._read / seconds, self._written / seconds
+        return f"input: {read:.1f} tokens/s, output: {written:.1f} tokens/s"
+
+
+def _somebody_looks() -> bool:
+    """Whether stderr is a terminal, or Python runs in a notebook."""
+    interactive = sys.modules.get("IPython")
+    shell = None if interactive is None else interactive.get_ipython()
+    if type(shell).__name__ == "ZMQInteractiveShell":
+        return True
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

@@ -109,6 +109,7 @@ class Request(SequenceState):
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._written = Written(params, tokenizer)
+        self._fresh: deque[StreamedToken] = deque()  # one thread takes while another publishes
         # All outputs of a prompt would have the same.
         scored = params.prompt_logprobs is not None and index == 0
         self.prompt_scores: list[TokenLogprobs] | None = [] if scored else None
@@ -150,7 +151,7 @@ class Request(SequenceState):
         other._eos = frozenset()
         other._max_tokens, other._too_long = max_model_len - len(self.token_ids), False
         other.trace_all = False
-        other._written = Written(other.params, None)
+        other._written, other._fresh = Written(other.params, None), deque()
         return other
 
     # The prompt
@@ -212,7 +213,7 @@ class Request(SequenceState):
         return None if top is None else TokenLogprobs.of(p.log_probs(node), token, top)
 
     def _publish(self, tokens: Sequence[StreamedToken]) -> None:
-        self._written.publish(tokens)
+        self._fresh.extend(tokens)
         if self.on_news is not None:
             self.on_news()
 
@@ -240,14 +241,12 @@ class Request(SequenceState):
         tokens = (*self.output_ids, *found.tokens)
         return BeamOutput(tokens, self._written.decoded(tokens), found.score, found.log_prob)
 
-    @property
-    def has_fresh(self) -> bool:
-        """Whether `take` has tokens to give."""
-        return self._written.has_fresh
-
     def take(self) -> tuple[StreamedToken, ...]:
         """Tokens committed since the last call, whichever thread ran the steps."""
-        return self._written.take()
+        fresh = []
+        while self._fresh:
+            fresh.append(self._fresh.popleft())
+        return tuple(fresh)
 
     def close(self) -> None:
         """Mark that the request does not change any more."""
@@ -400,7 +399,6 @@ class Written:
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )
-        self._fresh: deque[StreamedToken] = deque()  # one thread takes while another publishes
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -463,21 +461,3 @@ class Written:
         """Give the trace the texts of its tokens."""
         if self._tokenizer is not None:
             self.trace.pieces = {token: self.piece(token) or "" for token in self.trace.tokens()}
-
-    # What was not taken yet
-
-    @property
-    def has_fresh(self) -> bool:
-        """Whether `take` has tokens to give."""
-        return bool(self._fresh)
-
-    def publish(self, tokens: Sequence[StreamedToken]) -> None:
-        """Let `take` give these tokens."""
-        self._fresh.extend(tokens)
-
-    def take(self) -> tuple[StreamedToken, ...]:
-        """Tokens published since the last call, whichever thread ran the steps."""
-        fresh = []
-        while self._fresh:
-            fresh.append(self._fresh.popleft())
-        return tuple(fresh)

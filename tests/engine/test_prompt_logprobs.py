@@ -112,7 +112,7 @@ def test_a_preempted_prompt_keeps_what_is_known() -> None:
         known = []
         for _ in range(steps):
             if not request.finished:
-                llm.engine._turns.take(llm.engine._runs.step)
+                llm.engine.worker.call(llm.engine.worker.advance)
         known = list(request.prompt_scores or ())
         if not request.finished:
             llm.engine._scheduler._preempt(request)

@@ -139,7 +139,7 @@ def test_a_model_is_lent_in_its_own_turn() -> None:
         began.set()
         ends.wait(60)
 
-    serving = Thread(target=lambda: draft.engine._turns.take(pass_of_another))
+    serving = Thread(target=lambda: draft.engine.worker.call(pass_of_another))
     serving.start()
     began.wait(60)
     lending = Thread(target=lambda: lent.append(draft.as_draft_model()))
@@ -151,7 +151,7 @@ def test_a_model_is_lent_in_its_own_turn() -> None:
         thread.join(60)
     assert waited
     assert len(lent) == 1
-    draft.engine._turns.take(lambda: lent.append(draft.as_draft_model()))  # its own draft model
+    draft.engine.worker.call(lambda: lent.append(draft.as_draft_model()))  # its own draft model
     assert len(lent) == 2
 
 
@@ -159,10 +159,7 @@ def test_a_model_is_lent_in_its_own_turn() -> None:
 def test_two_may_lend_to_each_other_at_once(
     monkeypatch: pytest.MonkeyPatch, *, ahead: bool
 ) -> None:
-    """Both threads ask for the other's model before either gets one; neither has its turn then.
-
-    `AsyncLLM` builds the strategy ahead of the request (`LLMEngine.strategies_of`).
-    """
+    """Both threads ask for the other's model before either gets one; neither has its turn then."""
     llms, both, found = (small(), small()), Barrier(2), dict[int, list[int]]()
     (expected, _) = tokens(llms[0])
     lend = LLM.as_draft_model
@@ -178,7 +175,7 @@ def test_two_may_lend_to_each_other_at_once(
         }
         if ahead:
             engine = llms[index].engine
-            engine.strategies_of(engine.read_specs([JobSpec([1], None, config)]))
+            engine.jobs([JobSpec([1], None, config)])
         (out,) = llms[index].generate(PROMPTS[:1], GREEDY, speculative_config=config)
         found[index] = list(out.token_ids)
 

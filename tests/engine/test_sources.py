@@ -26,7 +26,7 @@ from tests.tiny_seq2seq import (
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.references import Source
 from tokenleap.engine.jobs import JobSpec
-from tokenleap.engine.sources import languages
+from tokenleap.engine.prompts import languages
 from tokenleap.errors import CompatibilityError, PromptError, RequestError, TokenleapError
 from tokenleap.models.audio import AudioReader
 from tokenleap.runtime.attention import KEY_BLOCK

@@ -127,7 +127,7 @@ def test_several_streams_and_requests_at_once() -> None:
 def test_an_aborted_request_brings_no_more_chunks() -> None:
     llm = llm_of()
     kept, given_up = (llm.engine.add_request(p, SEVERAL) for p in PROMPTS[:2])
-    llm.engine._turns.take(llm.engine._runs.step)  # its news is not taken yet
+    llm.engine.worker.call(llm.engine.worker.advance)  # its news is not taken yet
     llm.engine.abort(given_up)
     seen = set()
     while llm.engine.has_unfinished_requests():

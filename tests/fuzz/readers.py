@@ -38,7 +38,7 @@ from tokenleap.drafters.options import TunedLayers, drafters_in
 from tokenleap.drafters.shapes import TreeFile
 from tokenleap.drafters.text.datastore import index_texts, load_datastore
 from tokenleap.drafters.text.ngrams import count_ngrams, load_corpus
-from tokenleap.engine.lines import line_of
+from tokenleap.lines import line_of
 from tokenleap.models.convert import convert_gguf
 from tokenleap.models.gguf import GgufFile
 from tokenleap.models.load import load_model, load_tokenizer

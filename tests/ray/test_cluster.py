@@ -310,7 +310,7 @@ from pathlib import Path
 import ray
 import tokenleap.ray
 from tokenleap.core.params import SamplingParams
-from tokenleap.engine.lines import Shape
+from tokenleap.lines import Shape
 from tokenleap.ray import offline
 from tokenleap.ray.cluster import cluster, share
 from tokenleap.ray.cluster import Replicas
@@ -367,7 +367,7 @@ def test_a_block_whose_process_is_lost_is_made_again(tiny: Path, llm: LLM, tmp_p
 DEADLY = """
 import os, signal, sys
 from tokenleap.core.params import SamplingParams
-from tokenleap.engine.lines import Shape, line_of
+from tokenleap.lines import Shape, line_of
 from tokenleap.errors import TokenleapError
 from tokenleap.ray import offline
 from tokenleap.ray.cluster import cluster

@@ -7,8 +7,8 @@ import pytest
 from tests.serve.support import tiny_llm
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.engine.lines import Line, Shape, jobs_of, records
 from tokenleap.errors import CompatibilityError, PromptError
+from tokenleap.lines import Line, Shape, jobs_of, records
 from tokenleap.ray import offline
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.serve.support import CONTEXT, MODEL, Served
 from tokenleap import SpeculativeConfig
-from tokenleap.engine.prompts import TextLimit
 from tokenleap.serve.fields import MAX_NESTED, check_speculation
+from tokenleap.serve.text_limit import TextLimit
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -268,7 +268,7 @@ def test_a_request_names_no_files(
     def opened(*_: Any, **__: Any) -> Any:
         raise AssertionError("the configuration reached the engine")
 
-    monkeypatch.setattr(server.llm.engine, "read_specs", opened)
+    monkeypatch.setattr(server.llm.engine, "jobs", opened)
     error = server.refused(COMPLETIONS, prompt="a", speculative_config=config)
     assert error["param"] == "speculative_config"
 

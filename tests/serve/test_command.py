@@ -69,11 +69,11 @@ def test_ctrl_c_and_the_grace_period(tiny_folder: Path) -> None:
 
 STUCK = """
 import time
-from tokenleap.engine.runs import Runs
+from tokenleap.engine.llm_engine import LLMEngine
 from tokenleap.serve import run
 run.LAST_STEP = 0.1
-advance, steps = Runs.advance, iter(range(3))
-Runs.advance = lambda self: advance(self) if next(steps, None) is not None else time.sleep(10**6)
+advance, steps = LLMEngine.advance, iter(range(3))
+LLMEngine.advance = lambda self: time.sleep(10**6) if next(steps, None) is None else advance(self)
 """
 """The engine's fourth step has no end."""
 

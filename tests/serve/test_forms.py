@@ -12,8 +12,8 @@ from tests.core.test_trials import DEEP, HOSTILE, rules
 from tests.serve.support import CONTEXT, Served
 from tokenleap.core import structured
 from tokenleap.core.grammar import Grammar
-from tokenleap.engine import prompts
 from tokenleap.errors import RequestError
+from tokenleap.serve import text_limit
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -128,7 +128,7 @@ def test_a_form_may_be_as_deep_as_a_stack_allows(server: Served) -> None:
 def test_long_texts_are_refused_before_they_are_split(
     server: Served, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count, split = prompts._count, list[int]()
+    count, split = text_limit._count, list[int]()
 
     def counting(tokenizer: Any, text: str) -> int:
         split.append(len(text))
@@ -137,7 +137,7 @@ def test_long_texts_are_refused_before_they_are_split(
     def whole(*_: Any, **__: Any) -> Any:
         raise AssertionError("the text was split into tokens")
 
-    monkeypatch.setattr(prompts, "_count", counting)
+    monkeypatch.setattr(text_limit, "_count", counting)
     monkeypatch.setattr(type(server.llm.tokenizer), "__call__", whole)
     monkeypatch.setattr(type(server.llm.tokenizer), "encode", whole)
     assert "shorten it" in server.refused(path, **fields)["message"]

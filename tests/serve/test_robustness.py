@@ -545,7 +545,7 @@ def test_clients_are_told_when_the_time_is_over(
     with served(llm, shutdown_timeout=0.0) as running:
         gate = Gate(llm, monkeypatch)
         with raw(running, request_of({**ENDLESS, "stream": stream})) as connection:
-            until(lambda: bool(running.state.llm.worker._jobs))
+            until(lambda: bool(llm.engine.load.waiting))
             running.server.handle_exit(signal.SIGTERM, None)
             content = whole(connection)
         gate.open = True
@@ -752,7 +752,7 @@ def test_a_panic_ends_all_requests_and_the_server(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(server.llm.engine, "advance", panics)
         refused = server.post("/v1/completions", prompt="hello", max_tokens=8)
         assert refused.status_code >= 500, refused.text
-        assert not server.state.llm.worker.alive
+        assert not server.state.llm.alive
         server.stopped.wait(60)
         assert server.stopped.is_set()
         monkeypatch.undo()

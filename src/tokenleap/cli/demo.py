@@ -15,7 +15,7 @@ import typer
 from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, table_of, working
 from tokenleap.cli.options import ModelOptions, SpeculationOptions, find_draft, flat, resolve
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.engine.lines import shaped
+from tokenleap.lines import shaped
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig

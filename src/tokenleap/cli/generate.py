@@ -48,7 +48,7 @@ from tokenleap.cli.prompts import (
 from tokenleap.cli.root import UsageError, check_writable, examples, flag, write_whole
 from tokenleap.core.params import SamplingParams
 from tokenleap.core.peers import num_processes, own_rank
-from tokenleap.engine.lines import Line, Shape, jobs_of, records, settings_of
+from tokenleap.lines import Line, Shape, jobs_of, records, settings_of
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig

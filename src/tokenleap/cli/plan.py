@@ -28,7 +28,7 @@ from tokenleap.cli.options import (
     refuse_given,
 )
 from tokenleap.cli.root import UsageError, examples
-from tokenleap.engine.lines import shaped
+from tokenleap.lines import shaped
 
 if TYPE_CHECKING:
     from tokenleap.analysis.compare import Assumptions, StepSample, Trial

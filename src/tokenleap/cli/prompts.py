@@ -19,8 +19,8 @@ from tokenleap.cli.options import in_panel
 from tokenleap.cli.root import UsageError, check_writable, write_whole
 from tokenleap.core.files import JsonLines, parsed_json
 from tokenleap.core.peers import ALONE, Peers
-from tokenleap.engine.lines import Line, error_of, line_of
 from tokenleap.errors import ConfigError, PromptError, TokenleapError
+from tokenleap.lines import Line, error_of, line_of
 
 if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams
@@ -382,7 +382,7 @@ def _digest(settings: dict[str, Any], line: Line) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# `tokenleap generate --prompts-file`: a JSON object per line (see `tokenleap.engine.lines`).
+# `tokenleap generate --prompts-file`: a JSON object per line (see `tokenleap.lines`).
 
 
 def read_prompts_file(file: Path, params: SamplingParams) -> list[Line]:

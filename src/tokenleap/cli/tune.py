@@ -32,7 +32,7 @@ from tokenleap.cli.options import (
 from tokenleap.cli.plan import read_texts
 from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
 from tokenleap.drafters.shapes import MAX_DEPTH, MAX_NODES, MAX_RANKS, TreeFile
-from tokenleap.engine.lines import shaped
+from tokenleap.lines import shaped
 
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig

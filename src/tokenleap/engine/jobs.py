@@ -1,21 +1,24 @@
-"""`Job`: one prompt in the engine, its requests, and which outputs were reported to the end."""
+"""`Job`: a prompt in the engine, from what a user asks for (`JobSpec`) to its chunks of output.
+
+`JobMaker` makes jobs of specs. An `Outbox` knows which jobs of a caller have unread output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from itertools import chain, count
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.distribution import PromptLogprobs
 from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.noise import fresh_seed
 from tokenleap.core.params import Sampling, SamplingParams
-from tokenleap.core.references import NO_REFERENCES, References, Source
+from tokenleap.core.references import References, Source
 from tokenleap.core.rules import DecodingRules
 from tokenleap.core.sampler import BadWords, check_token_ids
 from tokenleap.core.sequence import SHARED, Scope
@@ -24,6 +27,8 @@ from tokenleap.engine.prompts import (
     GivenReferences,
     Prompt,
     ReferenceReader,
+    SourcePrompt,
+    SourceReader,
     as_list,
     cache_salt,
     check_prompt,
@@ -36,16 +41,27 @@ from tokenleap.engine.prompts import (
     token_ids,
     tokens_of,
 )
-from tokenleap.engine.sources import SourcePrompt, SourceReader
 from tokenleap.engine.strategies import Speculative, StrategyFactory
-from tokenleap.engine.turns import Turns
+from tokenleap.engine.worker import Command, Uninterrupted, Worker
 from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 
-__all__ = ["Job", "JobMaker", "JobSpec", "ReadSpec", "RequestMaker", "specs_of"]
+__all__ = [
+    "MAX_KNOWN_IDS",
+    "AddedJobs",
+    "Job",
+    "JobMaker",
+    "JobSpec",
+    "Outbox",
+    "RequestMaker",
+    "specs_of",
+]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -54,6 +70,7 @@ class Job:
 
     Args:
         request_id: the id of a prompt that came through `LLMEngine.add_request`, else None.
+        queued: the command that queues the requests; None before it is sent.
     """
 
     prompt: Prompt
@@ -61,6 +78,7 @@ class Job:
     strategy: Strategy | None
     request_id: str | None = None
     prompt_index: int = 0
+    queued: Command[None] | None = None
     _told_prompt: bool = False
     _reported: set[int] = field(default_factory=set)  # indices of outputs taken to the end
 
@@ -68,6 +86,15 @@ class Job:
     def finished(self) -> bool:
         """Whether all outputs have ended and will not change any more."""
         return all(request.closed for request in self.requests)
+
+    @property
+    def failed(self) -> Request | None:
+        """The first output that ended with an error."""
+        return next((r for r in self.requests if r.failure is not None), None)
+
+    def withdraw(self) -> bool:
+        """Take the job back if it is not queued yet; returns whether that was so."""
+        return self.queued is not None and self.queued.withdraw()
 
     @property
     def all_taken(self) -> bool:
@@ -135,6 +162,115 @@ class Job:
         return [r for r in self.requests if r.index not in self._reported]
 
 
+class Outbox:
+    """Some jobs: which have unread output, and how many requests are still open.
+
+    Any thread may run the steps; one thread takes. Jobs that wait cost nothing.
+    """
+
+    def __init__(self, jobs: Sequence[Job] = ()) -> None:
+        self.open = 0
+        self._marked: deque[tuple[int, Job]] = deque()  # appending and taking are atomic
+        self._numbers = count()
+        self.watch(jobs)
+
+    def watch(self, jobs: Sequence[Job]) -> None:
+        """Report these jobs from now on; call it before they are queued."""
+        for job in jobs:
+            number = next(self._numbers)
+            for request in job.requests:
+                self.open += 1
+                request.on_news = partial(self._mark, number, job, request)
+
+    def __bool__(self) -> bool:
+        """Whether there is unread output."""
+        return bool(self._marked)
+
+    def take(self) -> list[Job]:
+        """The jobs that have changed since the last call, in the order in which they came."""
+        found: dict[int, Job] = {}
+        while self._marked:
+            number, job = self._marked.popleft()
+            found[number] = job
+        return [found[number] for number in sorted(found)]
+
+    def _mark(self, number: int, job: Job, request: Request) -> None:
+        self.open -= request.closed
+        self._marked.append((number, job))
+
+
+MAX_KNOWN_IDS = 100_000
+"""Most request ids that are remembered, including those of requests that have ended."""
+
+
+class AddedJobs:
+    """Jobs that a user has added one by one, and whose chunks `LLMEngine.step` returns.
+
+    Any thread may ask. None of them runs a step here.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self._reporting = Lock()
+        self._outbox = Outbox()
+        self._collected: list[StreamChunk] = []  # returned by the next `take`
+        self._known_ids: dict[str, None] = {}  # the latest ids, in order of arrival
+        self._next_id = count()
+
+    def __bool__(self) -> bool:
+        """Whether any of them has output left to report."""
+        return bool(self.jobs or self._collected)
+
+    def add(self, job: Job, request_id: str | None) -> str:
+        """Give a job its id and report it from now on; to be called in a turn of the engine."""
+        if request_id is not None and request_id in self._known_ids:
+            raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
+        job.request_id = name = self._free_id() if request_id is None else request_id
+        self._remember(name)
+        self.jobs[name] = job
+        self._outbox.watch([job])
+        return name
+
+    def take(self) -> list[StreamChunk]:
+        """A chunk for each output that has new tokens or has ended since the last call."""
+        failed: Exception | None = None
+        with Uninterrupted(), self._reporting:  # a SIGINT must not lose chunks
+            for job in self._outbox.take():
+                request_id = job.request_id or ""
+                if self.jobs.get(request_id) is job:  # else it was aborted
+                    try:
+                        self._collected += job.take()
+                    except Exception as error:
+                        failed = failed or error
+                        del self.jobs[request_id]
+                        continue
+                    if job.all_taken:
+                        del self.jobs[request_id]
+        if failed is not None:
+            raise failed
+        with self._reporting:
+            chunks, self._collected = self._collected, []
+        return chunks
+
+    def forget(self, request_id: str) -> Job | None:
+        """Report no more of a job, which the caller ends; None if it has ended."""
+        if request_id not in self._known_ids:
+            raise ConfigError(f"request_id: no request has the id {request_id!r}.")
+        with self._reporting:
+            return self.jobs.pop(request_id, None)
+
+    def _remember(self, request_id: str) -> None:
+        """Record an id as taken. If there are too many, forget the oldest that is not in use."""
+        self._known_ids[request_id] = None
+        if len(self._known_ids) > MAX_KNOWN_IDS:
+            oldest = next((known for known in self._known_ids if known not in self.jobs), None)
+            if oldest is not None:
+                del self._known_ids[oldest]
+
+    def _free_id(self) -> str:
+        return next(name for name in map(str, self._next_id) if name not in self._known_ids)
+
+
 # `JobSpec`: what a user asks for one prompt. A new option of requests is a field of it.
 
 
@@ -177,19 +313,17 @@ def specs_of(
     return [JobSpec(*each, trace=trace) for each in zip(*columns, strict=True)]
 
 
-@dataclass(frozen=True)
-class ReadSpec:
+class _Read(NamedTuple):
     """A `JobSpec` whose parameters are checked and whose texts are tokens."""
 
     given: JobSpec
     params: SamplingParams
-    config: SpeculativeConfig | None = None
-    references: References = NO_REFERENCES
-    prediction: References = NO_REFERENCES
+    config: SpeculativeConfig | None
+    references: References
+    prediction: References
 
     @property
     def searches_beams(self) -> bool:
-        """Whether the outputs come from a beam search."""
         return self.params.beam_width > 1
 
     @property
@@ -198,14 +332,8 @@ class ReadSpec:
         return self.config is not None or self.searches_beams or bool(self.prediction)
 
 
-# Makes the engine's jobs: the requests of a prompt, and how they speculate.
-
-
 class JobMaker:
-    """Makes jobs for one engine, in three stages.
-
-    `read` and `make` may take long (tokens, grammars) and need no turn of the engine. `strategies`
-    takes one turn for all prompts, or none if all speculate by default.
+    """Makes jobs for one engine.
 
     Args:
         chose_drafter: whether the default was chosen by the user, so that it is for beams, too.
@@ -217,7 +345,7 @@ class JobMaker:
         references: ReferenceReader,
         strategies: StrategyFactory,
         speculation: Speculation,
-        turns: Turns,
+        worker: Worker,
         *,
         chose_drafter: bool,
     ) -> None:
@@ -225,32 +353,39 @@ class JobMaker:
         self._references = references
         self._strategies = strategies
         self._speculation = speculation
-        self._turns = turns
+        self._worker = worker
         self._chose_drafter = chose_drafter
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
-        """The jobs of some prompts, by all three stages; errors are those of `LLM.generate`."""
-        read = self.read(specs)
-        return self.make(read, self.strategies(read))
+        """The jobs of some prompts; errors are those of `LLM.generate`.
 
-    def read(self, specs: Sequence[JobSpec]) -> list[ReadSpec]:
+        Tokens and grammars, which may take long, are made while the engine goes on. However many
+        prompts there are, they wait once at most for the end of a step.
+        """
+        read = self._read(specs)
+        # First: what rows keep of a source, and so whether a request fits, depends on drafters.
+        pairs = zip(read, self._strategies_of(read), strict=True)
+        return [self._job(each, strategy, index) for index, (each, strategy) in enumerate(pairs)]
+
+    def requests(self, spec: JobSpec) -> list[Request]:
+        """The requests of a prompt alone."""
+        (read,) = self._read([spec])
+        return self._maker.make(read)
+
+    def _read(self, specs: Sequence[JobSpec]) -> list[_Read]:
         """Check parameters and read texts; a text that several prompts share is read once."""
+        references = self._references.read_all([spec.references for spec in specs])
+        predictions = self._references.predictions([spec.prediction for spec in specs])
         found = [
-            ReadSpec(
+            _Read(
                 spec,
                 SamplingParams.parse(spec.params, self._maker.sampling_defaults),
                 None
                 if spec.speculative_config is None
                 else SpeculativeConfig.parse(spec.speculative_config),
-                references,
-                prediction,
+                *texts,
             )
-            for spec, references, prediction in zip(
-                specs,
-                self._references.read_all([spec.references for spec in specs]),
-                self._references.predictions([spec.prediction for spec in specs]),
-                strict=True,
-            )
+            for spec, *texts in zip(specs, references, predictions, strict=True)
         ]
         if any(read.searches_beams and read.prediction for read in found):
             raise CompatibilityError(
@@ -258,12 +393,10 @@ class JobMaker:
             )
         return found
 
-    def strategies(self, specs: Sequence[ReadSpec]) -> list[Strategy | None]:
+    def _strategies_of(self, specs: Sequence[_Read]) -> list[Strategy | None]:
         """How the requests of each prompt speculate; None is the default.
 
-        Building may load a model or time passes, so no thread may run a step meanwhile. What rows
-        keep of a source, and so whether a request fits, depends on the drafters: call it before
-        `make`.
+        Building may load a model or time passes, so no thread may run a step meanwhile.
         """
         if not any(spec.needs_strategy for spec in specs):
             return [None] * len(specs)
@@ -271,31 +404,31 @@ class JobMaker:
         for spec in specs:
             if spec.config is not None and spec.config not in configs:
                 configs.append(spec.config)
-        # Before the turn: it waits for those of other engines.
+        # Outside the command: it waits for other engines.
         lent = [self._strategies.lent_to(config) for config in configs]
-        built: list[Strategy | None] = []
 
-        def build() -> None:
-            named = [
-                self._strategies.strategy(config, models)
-                for config, models in zip(configs, lent, strict=True)
-            ]
-            for spec in specs:
-                strategy = None if spec.config is None else named[configs.index(spec.config)]
-                if spec.prediction:
-                    own = strategy or self._speculation.default
-                    strategy = self._strategies.for_prediction(spec.config, own)
-                built.append(self._beam_strategy(strategy) if spec.searches_beams else strategy)
+        def build() -> list[Strategy | None]:
+            pairs = zip(configs, lent, strict=True)
+            named = [self._strategies.strategy(config, models) for config, models in pairs]
+            own = (
+                None if spec.config is None else named[configs.index(spec.config)] for spec in specs
+            )
+            return [self._strategy(*each) for each in zip(specs, own, strict=True)]
 
-        self._turns.take(build)
-        return built
+        return self._worker.call(build)
 
-    def make(self, specs: Sequence[ReadSpec], strategies: Sequence[Strategy | None]) -> list[Job]:
-        """The jobs of prompts whose strategies are built."""
-        pairs = enumerate(zip(specs, strategies, strict=True))
-        return [self._job(spec, strategy, index) for index, (spec, strategy) in pairs]
+    def _strategy(self, spec: _Read, strategy: Strategy | None) -> Strategy | None:
+        """A strategy that also follows the prediction, or searches beams."""
+        if spec.prediction:
+            own = strategy or self._speculation.default
+            strategy = self._strategies.for_prediction(spec.config, own)
+        if not spec.searches_beams:
+            return strategy
+        if strategy is None and self._chose_drafter:
+            strategy = self._speculation.default
+        return self._strategies.for_beams(strategy)
 
-    def _job(self, spec: ReadSpec, strategy: Strategy | None, index: int) -> Job:
+    def _job(self, spec: _Read, strategy: Strategy | None, index: int) -> Job:
         requests = self._maker.make(spec)
         if spec.given.trace:
             for request in requests:
@@ -307,46 +440,35 @@ class JobMaker:
             check_quotes(method, (strategy or self._speculation.default).drafter)
         return Job(spec.given.prompt, requests, strategy, prompt_index=index)
 
-    def _beam_strategy(self, given: Strategy | None) -> Strategy:
-        """How a beam search speculates: with the drafter that the user chose, if there is one."""
-        if given is None and self._chose_drafter:
-            given = self._speculation.default
-        return self._strategies.for_beams(given)
-
 
 # Makes the engine's requests from a prompt and its sampling parameters.
 
 
 class RequestMaker:
-    """Makes requests for one model.
+    """Makes the requests of one model.
 
     Args:
-        reader: reads the prompts of an encoder-decoder; None for a decoder-only model.
+        between_steps: runs what it gets between two steps, or at once in one of its own commands.
     """
 
     def __init__(
         self,
         target: Target,
-        tokenizer: PreTrainedTokenizerBase | None,
-        eos_token_ids: Sequence[int],
+        loaded: LoadedModel,
         grammars: Grammars,
-        rules: DecodingRules,
-        *,
-        sampling_defaults: Mapping[str, Any],
-        beam_defaults: Mapping[str, Any],
-        reader: SourceReader | None = None,
+        between_steps: Callable[[Callable[[], int]], int],
     ) -> None:
-        self.tokenizer = tokenizer
-        self.sampling_defaults = sampling_defaults
+        self.tokenizer = loaded.tokenizer
+        self.sampling_defaults = loaded.sampling_defaults
         self._target = target
-        self._beam_defaults = beam_defaults
-        self._eos_token_ids = eos_token_ids
+        self._beam_defaults = loaded.beam_defaults
+        self._eos_token_ids = eos = loaded.eos_token_ids
         self._grammars = grammars
-        self._reader = reader
-        self._rules = rules
+        self._reader = SourceReader.of(target, loaded, between_steps)
+        self._rules = DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size)
         self._new_seed = partial(target.peers.from_first, fresh_seed)
 
-    def make(self, spec: ReadSpec) -> list[Request]:
+    def make(self, spec: _Read) -> list[Request]:
         """Make one request per output."""
         params, trace = spec.params, spec.given.trace
         bad_words = self._bad_words(params)

@@ -7,49 +7,53 @@
             print(chunk.request_id, chunk.text, chunk.finished)
 
 Requests may come and go while others run. The engine owns the model, the strategies and the
-scheduler; `LLM` is a thin layer over it. Any number of threads may use one engine. They take turns,
-and a step advances the requests of all threads.
+scheduler; `LLM` is a thin layer over it. Any number of threads may use one engine: a step advances
+the requests of all threads (`worker.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from tokenleap.config import SpeculativeConfig
+from tokenleap.core import clock
 from tokenleap.core.grammar import Grammars
 from tokenleap.core.params import Sampling
 from tokenleap.core.references import Source
-from tokenleap.core.rules import DecodingRules
 from tokenleap.drafters.heads.shipped import shipped_config
 from tokenleap.drafters.online import OnlineReport
-from tokenleap.engine.jobs import Job, JobMaker, JobSpec, ReadSpec, RequestMaker
+from tokenleap.engine.jobs import AddedJobs, Job, JobMaker, JobSpec, Outbox, RequestMaker
 from tokenleap.engine.prefix_cache import PrefixCache
-from tokenleap.engine.prompts import GivenPrediction, GivenReferences, Prompt, ReferenceReader
-from tokenleap.engine.runs import AddedJobs, AfterStep, Runs, StepReport
+from tokenleap.engine.prompts import (
+    GivenPrediction,
+    GivenReferences,
+    Prompt,
+    ReferenceReader,
+)
 from tokenleap.engine.scheduler import KVBudget, Scheduler
-from tokenleap.engine.sources import SourceReader
 from tokenleap.engine.strategies import Speculative, StrategyFactory
-from tokenleap.engine.turns import Turns, Uninterrupted
-from tokenleap.errors import ConfigError
-from tokenleap.models.audio import AudioReader, WhisperStart, decoder_start
+from tokenleap.engine.worker import StepReport, Uninterrupted, Worker
+from tokenleap.errors import ConfigError, RequestError
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
 from tokenleap.runtime.packed import PackedModel
 from tokenleap.runtime.target import Target
-from tokenleap.speculation import Speculation, Strategy
+from tokenleap.speculation import Speculation
 
 __all__ = [
     "VARIABLE",
+    "AfterStep",
     "EngineLoad",
     "EngineOptions",
     "LLMEngine",
     "default_config",
-    "request_maker",
     "show_log_lines",
 ]
 
@@ -75,6 +79,10 @@ def show_log_lines() -> None:
 
 
 _log = logging.getLogger(__name__)
+
+
+AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
+"""What is called between two steps, with the jobs that have changed."""
 
 
 class EngineLoad(NamedTuple):
@@ -131,8 +139,8 @@ class LLMEngine:
         if config is None:
             config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
-        self._turns = Turns()
-        self._maker = request_maker(self.target, loaded, grammars, self._turns)
+        self.worker = Worker(lambda: self.advance(), lambda: self._scheduler.busy)
+        self._maker = RequestMaker(self.target, loaded, grammars, self.worker.call_inside)
         self.references = ReferenceReader(self.target, self.tokenizer)
         if config.drafter_spec.takes_model:  # heads may read the module's embedding
             loaded.forget_module()
@@ -167,13 +175,12 @@ class LLMEngine:
             default.controller.name,
         )
         self.controller = default.controller.name
-        self._runs = Runs(self._turns, self._scheduler, self._speculation)
         self._job_maker = JobMaker(
             self._maker,
             self.references,
             self.strategies,
             self._speculation,
-            self._turns,
+            self.worker,
             chose_drafter=chose_drafter,
         )
         self._added = AddedJobs()
@@ -232,15 +239,14 @@ class LLMEngine:
             CompatibilityError: the drafter does not fit the model or the rule, or quotes no
                 references.
         """
-        spec = JobSpec(prompt, params, speculative_config, references, prediction, trace)
-        job, names = self.job(spec), list[str]()
+        job = self.job(JobSpec(prompt, params, speculative_config, references, prediction, trace))
 
-        def add() -> None:
-            names.append(self._added.add(job, request_id))
-            self._runs.queue([job])
+        def add() -> str:
+            name = self._added.add(job, request_id)
+            self._queue([job])
+            return name
 
-        self._turns.take(add)
-        return names[0]
+        return self.worker.call(add)
 
     def step(self) -> list[StreamChunk]:
         """Advance all requests by one step.
@@ -251,7 +257,7 @@ class LLMEngine:
         Returns:
             A chunk for each output that has new tokens or has ended since the last call.
         """
-        self._turns.take(self._runs.step)
+        self.worker.call(self.worker.advance)
         return self._added.take()
 
     def has_unfinished_requests(self) -> bool:
@@ -278,7 +284,7 @@ class LLMEngine:
             for strategy in (self._speculation.default, *self.strategies.kept()):
                 strategy.forget()
 
-        self._turns.take(forget)
+        self.worker.call(forget)
 
     @property
     def online_report(self) -> OnlineReport | None:
@@ -288,6 +294,7 @@ class LLMEngine:
     # Jobs, for `LLM` and `AsyncLLM`
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
+        """See `JobMaker.jobs`."""
         return self._job_maker.jobs(specs)
 
     def job(self, spec: JobSpec) -> Job:
@@ -295,34 +302,98 @@ class LLMEngine:
         (job,) = self.jobs([spec])
         return job
 
-    def read_specs(self, specs: Sequence[JobSpec]) -> list[ReadSpec]:
-        """See `JobMaker.read`: the first stage of making jobs."""
-        return self._job_maker.read(specs)
+    def make_requests(self, spec: JobSpec) -> list[Request]:
+        """Check a prompt and make one request per output, without queueing them."""
+        return self._job_maker.requests(spec)
 
-    def strategies_of(self, specs: Sequence[ReadSpec]) -> list[Strategy | None]:
-        """See `JobMaker.strategies`: the second stage, which takes at most one turn."""
-        return self._job_maker.strategies(specs)
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Let the jobs' requests be queued before the next step; returns at once."""
+        with Uninterrupted():  # what was sent can be withdrawn
+            queued = self.worker.post(partial(self._queue, jobs))
+            for job in jobs:
+                job.queued = queued
 
-    def made_jobs(
-        self, specs: Sequence[ReadSpec], strategies: Sequence[Strategy | None]
-    ) -> list[Job]:
-        """See `JobMaker.make`: the third stage."""
-        return self._job_maker.make(specs, strategies)
+    def end(self, jobs: Sequence[Job], *, wait: bool = True) -> None:
+        """Abort those of these jobs that have not ended; without `wait`, after the next step."""
+        left = [job for job in jobs if not job.finished and not job.withdraw()]
+        if left and wait and not self.worker.inside:
+            with Uninterrupted():
+                self.worker.call(partial(self._abort, left))
+        elif left:
+            self.stop(left)
+
+    def stop(self, jobs: Sequence[Job]) -> None:
+        """End the outputs of jobs after the next step; their last chunks still come."""
+        self.worker.post(partial(self._abort, jobs))
+
+    def _abort(self, jobs: Sequence[Job]) -> None:
+        self._scheduler.abort(request for job in jobs for request in job.requests)
+
+    def news(
+        self, jobs: Sequence[Job], *, every_step: bool = True
+    ) -> Generator[list[Job], None, None]:
+        """Run jobs to their ends; yield those that have changed, after each step or at the end.
+
+        Closing the generator aborts those that run.
+        """
+        outbox = Outbox(jobs)
+        try:
+            self.start(jobs)
+            while outbox.open or outbox:
+                self.worker.drive(lambda: not outbox.open or (every_step and bool(outbox)))
+                if outbox:
+                    yield outbox.take()
+        finally:
+            self.end(jobs)
+
+    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
+        """Run jobs to their ends; returns their results, or raises why one of them failed."""
+        with closing(self.news(jobs, every_step=after_step is not None)) as news:
+            for changed in news:
+                if after_step is not None:
+                    after_step(changed)
+        return _results(jobs)
+
+    def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
+        """Run jobs to their ends; yield their chunks."""
+        for changed in self.news(jobs):
+            for job in changed:
+                yield from job.take()
+        _results(jobs)
+
+    def advance(self) -> StepReport | None:
+        """Advance all requests by one step; called by the worker."""
+        if not self._scheduler.busy:
+            return None
+        began = clock.now()
+        outcomes = self._scheduler.step()
+        seconds = clock.now() - began
+        self._speculation.learn(seconds)
+        return StepReport(outcomes, seconds)
+
+    def give_up(self, error: Exception) -> None:
+        """End all requests because of an error that is not of one of them."""
+        self._scheduler.give_up(error)
+
+    def _queue(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            for request in job.requests:
+                try:
+                    self._scheduler.add(request, job.strategy)
+                except Exception as error:
+                    _log.exception("a request could not be queued")
+                    request.fail(error)
+                    request.close()
+
+    # The model
 
     def lend(self) -> Target:
         """The model over rows of its own, for another engine.
 
-        It is made when it is this thread's turn: a pass of another thread may have hooks on the
-        module that is copied.
+        It is made between two steps: a pass of another thread may have hooks on the module that is
+        copied.
         """
-        lent = list[Target]()
-        self._turns.take_or_go_on(lambda: lent.append(self.target.with_own_rows()))
-        return lent[0]
-
-    def make_requests(self, spec: JobSpec) -> list[Request]:
-        """Check a prompt and make one request per output, without queueing them."""
-        (read,) = self.read_specs([spec])
-        return self._maker.make(read)
+        return self.worker.call_inside(self.target.with_own_rows)
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
         return self._maker.read(prompt)
@@ -336,28 +407,14 @@ class LLMEngine:
         Where draft lengths change the bits, no controller does so by default, and nothing is timed.
         """
         if self.target.bit_exact:
-            self._turns.take(self.strategies.measure_costs)
-
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Queue the jobs' requests."""
-        self._runs.start(jobs)
-
-    def end(self, jobs: Sequence[Job]) -> None:
-        """Abort those of these jobs that have not ended."""
-        self._runs.end(jobs)
-
-    def advance(self) -> StepReport | None:
-        """Advance all requests by one step, without taking chunks; see `Runs.advance`."""
-        return self._runs.advance()
-
-    def run(self, jobs: Sequence[Job], after_step: AfterStep | None = None) -> list[RequestOutput]:
-        return self._runs.run(jobs, after_step)
-
-    def stream(self, jobs: Sequence[Job]) -> Generator[StreamChunk, None, None]:
-        return self._runs.stream(jobs)
+            self.worker.call(self.strategies.measure_costs)
 
 
-# What `LLMEngine` is made of, where that depends on the model.
+def _results(jobs: Sequence[Job]) -> list[RequestOutput]:
+    results = [job.result() for job in jobs]
+    for failed in filter(None, (job.failed for job in jobs)):
+        raise RequestError(str(failed.error), results) from failed.failure
+    return results
 
 
 @dataclass(frozen=True)
@@ -371,41 +428,6 @@ class EngineOptions:
     prefix_cache_bytes: int | None  # None caches no prefixes
     quantization: str | None
     runtime: str
-
-
-def request_maker(
-    target: Target, loaded: LoadedModel, grammars: Grammars, turns: Turns
-) -> RequestMaker:
-    """Makes the requests of a model, which may be an encoder-decoder.
-
-    Raises:
-        CompatibilityError: its decoder has no start token, or its generation config asks for
-            something that is not applied here.
-    """
-    reader = None if target.source_network is None else _source_reader(target, loaded, turns)
-    eos = loaded.eos_token_ids
-    return RequestMaker(
-        target,
-        loaded.tokenizer,
-        eos,
-        grammars,
-        DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size),
-        sampling_defaults=loaded.sampling_defaults,
-        beam_defaults=loaded.beam_defaults,
-        reader=reader,
-    )
-
-
-def _source_reader(target: Target, loaded: LoadedModel, turns: Turns) -> SourceReader:
-    network = target.source_network
-    assert network is not None, "the caller has looked"
-    start = decoder_start(loaded.module, loaded.settings)
-    if network.num_bins is None:
-        return SourceReader(target, loaded.tokenizer, start)
-    assert network.source_limit is not None, "audio has a fixed length"
-    audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
-    speech = WhisperStart.of(start, loaded.settings, loaded.module.config)
-    return SourceReader(target, loaded.tokenizer, start, audio, speech, turns.take_or_go_on)
 
 
 def default_config(name: str | None, target: Target) -> SpeculativeConfig:

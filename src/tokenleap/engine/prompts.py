@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 from typing import Any, TypeAlias
 
+import torch
 from jinja2 import TemplateError
-from tokenizers import models
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-from tokenleap.core.config import Config
+from tokenleap.core.config import Config, nearest
 from tokenleap.core.params import SamplingParams
-from tokenleap.core.references import NO_REFERENCES, References
+from tokenleap.core.references import NO_REFERENCES, References, Source
+from tokenleap.core.rules import Timestamps
+from tokenleap.core.tree import chain
 from tokenleap.drafters.base import Drafter
 from tokenleap.errors import CompatibilityError, ConfigError, PromptError, in_one_line
+from tokenleap.models.audio import AudioReader, WhisperStart, decoder_start
 from tokenleap.models.chat_template import rendered
+from tokenleap.models.loaded import LoadedModel
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
 __all__ = [
@@ -28,7 +35,8 @@ __all__ = [
     "Message",
     "Prompt",
     "ReferenceReader",
-    "TextLimit",
+    "SourcePrompt",
+    "SourceReader",
     "as_list",
     "cache_salt",
     "check_prompt",
@@ -38,7 +46,7 @@ __all__ = [
     "checked_text",
     "conversation_ids",
     "is_conversation",
-    "most_bytes_per_token",
+    "languages",
     "needed",
     "one_per_prompt",
     "per_prompt",
@@ -47,13 +55,12 @@ __all__ = [
     "tokens_of",
 ]
 
-
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """Text, token ids, or a conversation. For an encoder-decoder it is the source; a mapping may say
-more (see `sources`)."""
+more (see `SourceReader`)."""
 
 FORMS = "a prompt is text, a list of token ids, or a list of chat messages"
 """The prompts of decoder-only models, for error messages."""
@@ -266,148 +273,6 @@ def checked_ids(prompt: Any) -> list[int]:
     return list(prompt)
 
 
-# `TextLimit`: refuses texts that are too long for the context before they are split into tokens.
-#
-# A token of a byte-level tokenizer stands for so many bytes of the text at most as its longest
-# token has. Tokenizers that may leave out or merge parts of a text (unknown words, runs of spaces)
-# have no such bound. A text that could fit by its bytes, but is long, is counted in pieces, and the
-# count ends where it is clear.
-
-
-_COMPOSED = 4
-"""Most bytes that become one by the normal form NFC: composed characters have at most four parts,
-and no part is longer than three bytes."""
-
-_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})
-"""Pre-tokenizers that leave out no part of a text; and `Split`, unless it removes what it finds."""
-
-
-_LONG = 4
-"""Characters per token of the context; texts that have more are counted."""
-_PIECE = 1 << 12
-"""Characters that are split into tokens at a time for counting."""
-_MARGIN = 2
-"""A text has at least half as many tokens as its pieces together, which cut a few words in two."""
-
-
-@dataclass(frozen=True)
-class TextLimit:
-    """The longest text that can fit into a context.
-
-    Args:
-        bytes_per_token: most bytes that a token stands for; None if there is no bound.
-        tokenizer: counts the tokens of long texts; None does not count.
-        times: contexts that a text may fill, where it need not fit into one.
-    """
-
-    max_tokens: int
-    bytes_per_token: int | None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    times: int = 1
-
-    @staticmethod
-    def of(tokenizer: PreTrainedTokenizerBase | None, max_tokens: int) -> TextLimit:
-        """That of a tokenizer; without one there is no bound."""
-        bound = None if tokenizer is None else most_bytes_per_token(tokenizer)
-        return TextLimit(max_tokens, bound, tokenizer)
-
-    def check(self, text: str, name: str = "prompt") -> None:
-        """Refuse a text that has too many tokens in any case."""
-        most = self.times * self.max_tokens
-        if self.bytes_per_token is not None and len(text) >= most:
-            size = len(text.encode(errors="replace"))
-            if size > most * self.bytes_per_token:
-                tokens = -(-size // self.bytes_per_token)
-                raise self._too_long(f"the {name} has {size} bytes, at least {tokens} tokens")
-        if self.tokenizer is None or len(text) <= _LONG * most:
-            return
-        found = 0
-        for begin in range(0, len(text), _PIECE):
-            piece = text[begin : begin + _PIECE].encode(errors="replace").decode()
-            # One less: an unknown word of any length is one token, and its pieces are several.
-            found += max(0, _count(self.tokenizer, piece) - 1)
-            if found > _MARGIN * most:
-                raise self._too_long(f"the {name} has more than {found // _MARGIN} tokens")
-
-    def _too_long(self, what: str) -> PromptError:
-        context = f"the context of {self.max_tokens}"
-        if self.times > 1:
-            return PromptError(f"{what}, with room for {self.times} times {context}: shorten it.")
-        return PromptError(f"{what}, which leaves no room in {context}: shorten it.")
-
-
-def _count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.truncation:
-        return len(tokens_of(tokenizer, text, in_output=False))
-    return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
-
-
-def most_bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Most bytes of a text that one token stands for; None if no bound is known."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not isinstance(backend.model, models.BPE) or backend.truncation:
-        return None
-    added = backend.get_added_tokens_decoder().values()
-    factor = _shrinks_by(_state(backend.normalizer))
-    parts = list(_parts(_state(backend.pre_tokenizer)))
-    if factor is None or not all(map(_keeps, parts)) or any(t.lstrip or t.rstrip for t in added):
-        return None
-    vocabulary = backend.get_vocab(with_added_tokens=False)
-    if any(part["type"] == "ByteLevel" for part in parts):
-        whole = all(symbol in vocabulary for symbol in ByteLevel.alphabet())
-        longest = max(map(len, vocabulary))  # a character for each byte
-    else:
-        bytes_ = (f"<0x{value:02X}>" for value in range(256))
-        whole = backend.model.byte_fallback and all(each in vocabulary for each in bytes_)
-        longest = max(len(token.encode()) for token in vocabulary)
-    if not whole:
-        return None
-    return factor * max([longest, *(len(token.content.encode()) for token in added)])
-
-
-def _state(part: Any) -> Mapping[str, Any] | None:
-    """The description of a part of a tokenizer; None if it has no such part."""
-    if part is None:
-        return None
-    found: Mapping[str, Any] = json.loads(part.__getstate__())
-    return found
-
-
-def _parts(pre_tokenizer: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    if pre_tokenizer is None:
-        return
-    if pre_tokenizer["type"] != "Sequence":
-        yield pre_tokenizer
-        return
-    for each in pre_tokenizer["pretokenizers"]:
-        yield from _parts(each)
-
-
-def _keeps(pre_tokenizer: Mapping[str, Any]) -> bool:
-    splits = pre_tokenizer["type"] == "Split" and pre_tokenizer["behavior"] != "Removed"
-    return splits or pre_tokenizer["type"] in _KEEPING
-
-
-def _shrinks_by(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Most bytes that one byte of the normalised text stands for; None if that is not known."""
-    if normalizer is None or normalizer["type"] == "Prepend":
-        return 1
-    if normalizer["type"] == "NFC":
-        return _COMPOSED
-    if normalizer["type"] == "Replace":  # SentencePiece's sign for a space
-        return 1 if normalizer["pattern"] == {"String": " "} and normalizer["content"] else None
-    if normalizer["type"] != "Sequence":
-        return None
-    factor = 1
-    for each in normalizer["normalizers"]:
-        own = _shrinks_by(each)
-        if own is None:
-            return None
-        factor *= own
-    return factor
-
-
 # Texts beside a prompt (references and predictions), and their conversion to token ids.
 
 
@@ -530,3 +395,305 @@ def _is_ids(value: Any) -> bool:
         and not isinstance(value, str | bytes | bytearray)
         and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
     )
+
+
+TEXTS = ("prompt", "prompt_token_ids")
+SOURCES = ("encoder_prompt", *TEXTS, "audio")
+"""Keys of a prompt that say what the encoder reads; a prompt has one of them."""
+
+OF_SPEECH = ("language", "task", "timestamps")
+"""Further keys for audio; see `WhisperStart`."""
+
+KEYS = (*SOURCES, "decoder_prompt", "source_language", "target_language", *OF_SPEECH)
+
+LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
+"""A language in the vocabularies of mBART and NLLB, such as de_DE or deu_Latn."""
+
+_TOKENIZING = Lock()
+"""Held while a tokenizer has the source language of one prompt."""
+
+
+@dataclass(frozen=True)
+class SourcePrompt:
+    """A prompt of an encoder-decoder, taken apart.
+
+    Args:
+        decoder: the decoder's prompt as text or token ids, or None.
+    """
+
+    source: Any
+    audio: Any = None
+    decoder: Any = None
+    source_language: Any = None
+    target_language: Any = None
+    language: Any = None
+    task: Any = None
+    timestamps: Any = None
+
+    @staticmethod
+    def of(prompt: Prompt) -> SourcePrompt:
+        """Take a prompt apart."""
+        if not isinstance(prompt, Mapping):
+            return SourcePrompt(prompt)
+        _check_keys(prompt, (*KEYS, SALT))
+        name = _only_key(prompt, SOURCES)
+        given = prompt[name]
+        if name == "encoder_prompt" and isinstance(given, Mapping):
+            _check_keys(given, SOURCES[1:])
+            name = _only_key(given, SOURCES[1:])
+            given = given[name]
+        rest = {key: prompt.get(key) for key in KEYS[len(SOURCES) + 1 :]}
+        decoder = _decoder_prompt(prompt.get("decoder_prompt"))
+        if name == "audio":
+            return SourcePrompt(None, given, decoder, **rest)
+        return SourcePrompt(_of_kind(name, given), None, decoder, **rest)
+
+    @property
+    def text(self) -> str | None:
+        """The source, if it was given as text."""
+        return self.source if isinstance(self.source, str) else None
+
+    @property
+    def decoder_text(self) -> str | None:
+        """The decoder's prompt, if it was given as text."""
+        return self.decoder if isinstance(self.decoder, str) else None
+
+
+@dataclass(frozen=True)
+class SourceReader:
+    """Reads prompts for one encoder-decoder."""
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase | None
+    start: int
+    audio: AudioReader | None = None
+    speech: WhisperStart | None = None
+    between_steps: Callable[[Callable[[], int]], int] | None = None
+
+    @staticmethod
+    def of(
+        target: Target, loaded: LoadedModel, between_steps: Callable[[Callable[[], int]], int]
+    ) -> SourceReader | None:
+        """The reader of a model; None for a decoder-only one."""
+        network = target.source_network
+        if network is None:
+            return None
+        start = decoder_start(loaded.module, loaded.settings)
+        if network.num_bins is None:
+            return SourceReader(target, loaded.tokenizer, start)
+        assert network.source_limit is not None, "audio has a fixed length"
+        audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
+        speech = WhisperStart.of(start, loaded.settings, loaded.module.config)
+        return SourceReader(target, loaded.tokenizer, start, audio, speech, between_steps)
+
+    def read(self, prompt: Prompt) -> tuple[Source, tuple[int, ...]]:
+        """The source and the decoder's first tokens."""
+        parts = SourcePrompt.of(prompt)
+        source = self._source(parts)
+        check_source(source, self.target)
+        if self.speech is None:
+            return source, self._decoder_ids(parts)
+        return source, self._speech_ids(parts, source, self.speech)
+
+    def timestamps(self, prompt: Prompt) -> Timestamps | None:
+        """The rule of timestamps, if the output of a prompt has them."""
+        if self.speech is None or not self._wants_timestamps(SourcePrompt.of(prompt), self.speech):
+            return None
+        return self.speech.timestamps
+
+    # The encoder's part
+
+    def _source(self, parts: SourcePrompt) -> Source:
+        if self.audio is None and parts.audio is not None:
+            raise PromptError("this model reads text, not audio.")
+        if self.audio is None:
+            for key in OF_SPEECH:
+                if getattr(parts, key) is not None:
+                    raise PromptError(f"{key}: it is for audio, and this model reads text.")
+        if self.audio is not None:
+            if parts.audio is None:
+                raise PromptError('this model reads audio: pass {"audio": samples}.')
+            if parts.source_language is not None:
+                raise PromptError("source_language: audio has none: leave it out.")
+            return Source.of_audio(self.audio.features(parts.audio))
+        return Source(tuple(self._source_ids(parts)))
+
+    def _source_ids(self, parts: SourcePrompt) -> Sequence[int]:
+        if parts.text is not None:
+            return self._text_ids(parts.text, parts.source_language)
+        if parts.source_language is not None:
+            raise PromptError("source_language: it marks text, and this source is no text.")
+        if is_conversation(parts.source):
+            return token_ids(parts.source, self.tokenizer)
+        return checked_ids(parts.source)
+
+    def _text_ids(self, text: str, language: Any) -> Sequence[int]:
+        if not text.strip():
+            raise PromptError("the source is empty: give at least one word to read.")
+        with self._reading(language):
+            ids: list[int] = needed(self.tokenizer)(checked_text("source", text))["input_ids"]
+        return ids
+
+    @contextmanager
+    def _reading(self, language: Any) -> Iterator[None]:
+        """Let the tokenizer mark sources of this language; None keeps its own."""
+        if language is not None:
+            self._language_id("source_language", language)
+        tokenizer: Any = self.tokenizer
+        with _TOKENIZING:
+            before = getattr(tokenizer, "src_lang", None)
+            try:
+                if language is not None:
+                    tokenizer.src_lang = language
+                yield
+            finally:
+                if language is not None:
+                    tokenizer.src_lang = before
+
+    # The decoder's part
+
+    def _wants_timestamps(self, parts: SourcePrompt, speech: WhisperStart) -> bool:
+        wanted = parts.timestamps
+        if not isinstance(wanted, bool | None):
+            raise PromptError(f"timestamps: must be true or false, got {wanted!r}.")
+        if wanted is None:
+            return speech.return_timestamps and parts.decoder is None
+        return wanted
+
+    def _speech_ids(
+        self, parts: SourcePrompt, source: Source, speech: WhisperStart
+    ) -> tuple[int, ...]:
+        """The first tokens of what a recording says, unless they are given.
+
+        An earlier text stands before them, as `generate()` has it.
+        """
+        wanted = self._wants_timestamps(parts, speech)
+        if parts.target_language is not None:
+            raise PromptError("target_language: audio has 'language', of the speech, and 'task'.")
+        if given := self._given_ids(parts):
+            for key in ("language", "task"):
+                if getattr(parts, key) is not None:
+                    raise PromptError(f"{key}: decoder_prompt says it already: leave one out.")
+            return given
+        detect = partial(self._detected, source)
+        return speech.tokens(parts.language, parts.task, detect, timestamps=wanted)
+
+    def _detected(self, source: Source, tokens: Sequence[int]) -> int:
+        """The most probable of these tokens after the first one, by a pass over own rows."""
+
+        def detect() -> int:
+            target = self.target.with_own_rows()
+            with torch.inference_mode():
+                target.add(INTERNAL_KEY)
+                target.encode(INTERNAL_KEY, source)
+                (output,) = target.verify([INTERNAL_KEY], [chain([self.start])])
+            ids = torch.tensor(tokens, device=output.scores.device)
+            return tokens[int(output.scores[0][ids].argmax())]
+
+        assert self.between_steps is not None, "the engine gives it to readers of audio"
+        return self.between_steps(detect)
+
+    def _decoder_ids(self, parts: SourcePrompt) -> tuple[int, ...]:
+        """The decoder's prompt after its start token, which `generate()` puts there, too."""
+        ids = self._given_ids(parts)
+        start = self._start(parts.target_language)
+        if ids[: len(start)] == start:
+            return ids
+        return start + (ids[1:] if ids[:1] == (self.start,) else ids)
+
+    def _given_ids(self, parts: SourcePrompt) -> tuple[int, ...]:
+        if parts.decoder is None:
+            return ()
+        if parts.decoder_text is None:
+            return tuple(checked_ids(parts.decoder))
+        tokenizer = needed(self.tokenizer)
+        return tuple(tokenizer(parts.decoder_text, add_special_tokens=False)["input_ids"])
+
+    def _start(self, language: Any) -> tuple[int, ...]:
+        if language is None:
+            return (self.start,)
+        token = self._language_id("target_language", language)
+        if self.start in languages(self.tokenizer).values():
+            return (token,)  # the first mBART: its decoder starts with the language
+        return (self.start, token)
+
+    def _language_id(self, field: str, language: Any) -> int:
+        """The token of a language."""
+        known = languages(needed(self.tokenizer))
+        if not known:
+            raise PromptError(
+                f"{field}: this tokenizer has no tokens of languages: leave it out, and say the "
+                "language in the text if the model was trained so."
+            )
+        if not isinstance(language, str) or language not in known:
+            raise PromptError(
+                f"{field}: the language {language!r} is unknown to this tokenizer: "
+                f"{nearest(str(language), list(known))}"
+            )
+        return known[language]
+
+
+def check_source(source: Source, target: Target) -> None:
+    """Refuse a source that the target's encoder cannot read."""
+    network = target.source_network
+    assert network is not None, "the model is an encoder-decoder"
+    if not len(source):
+        raise PromptError("the source is empty: give at least one token to read.")
+    if network.source_limit is not None and len(source) > network.source_limit:
+        raise PromptError(
+            f"the source has {len(source)} tokens and the encoder takes {network.source_limit}: "
+            "shorten it."
+        )
+    highest = network.source_vocab_size - 1
+    for token in source.tokens:
+        if not 0 <= token <= highest:
+            raise PromptError(
+                f"token id {token} of the source is outside the vocabulary (0 to {highest})."
+            )
+    if target.most_tokens_beside(target.state_bytes(source)) < 2:
+        raise PromptError(
+            f"kv_cache_memory has no room for a source of {len(source)} tokens: shorten it, or "
+            "raise kv_cache_memory."
+        )
+
+
+def languages(tokenizer: PreTrainedTokenizerBase | None) -> Mapping[str, int]:
+    """Language -> token id, of a tokenizer that marks sources; empty for any other."""
+    if tokenizer is None or not hasattr(tokenizer, "src_lang"):
+        return {}
+    named: Mapping[str, int] | None = getattr(tokenizer, "lang_code_to_id", None)
+    if named is not None:
+        return named
+    added = tokenizer.get_added_vocab()
+    return {token: number for token, number in added.items() if LANGUAGE.fullmatch(token)}
+
+
+def _decoder_prompt(given: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    _check_keys(given, TEXTS)
+    name = _only_key(given, TEXTS)
+    return _of_kind(name, given[name])
+
+
+def _of_kind(name: str, given: Any) -> Any:
+    """Check that the value of a key is what the key says."""
+    if name == "prompt_token_ids":
+        return checked_ids(given)
+    if name == "prompt" and not isinstance(given, str):
+        raise PromptError("prompt: expected text; token ids are 'prompt_token_ids'.")
+    return given
+
+
+def _only_key(fields: Mapping[str, Any], known: Sequence[str]) -> str:
+    found = [key for key in known if key in fields]
+    if len(found) != 1:
+        number = "none" if not found else " and ".join(found)
+        raise PromptError(f"a prompt has one of {', '.join(known)}; this one has {number}.")
+    return found[0]
+
+
+def _check_keys(fields: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in fields:
+        if key not in known:
+            raise PromptError(f"a prompt has no {key!r}: {nearest(str(key), list(known))}")

@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -108,8 +109,19 @@ class Scheduler:
     def abort(self, requests: Iterable[Request]) -> None:
         """End these requests, whether they wait or run; those that have ended are not changed."""
         for request in requests:
-            request.abort()
+            self._end(request, request.abort)
+
+    def give_up(self, error: Exception) -> None:
+        """End all requests because of an error that is not of one of them."""
+        for request in [*self._waiting, *self._running]:
+            self._end(request, partial(request.fail, error))
+
+    def _end(self, request: Request, end: Callable[[], None]) -> None:
+        try:
+            end()
             self._leave(request)
+        except Exception:  # that is no reason to keep others
+            _log.exception("a request could not be ended")
 
     # Admission and release
 
@@ -138,12 +150,14 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Remove a request from the queue or from the batch."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-            self._speculation.release(request)
-        elif request in self._running:
-            self._release(request)
-        request.close()
+        try:
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self._speculation.release(request)
+            elif request in self._running:
+                self._release(request)
+        finally:
+            request.close()
 
     def _release(self, request: Request) -> None:
         self._running.remove(request)

@@ -44,7 +44,6 @@ __all__ = [
     "DraftModels",
     "LendsModel",
     "Lent",
-    "LoadedOnce",
     "Speculative",
     "StrategyFactory",
     "learner_for",
@@ -205,7 +204,7 @@ class StrategyFactory:
         at a time.
         """
         other = copy(self)
-        other._draft_models = LoadedOnce(self._draft_models)
+        other._draft_models = self._draft_models.once()
         other._built = []
         other._for_beams, other._for_predictions = WeakKeyDictionary(), WeakKeyDictionary()
         return other
@@ -372,9 +371,24 @@ class DraftModels:
         self._target, self._kv_budget = target, kv_budget
         self._quantization, self._runtime = quantization, runtime
         self.lent: list[Lent] = []
+        self._loaded_once: dict[str, DraftModel] | None = None
+
+    def once(self) -> DraftModels:
+        """The same, but a model that is asked for again is the same one, on the same KV rows."""
+        other = DraftModels(self._target, self._kv_budget, self._quantization, self._runtime)
+        other._loaded_once = {}
+        return other
 
     def load(self, model: Any, quantization: str | None) -> DraftModel:
-        """A draft model with KV rows of its own."""
+        """A draft model."""
+        if self._loaded_once is None:
+            return self._new(model, quantization)
+        key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
+        if key not in self._loaded_once:
+            self._loaded_once[key] = self._new(model, quantization)
+        return self._loaded_once[key]
+
+    def _new(self, model: Any, quantization: str | None) -> DraftModel:
         if isinstance(model, LendsModel):
             if quantization is not None:
                 raise ConfigError(
@@ -439,23 +453,6 @@ def _by_packed_name(given: Any, wanted: str | None) -> tuple[Any, str | None]:
             f"or take {packed.source}."
         )
     return packed.source, held
-
-
-class LoadedOnce(DraftModels):
-    """The same, but a model that is asked for again is the same one, on the same KV rows.
-
-    So only one drafter of a model may be in use at a time.
-    """
-
-    def __init__(self, other: DraftModels) -> None:
-        super().__init__(other._target, other._kv_budget, other._quantization, other._runtime)
-        self._loaded_models: dict[str, DraftModel] = {}
-
-    def load(self, model: Any, quantization: str | None) -> DraftModel:
-        key = f"{model if isinstance(model, str | Path) else id(model)} {quantization}"
-        if key not in self._loaded_models:
-            self._loaded_models[key] = super().load(model, quantization)
-        return self._loaded_models[key]
 
 
 def lenders(value: Any) -> Iterator[LendsModel]:

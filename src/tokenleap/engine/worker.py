@@ -1,154 +1,254 @@
-"""`Worker`: one thread that owns the steps of an engine; jobs come in by a queue, chunks go out.
+"""`Worker`: one thread at a time owns an engine; others send it commands.
 
-Other threads may still use the engine, in turns (`turns.py`). The worker's jobs then advance with
-theirs. All steps of a server are in one thread because OpenMP keeps a pool of threads for each
-thread that computes.
+Whoever waits for something drives: its thread obeys the commands of all threads in their order, and
+steps, until it has what it waits for. Meanwhile other threads wait for theirs, and one of them goes
+on when the first is done. So a caller that is alone steps in its own thread, without a hop. Where
+an `AsyncLLM` has a thread of its own, only that one drives, because OpenMP keeps a pool of threads
+for each thread that computes.
+
+Ctrl-C does not interrupt a change: a SIGINT is delivered between two steps. A process that was
+forked after loading is refused, because the threads of the native runtime and of PyTorch do not
+survive a fork. When Python ends, no daemon thread may be in native code: Python would unwind its
+stack there, and the process would abort.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import signal
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from tokenleap.engine.jobs import Job
-from tokenleap.engine.llm_engine import LLMEngine
-from tokenleap.engine.runs import Outbox, StepReport
-from tokenleap.engine.turns import SameProcess
-from tokenleap.errors import TokenleapError, in_one_line
-from tokenleap.outputs import StreamChunk
+from tokenleap.decode import Outcome
+from tokenleap.errors import TokenleapError
 
-__all__ = ["Deliver", "Pool", "Worker", "closed_error"]
-
+__all__ = ["Command", "SameProcess", "StepReport", "Uninterrupted", "Worker"]
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Deliver: TypeAlias = Callable[[Sequence[StreamChunk], Exception | None], object]
-"""Takes the chunks of a job after a step, in the worker's thread; with an error there are no more.
+POLL_SECONDS = 0.05
+"""How often a waiting thread checks whether it was interrupted."""
+LAST_STEP_SECONDS = 30.0
+"""How long the end of Python waits for the step of a daemon thread."""
 
-It must return at once and not raise.
-"""
+
+class StepReport(NamedTuple):
+    """Report of a step."""
+
+    outcomes: Sequence[Outcome]
+    seconds: float
+
+
+class Command(Generic[T]):
+    """Runs once, unless it is withdrawn before.
+
+    Attributes:
+        done: whether it has run.
+    """
+
+    def __init__(self, act: Callable[[], T]) -> None:
+        self.done = False
+        self._act = act
+        self._begun = self._withdrawn = False
+        self._lock = threading.Lock()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def withdraw(self) -> bool:
+        """Take it back if it has not begun; returns whether it is taken back."""
+        with self._lock:
+            self._withdrawn = not self._begun
+            return self._withdrawn
+
+    def run(self) -> None:
+        """Run it. An error is for the one who reads the result; a panic is for this thread, too."""
+        with self._lock:
+            self._begun = not self._withdrawn
+        if not self._begun:
+            return
+        try:
+            self._value = self._act()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.done = True
+
+    def result(self) -> T:
+        """What it returned, or raised, once it is done."""
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
 
 
 class Worker:
-    """Runs an engine's jobs in a thread of its own.
+    """Runs commands and steps, in one thread at a time.
+
+    Args:
+        step: advances all requests by one step; None if there was nothing to do.
+        has_work: whether there is something to step.
 
     Attributes:
-        observe: called with the report of each step, in the worker's thread; None for no call.
+        observe: called with the report of each step, in the thread that drives; None if unused.
+        listeners: called after commands and steps, in the thread that drives.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
+    def __init__(self, step: Callable[[], StepReport | None], has_work: Callable[[], bool]) -> None:
         self.observe: Callable[[StepReport], object] | None = None
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._outbox = Outbox()
-        self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
-        self._lock = threading.Lock()  # nothing enters the inbox after the command that closes it
+        self.listeners: list[Callable[[], object]] = []
+        self._step, self._has_work = step, has_work
+        self._inbox: deque[Command[Any]] = deque()
+        self._condition = threading.Condition()
+        self._driver: int | None = None  # the thread that owns the engine at the moment
+        self._waiting = 0
+        self._threads: set[threading.Thread] = set()  # if there are any, only these drive
         self._process = SameProcess()
-        self._closed = False
-        self._running = True
-        self._observes = True  # and nothing was wrong with it so far
-        self._thread = threading.Thread(target=self._run, name="tokenleap-engine", daemon=True)
-        self._thread.start()
+        self._ended_by: int | None = None  # the thread in which Python ends
+        self._observes = True  # the observer has not failed so far
+        _all.add(self)
 
     @property
-    def alive(self) -> bool:
-        """Whether it takes jobs."""
-        return self._thread.is_alive() and not self._closed
+    def num_waiting(self) -> int:
+        """Threads that wait while another one drives."""
+        return self._waiting
 
-    def start(self, job: Job, deliver: Deliver) -> None:
-        """Queue a job."""
-        self._send(lambda: self._start(job, deliver))
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread drives, and so runs a step or a command now."""
+        return self._driver == threading.get_ident()
 
-    def end(self, job: Job) -> None:
-        """Abort a job and deliver no more of it, if it has not ended; returns at once."""
-        with suppress(TokenleapError):  # closing has ended it
-            self._send(lambda: self._end(job))
+    def post(self, act: Callable[[], T]) -> Command[T]:
+        """Queue a command, which runs between two steps; returns at once."""
+        self._process.check()
+        command = Command(act)
+        with self._condition:
+            self._inbox.append(command)
+            self._condition.notify_all()
+        return command
 
-    def stop(self, job: Job) -> None:
-        """End the outputs of a job where they are; their last chunks still come."""
-        with suppress(TokenleapError):  # closing has ended it
-            self._send(lambda: self._stop_early(job))
+    def call(self, act: Callable[[], T]) -> T:
+        """Run a command between two steps; returns what it returns."""
+        self._check()
+        while True:
+            with Uninterrupted() as uninterrupted:
+                command = self.post(act)
+                try:
+                    self._drive(lambda: command.done or uninterrupted.pending)  # noqa: B023
+                finally:
+                    withdrawn = command.withdraw()
+                if not withdrawn:
+                    if not command.done:
+                        self._drive(lambda: command.done)  # noqa: B023
+                    return command.result()
 
-    def call(self, act: Callable[[], T]) -> Future[T]:
-        """Let the thread run this between two steps."""
-        future: Future[T] = Future()
+    def call_inside(self, act: Callable[[], T]) -> T:
+        """The same, but at once if the calling thread drives."""
+        return act() if self.inside else self.call(act)
 
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(act())
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Obey and step until `done()`, or wait as long as another thread does; or a SIGINT came.
 
-        self._send(run)
-        return future
+        The SIGINT is delivered; if its handler does not raise, the caller calls again.
+        """
+        self._check()
+        with Uninterrupted() as uninterrupted:
+            self._drive(lambda: done() or uninterrupted.pending)
 
-    def close(self, timeout: float | None = None) -> bool:
-        """End all jobs and the thread."""
-        self._close()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+    def advance(self) -> None:
+        """Step, and show it to the observer; to be called in a command."""
+        report = self._step()
+        if report is not None:
+            self._observe(report)
 
-    def _close(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._inbox.put(self._stop)
+    # Threads that do nothing but drive
 
-    # In the thread
+    def enter(self, thread: threading.Thread) -> None:
+        """Let a thread drive, and of the others only those that have entered, too."""
+        self._process.check()
+        with self._condition:
+            self._threads.add(thread)
 
-    def _run(self) -> None:
-        while self._running:
-            try:
-                self._go_on()
-            except BaseException as error:  # a panic of native code: nothing is certain any more
-                _log.critical("the engine failed and was closed", exc_info=True)
-                self._close()
-                jobs = self._tell_all(TokenleapError(f"the engine failed: {in_one_line(error)}"))
-                for job in jobs:
-                    # It may panic again, and what waits in the inbox must be told, too.
-                    with suppress(BaseException):
-                        self._free(job)
+    def leave(self, thread: threading.Thread) -> None:
+        """Let the others drive again, if no other thread has entered."""
+        with self._condition:
+            self._threads.discard(thread)
+            self._condition.notify_all()
 
-    def _go_on(self) -> None:
-        """Do what came in, and run a step if there are jobs."""
+    def serve(self, closed: Callable[[], bool]) -> None:
+        """Wait for work, and drive as long as there is some; a command changes `closed`."""
+        with self._condition:
+            while not (self._inbox or self._has_work()):
+                self._condition.wait()
+        self._drive(lambda: not self._inbox and (closed() or not self._has_work()))
+
+    # Driving
+
+    def _check(self) -> None:
+        self._process.check()
+        if self._ended_by == threading.get_ident():
+            raise TokenleapError("Python is ending: generate before its exit handlers run.")
+        if self.inside:
+            raise TokenleapError(
+                "the engine was called from inside one of its own steps: a drafter, rule or "
+                "callback may not generate with the model that is calling it."
+            )
+
+    def _drive(self, done: Callable[[], bool]) -> None:
         try:
-            self._obey()
-            if self._jobs:
-                self._advance()
-        except Exception as error:  # our own mistake: it ends the jobs, and not the worker
-            _log.exception("a step failed, and its requests were ended")
-            self._give_up(error)
+            while self._take_over(done):
+                while not done() and self._ended_by is None:
+                    self._obey()
+                    if not done() and self._has_work():
+                        self.advance()
+                    self._tell_others()
+                self._hand_over()
+        finally:
+            self._hand_over()
+
+    def _take_over(self, done: Callable[[], bool]) -> bool:
+        """Wait until no other thread drives; False if `done` came first."""
+        own = threading.get_ident()
+        with self._condition:
+            self._waiting += 1
+            try:
+                while not done():
+                    free = self._driver is None and self._ended_by is None
+                    if free and (not self._threads or threading.current_thread() in self._threads):
+                        self._driver = own
+                        return True
+                    self._condition.wait(POLL_SECONDS)
+                return False
+            finally:
+                self._waiting -= 1
+
+    def _hand_over(self) -> None:
+        if self.inside:
+            with self._condition:
+                self._driver = None
+                self._condition.notify_all()
+
+    def _tell_others(self) -> None:
+        """Call the listeners, and let waiting threads look whether they have what they wait for."""
+        for listener in tuple(self.listeners):
+            listener()
+        if self._waiting:
+            with self._condition:
+                self._condition.notify_all()
 
     def _obey(self) -> None:
-        """Do what came in; wait for it if there is nothing else to do."""
-        wait = not self._jobs
-        while self._running:
-            try:
-                command = self._inbox.get(block=wait)
-            except Empty:
-                return
-            command()
-            wait = False
-
-    def _advance(self) -> None:
-        report = self._engine.advance()
-        if report is not None:
-            self._observe(report)  # first: who has read an answer finds it in the metrics
-        for job in self._outbox.take():
-            self._report(job)
+        """Run the commands that are there; those that come meanwhile wait for the next step."""
+        for _ in range(len(self._inbox)):
+            self._inbox.popleft().run()
 
     def _observe(self, report: StepReport) -> None:
         if self.observe is None:
@@ -160,154 +260,76 @@ class Worker:
                 self._observes = False
                 _log.exception("a step could not be counted; later failures are not logged")
 
-    def _report(self, job: Job) -> None:
-        _, deliver = self._jobs.get(id(job), (job, None))
-        if deliver is None:  # it was aborted
+    def end(self) -> None:
+        """Wait for the step that runs, and begin no other: daemon threads wait until the end."""
+        if not self._process.here:  # the threads were lost, and what they held is still held
             return
-        try:
-            chunks = job.take()
-        except Exception as error:  # its text or trace cannot be made
-            self._fail(job, error)
+        own, limit = threading.get_ident(), time.monotonic() + LAST_STEP_SECONDS
+        with self._condition:
+            self._ended_by = own
+            while self._driver not in (None, own) and time.monotonic() < limit:
+                self._condition.wait(POLL_SECONDS)
+
+
+_all: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Called when only daemon threads are left."""
+    for worker in list(_all):
+        worker.end()
+
+
+class SameProcess:
+    """Refuses to go on in a process that was forked after this was made."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self._process
+
+    def check(self) -> None:
+        """Refuse another process."""
+        if not self.here:
+            raise TokenleapError(
+                "this model was loaded before the process was forked, and its threads were lost: "
+                "start processes with the 'spawn' method."
+            )
+
+
+class Uninterrupted:
+    """A context that holds SIGINT back until it ends. Only the main thread receives signals."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._previous: Callable[[int, FrameType | None], Any] | None = None
+        self._frame: FrameType | None = None
+
+    def __enter__(self) -> Uninterrupted:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._previous = handler
+                signal.signal(signal.SIGINT, self._defer)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Call the handler of a SIGINT that was held back; it usually raises KeyboardInterrupt."""
+        if self._previous is None:
             return
-        if job.all_taken:
-            del self._jobs[id(job)]
-        deliver(chunks, None)
+        signal.signal(signal.SIGINT, self._previous)
+        if self.pending:
+            frame, self.pending, self._frame = self._frame, False, None
+            self._previous(signal.SIGINT, frame)
 
-    def _start(self, job: Job, deliver: Deliver) -> None:
-        self._jobs[id(job)] = job, deliver
-        self._outbox.watch([job])
-        try:
-            self._engine.start([job])
-        except Exception as error:
-            _log.exception("a request could not be queued")
-            self._fail(job, error)
-
-    def _end(self, job: Job) -> None:
-        if self._jobs.pop(id(job), None) is not None:
-            self._free(job)
-
-    def _stop_early(self, job: Job) -> None:
-        if id(job) in self._jobs:
-            self._free(job)
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        """End one job because of an error that is its own."""
-        _, deliver = self._jobs.pop(id(job))
-        deliver((), error)
-        self._free(job)
-
-    def _free(self, job: Job) -> None:
-        """Let the engine end a job. If it cannot, that is no reason to end others."""
-        try:
-            self._engine.end([job])
-        except Exception:
-            _log.exception("a request could not be ended")
-
-    def _give_up(self, error: Exception) -> None:
-        """End all jobs because of an error that is not of one of them."""
-        for job in self._tell_all(error):
-            self._free(job)
-
-    def _tell_all(self, error: Exception) -> list[Job]:
-        """Deliver an error to all jobs, and forget them; they are still in the engine."""
-        jobs, self._jobs = list(self._jobs.values()), {}
-        for _, deliver in jobs:
-            deliver((), error)
-        return [job for job, _ in jobs]
-
-    def _stop(self) -> None:
-        self._running = False
-        self._give_up(TokenleapError("the engine was closed."))
-
-    # In other threads
-
-    def _send(self, command: Callable[[], None]) -> None:
-        self._process.check()
-        with self._lock:
-            if self._closed:
-                raise closed_error()
-            self._inbox.put(command)
-
-
-# `Pool`: threads that the process does not wait for when it ends.
-#
-# Python joins the threads of a `ThreadPoolExecutor` at exit. One that compiles a large grammar
-# would outlast a server's time to shut down.
-
-
-class Pool:
-    """Daemon threads that run what is submitted: one call of each client in turn."""
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}  # the next client first
-        self._news = threading.Condition()
-        self._process = SameProcess()
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
-            for index in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, act: Callable[[], T], client: Hashable = None) -> Future[T]:
-        """Queue a call.
-
-        Args:
-            client: whose it is. The calls of a client run in order, and do not wait for all those
-                of another one.
-        """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            if self._closed:
-                future.set_exception(closed_error())
-                return
-            try:
-                future.set_result(act())
-            except BaseException as error:  # the caller that waits for it decides
-                future.set_exception(error)
-
-        self._process.check()
-        with self._news:
-            if self._closed:
-                raise closed_error()
-            self._waiting.setdefault(client, deque()).append(run)
-            self._news.notify()
-        return future
-
-    def close(self) -> None:
-        """Refuse all that has not begun, and return without waiting for what runs."""
-        with self._news:
-            self._closed = True
-            waiting = [run for queue in self._waiting.values() for run in queue]
-            self._waiting.clear()
-            self._news.notify_all()
-        for run in waiting:
-            run()
-
-    def _run(self) -> None:
-        while (act := self._next()) is not None:
-            act()
-            del act  # and what it holds, while this waits for the next
-
-    def _next(self) -> Callable[[], None] | None:
-        """The next client's first call; None after the end."""
-        with self._news:
-            while not self._waiting:
-                if self._closed:
-                    return None
-                self._news.wait()
-            client = next(iter(self._waiting))
-            queue = self._waiting.pop(client)
-            act = queue.popleft()
-            if queue:
-                self._waiting[client] = queue  # after the others
-            return act
-
-
-def closed_error() -> TokenleapError:
-    """The error for calls after the end."""
-    return TokenleapError("the engine was closed: make a new AsyncLLM.")
+    def _defer(self, _: int, frame: FrameType | None) -> None:
+        self.pending, self._frame = True, frame

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.params import SamplingParams
-from tokenleap.engine.lines import Line, Shape, error_of, jobs_of, line_of, records, settings_of
 from tokenleap.errors import ConfigError, TokenleapError, in_one_line
+from tokenleap.lines import Line, Shape, error_of, jobs_of, line_of, records, settings_of
 from tokenleap.ray.cluster import Replicas, Share, check_installed, cluster, cores_beside, share
 
 if TYPE_CHECKING:

@@ -439,7 +439,7 @@ class Replica:
 
         Ray would replace it only after three checks that fail, and every request until then would.
         """
-        if self._llm is None or not self._llm.worker.alive:
+        if self._llm is None or not self._llm.alive:
             _log.error("the replica is replaced: %s", self._problem or "the engine has ended")
             logging.shutdown()
             os._exit(1)

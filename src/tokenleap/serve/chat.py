@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenleap.engine.jobs import JobSpec
-from tokenleap.engine.prompts import TextLimit, checked_text, conversation_ids, needed, tokens_of
+from tokenleap.engine.prompts import checked_text, conversation_ids, needed, tokens_of
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk
 from tokenleap.serve.body import invalid, read, takes
 from tokenleap.serve.fields import (
@@ -42,6 +42,7 @@ from tokenleap.serve.running import (
     state_of,
     usage_of,
 )
+from tokenleap.serve.text_limit import TextLimit
 
 __all__ = [
     "Call",

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tokenleap.core import clock
 from tokenleap.engine.llm_engine import LLMEngine
-from tokenleap.engine.runs import StepReport
+from tokenleap.engine.worker import StepReport
 from tokenleap.request import Request
 
 __all__ = ["ServerMetrics"]

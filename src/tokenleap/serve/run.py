@@ -156,7 +156,7 @@ def serve(
             server.interrupted = True
             raise
         until_signalled(server, at)
-        if not llm.worker.alive:
+        if not llm.alive:
             raise TokenleapError("the engine failed; its log says why: start the server again.")
     finally:
         if not llm.close(LAST_STEP):

@@ -33,7 +33,6 @@ from tokenleap.async_llm import AsyncLLM, AsyncRequest
 from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 from tokenleap.core.sequence import Scope
 from tokenleap.engine.jobs import JobSpec
-from tokenleap.engine.prompts import TextLimit
 from tokenleap.errors import RequestError, TokenleapError
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
 from tokenleap.serve.body import APIError, invalid, of_engine, of_output, unknown_response
@@ -47,6 +46,7 @@ from tokenleap.serve.fields import (
 )
 from tokenleap.serve.metrics import ServerMetrics
 from tokenleap.serve.settings import Settings
+from tokenleap.serve.text_limit import TextLimit
 
 __all__ = [
     "DONE",
@@ -320,11 +320,11 @@ class ServerState:
         self.runs: set[Run] = set()
         self.metrics = ServerMetrics(llm.llm.engine, settings.model, engine)
         llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
-        llm.worker.observe = self.metrics.observe_step
+        llm.llm.engine.worker.observe = self.metrics.observe_step
 
     @property
     def alive(self) -> bool:
-        return self.llm.worker.alive
+        return self.llm.alive
 
     @property
     def capacity(self) -> int:

@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 
 from tokenleap.core.files import write_whole
-from tokenleap.engine.turns import Uninterrupted
+from tokenleap.engine.worker import Uninterrupted
 from tokenleap.errors import ConfigError, TrainingError, in_one_line
 from tokenleap.training.features import Batch, BatchSampler, Current, Examples, collate
 from tokenleap.training.method import TrainingSettings

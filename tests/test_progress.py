@@ -11,7 +11,7 @@ import pytest
 from tests.engine.serving import assert_empty, bits
 from tests.tiny import tiny_model
 from tokenleap import LLM, RequestError, SamplingParams
-from tokenleap.engine import lines
+from tokenleap import llm as module
 from tokenleap.engine.jobs import Job, JobSpec, specs_of
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
@@ -52,7 +52,7 @@ class Bar:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
-    monkeypatch.setattr(lines, "EVERY_SECONDS", 0)
+    monkeypatch.setattr(module, "EVERY_SECONDS", 0)
     Bar.made = []
     return Bar.made
 
@@ -105,7 +105,7 @@ def test_where_it_is_shown(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lines, "AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(module, "AFTER_SECONDS", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     llm.generate(prompts, PARAMS, use_tqdm=use_tqdm)
     written = capsys.readouterr()
@@ -115,17 +115,17 @@ def test_where_it_is_shown(
 
 
 def test_several_outputs_of_one_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_somebody_looks", lambda: True)
+    monkeypatch.setattr(module, "_somebody_looks", lambda: True)
     job = llm.engine.job(JobSpec([1, 2], SamplingParams(n=2)))
-    with lines.progress_of([job], None) as after_step:
+    with module.progress_of([job], None) as after_step:
         assert after_step is not None
-    with lines.progress_of([llm.engine.job(JobSpec([1, 2]))], None) as after_step:
+    with module.progress_of([llm.engine.job(JobSpec([1, 2]))], None) as after_step:
         assert after_step is None
 
 
 def test_short_calls_show_none(llm: LLM, made: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_somebody_looks", lambda: True)
-    monkeypatch.setattr(lines, "AFTER_SECONDS", 1000.0)
+    monkeypatch.setattr(module, "_somebody_looks", lambda: True)
+    monkeypatch.setattr(module, "AFTER_SECONDS", 1000.0)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not even imported
     llm.generate(PROMPTS, PARAMS)
     assert not made
@@ -139,9 +139,9 @@ def test_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         get_ipython = ZMQInteractiveShell
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    assert not lines._somebody_looks()
+    assert not module._somebody_looks()
     monkeypatch.setitem(sys.modules, "IPython", IPython)
-    assert lines._somebody_looks()
+    assert module._somebody_looks()
 
 
 def test_beam_search_takes_it_too(llm: LLM, made: list[Bar]) -> None:
@@ -160,9 +160,9 @@ def test_jobs_that_wait_cost_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
     params = SamplingParams(temperature=0, max_tokens=3)
     jobs = llm.engine.jobs(specs_of([[1, 2]] * 200, params))
-    monkeypatch.setattr(lines, "EVERY_SECONDS", 0)
+    monkeypatch.setattr(module, "EVERY_SECONDS", 0)
     Bar.made = []
-    with lines.progress_of(jobs, Bar) as show:
+    with module.progress_of(jobs, Bar) as show:
         assert show is not None
 
         def after_step(changed: Sequence[Job]) -> None:

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tokenleap.engine.prompts import TextLimit, most_bytes_per_token
 from tokenleap.errors import PromptError
+from tokenleap.serve.text_limit import TextLimit, most_bytes_per_token
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
@@ -112,7 +112,7 @@ def test_a_long_text_is_counted_no_further_than_it_takes(monkeypatch: pytest.Mon
         split.append(text)
         return len(text)
 
-    monkeypatch.setattr("tokenleap.engine.prompts._count", count)
+    monkeypatch.setattr("tokenleap.serve.text_limit._count", count)
     limit = TextLimit(10_000, 1000, wrapped(byte_level()))
     limit.check("7" * 40_000)
     assert not split

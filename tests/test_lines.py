@@ -9,8 +9,8 @@ import pytest
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import LLM, SamplingParams
-from tokenleap.engine.lines import Shape, jobs_of, line_of, records
 from tokenleap.errors import PromptError
+from tokenleap.lines import Shape, jobs_of, line_of, records
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 SOURCE = [20, 21, 22, 23]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tokenleap import TokenleapError
-from tokenleap.engine.worker import Pool
+from tokenleap.async_llm import Pool
 
 
 def test_what_is_submitted_runs_and_errors_reach_who_waits() -> None:

@@ -13,14 +13,10 @@ one prompt, and what belongs to it:
 from __future__ import annotations
 
 import json
-import math
-import sys
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from tokenleap.errors import PromptError, TokenleapError
 
@@ -28,18 +24,15 @@ if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams
     from tokenleap.core.references import References
     from tokenleap.engine.jobs import Job
-    from tokenleap.engine.loaded_llm import LoadedLLM
     from tokenleap.engine.prompts import Prompt
-    from tokenleap.engine.runs import AfterStep
+    from tokenleap.llm import LLM
 
 __all__ = [
     "Line",
     "Shape",
-    "UseTqdm",
     "error_of",
     "jobs_of",
     "line_of",
-    "progress_of",
     "records",
     "settings_of",
     "shaped",
@@ -49,7 +42,7 @@ FORMS = ("prompt", "messages", "prompt_token_ids", "encoder_prompt")
 """The fields that hold a prompt; a line has one of them."""
 
 OF_SOURCE = ("decoder_prompt", "source_language", "target_language")
-"""Further fields for encoder-decoders; see `engine.sources`."""
+"""Further fields for encoder-decoders; see `engine.prompts`."""
 
 _ONLY_SAMPLED = ("top_k", "top_p", "min_p")
 
@@ -92,11 +85,11 @@ class Shape:
     source_language: str | None = None
     target_language: str | None = None
 
-    def of_text(self, llm: LoadedLLM, text: str) -> Prompt:
+    def of_text(self, llm: LLM, text: str) -> Prompt:
         """The prompt with this text."""
         return self._translated(shaped(llm, text, self.chat), {})
 
-    def of_line(self, llm: LoadedLLM, line: Line) -> Prompt:
+    def of_line(self, llm: LLM, line: Line) -> Prompt:
         """The prompt of a line; what is no text for any model is taken as it is."""
         given = shaped(llm, line.prompt, self.chat) if line.form == "prompt" else line.prompt
         translated = self._translated(given, line.of_source)
@@ -112,7 +105,7 @@ class Shape:
         return {"encoder_prompt": given, **more} if more else given
 
 
-def shaped(llm: LoadedLLM, text: str, chat: bool | None = None) -> Prompt:
+def shaped(llm: LLM, text: str, chat: bool | None = None) -> Prompt:
     """A prompt as the first message of a conversation, or as plain text."""
     if chat is None:
         chat = llm.tokenizer is not None and bool(llm.tokenizer.chat_template)
@@ -158,7 +151,7 @@ def line_of(number: int | None, fields: Mapping[str, Any], params: SamplingParam
     return Line(number, form, prompt, own, references, name, prediction, of_source)
 
 
-def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
+def jobs_of(llm: LLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
     """The engine's jobs; nothing is generated yet."""
     from tokenleap.engine.jobs import JobSpec
 
@@ -181,21 +174,16 @@ def jobs_of(llm: LoadedLLM, lines: Sequence[Line], shape: Shape) -> list[Job]:
 
 
 def records(
-    llm: LoadedLLM, lines: Sequence[Line], jobs: Sequence[Job]
+    llm: LLM, lines: Sequence[Line], jobs: Sequence[Job]
 ) -> Generator[dict[str, Any], None, None]:
     """Generate for all lines together; yield each result as soon as those before it are done.
 
     A request that fails has an `error` in its result, and the others go on.
     """
-    left = deque(jobs)
-    try:
-        llm.engine.start(list(left))
-        for line in lines:
-            while not left[0].finished:
-                llm.engine.advance()
-            yield {**line.shown, **_fields(left.popleft())}
-    finally:
-        llm.engine.end(list(left))
+    left, told = deque(jobs), iter(lines)
+    for _ in llm.engine.news(jobs):
+        while left and left[0].finished:
+            yield {**next(told).shown, **_fields(left.popleft())}
 
 
 def error_of(record: Mapping[str, Any]) -> str | None:
@@ -204,7 +192,7 @@ def error_of(record: Mapping[str, Any]) -> str | None:
     return next((str(error) for error in errors if error is not None), None)
 
 
-def settings_of(llm: LoadedLLM) -> dict[str, Any]:
+def settings_of(llm: LLM) -> dict[str, Any]:
     """Settings that all results depend on, as the model runs."""
     shards = llm.tensor_parallel_size
     return {
@@ -265,132 +253,3 @@ _FORM_TEXTS = {
     "messages": "a list of objects with role and content",
     "prompt_token_ids": "a list of whole numbers that is not empty",
 }
-
-
-UseTqdm: TypeAlias = bool | Callable[..., Any] | None
-"""Whether there is a bar, or what makes it (a class with tqdm's interface); see `LLM.generate`."""
-
-AFTER_SECONDS = 1.0
-"""A bar that was not asked for comes so late, so that short calls show none."""
-
-EVERY_SECONDS = 0.1
-"""Between two updates."""
-
-
-@contextmanager
-def progress_of(jobs: Sequence[Job], wanted: UseTqdm) -> Iterator[AfterStep | None]:
-    """Show the progress of jobs on stderr."""
-    if wanted is None:
-        shown = sum(len(job.requests) for job in jobs) > 1 and _somebody_looks()
-    else:
-        shown = wanted is not False and bool(jobs)
-    if not shown:
-        yield None
-        return
-    bar = _Bar(jobs, wanted if callable(wanted) else None, 0 if wanted else AFTER_SECONDS)
-    try:
-        yield bar.update
-    finally:
-        bar.close()
-
-
-@dataclass(frozen=True)
-class _Tally:
-    """Tokens of prompts that have been read, tokens of outputs, and jobs that have ended."""
-
-    read: int = 0
-    written: int = 0
-    done: int = 0
-
-    @staticmethod
-    def of(job: Job) -> _Tally:
-        """Those of one job."""
-        begun = [r for r in job.requests if r.metrics.generated_tokens or r.finished]
-        read = sum(len(request.input_ids) for request in begun)
-        written = sum(request.metrics.generated_tokens for request in begun)
-        return _Tally(read, written, int(job.finished))
-
-    def __add__(self, other: _Tally) -> _Tally:
-        return _Tally(self.read + other.read, self.written + other.written, self.done + other.done)
-
-    def __sub__(self, other: _Tally) -> _Tally:
-        return self + _Tally(-other.read, -other.written, -other.done)
-
-
-class _Bar:
-    """A bar over the jobs of one call.
-
-    Args:
-        make: makes the bar; None takes tqdm's own, for terminals or notebooks.
-    """
-
-    def __init__(self, jobs: Sequence[Job], make: Callable[..., Any] | None, delay: float) -> None:
-        self._total = len(jobs)
-        self._make = make
-        self._bar: Any = None
-        self._changed: dict[int, Job] = {}  # since the last look at them
-        self._known: dict[int, _Tally] = {}  # of each job that has begun
-        self._sum = _Tally()
-        self._done = 0
-        self._began = time.perf_counter()
-        self._next = self._began + delay
-        if not delay:
-            self._bar = self._made()
-
-    def update(self, changed: Sequence[Job]) -> None:
-        """Show where the jobs are, unless that was shown just now."""
-        self._changed.update((id(job), job) for job in changed)
-        if time.perf_counter() >= self._next:
-            self._show()
-            self._next = time.perf_counter() + EVERY_SECONDS
-
-    def close(self) -> None:
-        """Show the end, and leave the bar where it is."""
-        if self._bar is not None:
-            self._show()
-            self._bar.close()
-
-    def _show(self) -> None:
-        if self._bar is None:
-            self._bar = self._made()
-        self._count()
-        self._bar.set_postfix_str(self._speeds(), refresh=False)
-        self._bar.update(self._sum.done - self._done)
-        self._bar.refresh()
-        self._done = self._sum.done
-
-    def _count(self) -> None:
-        """Bring the sum over all jobs up to date; those that have not changed cost nothing."""
-        for key, job in self._changed.items():
-            before, now = self._known.get(key, _Tally()), _Tally.of(job)
-            self._known[key] = now
-            self._sum += now - before
-        self._changed = {}
-
-    def _made(self) -> Any:
-        if self._make is None:
-            from tqdm.auto import tqdm
-
-            self._make = tqdm
-        return self._make(
-            total=self._total,
-            desc="Processed prompts",
-            unit=" prompts",
-            dynamic_ncols=True,
-            mininterval=math.inf,  # drawn by `refresh` alone
-        )
-
-    def _speeds(self) -> str:
-        """Tokens of prompts that have been read, and of outputs, per second."""
-        seconds = max(time.perf_counter() - self._began, 1e-9)
-        read, written = self._sum.read / seconds, self._sum.written / seconds
-        return f"input: {read:.1f} tokens/s, output: {written:.1f} tokens/s"
-
-
-def _somebody_looks() -> bool:
-    """Whether stderr is a terminal, or Python runs in a notebook."""
-    interactive = sys.modules.get("IPython")
-    shell = None if interactive is None else interactive.get_ipython()
-    if type(shell).__name__ == "ZMQInteractiveShell":
-        return True
-    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
