@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.checks import CHECKS, Bench, Explainer, Options, methods_of
-from benchmarks.compare import Comparison, ResultsFile
+from benchmarks.identity import CHECKS, Bench, Explainer, Options, methods_of
+from benchmarks.identity import Comparison, ResultsFile
 from benchmarks.identity import default_methods, named_methods
-from benchmarks.loading import Loaded
+from benchmarks.harness import Loaded
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -18,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -153,14 +154,21 @@ _PATIENCE = 60.0
 class Process:
     """A contestant's process, started and told to load; a context manager.
 
+    Args:
+        source: a folder that has another version of the package; None is this one.
+
     Attributes:
         facts: what it reported once it was loaded, and `load_seconds`, how long that took from the
             start of the process.
     """
 
-    def __init__(self, contestant: Contestant, setting: Setting) -> None:
+    def __init__(
+        self, contestant: Contestant, setting: Setting, source: Path | None = None
+    ) -> None:
         self.label = contestant.label
         environment = {**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))}
+        if source is not None:
+            environment["PYTHONPATH"] = str(source)
         unbound_spinning(environment)  # those of Tokenleap set it again
         self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._began = time.perf_counter()
@@ -175,8 +183,14 @@ class Process:
             start_new_session=True,  # Ctrl-C goes to the parent alone, which closes this process
         )
         self.facts: dict[str, Any] = {}
-        fields = {**asdict(contestant), "config": dict(contestant.config)}
-        self._tell(contestant=fields, setting=asdict(setting))
+        own = {**asdict(contestant), "config": dict(contestant.config)}
+        # Another version may lack fields, which have their defaults then.
+        changed = {
+            each.name: getattr(setting, each.name)
+            for each in fields(setting)
+            if getattr(setting, each.name) != each.default
+        }
+        self._tell(contestant=own, setting=changed)
 
     def wait_until_loaded(self) -> None:
         """Wait, then fill in `facts`."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.compare import (
+from benchmarks.identity import (
     Comparison,
     Difference,
     Generation,
