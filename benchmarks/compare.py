@@ -28,8 +28,8 @@ from benchmarks import BenchmarkError, harness
 from benchmarks.harness import in_turn, machine, one_line_errors, report, table
 from tokenleap.bench.contestants import Contestant, Setting, methods
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.rows import ALL, bootstrap_ratio
 from tokenleap.bench.run import Journal
+from tokenleap.bench.summary import ALL, bootstrap_ratio
 from tokenleap.bench.worker import Process
 
 CODE_PROMPTS = Path(__file__).with_name("code_prompts.jsonl")
@@ -179,7 +179,7 @@ def _table(sample: Sequence[Prompt], calls: Calls) -> str:
 
 
 def _speed(calls: Sequence[Mapping[str, Any]]) -> float:
-    return median(len(call["tokens"]) / call["seconds"] for call in calls)
+    return float(median(len(call["tokens"]) / call["seconds"] for call in calls))
 
 
 def _spread(calls: Calls) -> str:

@@ -40,8 +40,8 @@ from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE, methods
 from tokenleap.bench.own import encode, prompt_limit, random_ids
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.rows import Interval, t_ratio
 from tokenleap.bench.run import Journal, order
+from tokenleap.bench.summary import Interval, t_ratio
 from tokenleap.engine.jobs import JobSpec
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)

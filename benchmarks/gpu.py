@@ -26,7 +26,8 @@ import typer
 from benchmarks import BenchmarkError, harness
 from benchmarks.harness import Loaded, in_turn, llm_for, load, machine, one_line_errors
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.rows import Interval, bootstrap_ratio, geometric_mean
+from tokenleap.bench.report import markdown_table
+from tokenleap.bench.summary import Interval, bootstrap_ratio, geometric_mean
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BASELINE = "none, eager"
@@ -61,7 +62,7 @@ def contestants(
             "controller": "fixed",
         },
     }
-    found = {}
+    found: dict[str, Contestant] = {}
     for way, runtime in RUNTIMES.items():
         if compiled or way != "compiled":
             llm = llm_for(loaded, methods["none"], runtime=runtime, max_num_seqs=most_rows)
@@ -196,7 +197,7 @@ def _table(found: Sequence[Cell], text: Callable[[Cell], str]) -> str:
     places = {(cell.contestant, cell.batch_size): cell for cell in found}
     labels = dict.fromkeys(cell.contestant for cell in found)
     rows = [[label, *(text(places[label, size]) for size in sizes)] for label in labels]
-    return harness.markdown_table(["", *map(str, sizes)], rows)
+    return markdown_table(["", *map(str, sizes)], rows)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from tokenleap.bench.machine import host
 from tokenleap.bench.own import encode, prompt_limit
 from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
 from tokenleap.bench.report import markdown_table
-from tokenleap.bench.rows import Interval, bootstrap_ratio
 from tokenleap.bench.run import Journal, order
+from tokenleap.bench.summary import Interval, bootstrap_ratio
 from tokenleap.models.support import default_device, default_dtype
 
 if TYPE_CHECKING:
@@ -181,12 +181,14 @@ def in_turn(
     warm_up: int = 0,
     doing: str = "items",
     journal: Journal | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> dict[Name, list[list[Found]]]:
     """Run every contestant on every item in every round: findings by contestant, item and round.
 
     All contestants run on an item before the next item comes. Findings of the `warm_up` rounds
     before the first one are left out. With a journal, findings are its records: dicts, marked with
-    `doing`, contestant, item and round, that are not measured again.
+    `doing`, contestant, item (its place, or its number in `numbers`) and round, that are not
+    measured again.
     """
     made: dict[Any, Any] = {_place(r): r for r in journal.records} if journal else {}
     found: dict[Name, list[list[Found]]] = {one: [[] for _ in items] for one in contestants}
@@ -194,7 +196,8 @@ def in_turn(
     with progress_bar() as bar:
         for turn, (index, place) in enumerate(bar.track(turns, description=doing)):
             for one in order(contestants, turn):
-                mark = {"type": doing, "name": str(one), "round": index, "number": place}
+                number = place if numbers is None else numbers[place]
+                mark = {"type": doing, "name": str(one), "round": index, "number": number}
                 value: Any = made.get(_place(mark))
                 if value is None:
                     value = run(one, items[place])

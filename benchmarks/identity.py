@@ -31,6 +31,7 @@ from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.bench.contestants import BASELINE, Contestant, methods
 from tokenleap.bench.own import drafts_a_tree, encode, prompt_limit
 from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.report import markdown_table
 from tokenleap.bench.run import Journal
 from tokenleap.drafters.registry import METHODS
 from tokenleap.models.support import default_device
@@ -377,7 +378,7 @@ def summary(comparisons: Iterable[Comparison]) -> str:
         [name, *(_share([c for c in members if c.kind == k]) for k in kinds), _share(members)]
         for name, members in sorted(groups.items())
     ]
-    return harness.markdown_table(["check: method", *kinds, "all"], rows)
+    return markdown_table(["check: method", *kinds, "all"], rows)
 
 
 def _share(comparisons: Sequence[Comparison]) -> str:

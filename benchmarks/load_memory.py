@@ -24,6 +24,7 @@ import typer
 from benchmarks import BenchmarkError, harness
 from benchmarks.harness import json_object, machine, one_line_errors, report, timed
 from tokenleap import LLM, SpeculativeConfig
+from tokenleap.bench.report import markdown_table
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -60,7 +61,7 @@ def main(
     rows = [_row("imports", "", before), _row("LLM", f"{seconds:.1f}", memory())]
     header = ["after", "seconds", "resident, MB", "of files", "peak"]
     facts = {**machine(llm.device, llm.dtype), "runtime": llm.runtime}
-    print(report("load_memory", facts, harness.markdown_table(header, rows)))
+    print(report("load_memory", facts, markdown_table(header, rows)))
 
 
 def memory() -> Memory:

@@ -25,6 +25,7 @@ from benchmarks import BenchmarkError, harness
 from benchmarks.harness import machine, one_line_errors, report
 from tokenleap import LLM, SamplingParams, models
 from tokenleap.bench.machine import peak_bytes, weight_bytes
+from tokenleap.bench.report import markdown_table
 from tokenleap.drafters.base import with_method
 
 PLAIN: dict[str, Any] = {"method": "none"}
@@ -156,7 +157,7 @@ def main(
     cases = [Case(model, each, size, *rest) for size in batch for each in _configs(config or ())]
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         peaks = dict(zip(cases, pool.map(measure, cases), strict=True))
-    found = harness.markdown_table(*table(peaks))
+    found = markdown_table(*table(peaks))
     print(report("memory", machine("cpu"), found, "In MB."))
 
 

@@ -33,12 +33,12 @@ from benchmarks.harness import (
     flat,
     in_turn,
     machine,
-    markdown_table,
     message,
     one_line_errors,
     report,
     speeds_over,
 )
+from tokenleap.bench.report import markdown_table
 from tokenleap.core.params import SamplingParams
 from tokenleap.llm import LLM
 from tokenleap.outputs import RequestOutput

@@ -28,6 +28,7 @@ from benchmarks import BenchmarkError, harness
 from benchmarks.harness import llm_for, load, machine, one_line_errors, progress_bar, report
 from tokenleap import LLM
 from tokenleap.bench.contestants import BASELINE
+from tokenleap.bench.report import markdown_table
 from tokenleap.core.tree import chain
 from tokenleap.models.convert import GgufWeights
 from tokenleap.models.gguf import GgufFile
@@ -90,7 +91,7 @@ def main(
     facts = {**machine(pair.llm.device, pair.quantized.dtype), "quantization": quantization}
     rows = [(kind, *each.cells()) for kind, each in shifts.items()]
     header = ("text", "positions", "mean KL (nats)", "same most probable token")
-    print(report("quantization", facts, harness.markdown_table(header, rows)))
+    print(report("quantization", facts, markdown_table(header, rows)))
 
 
 @dataclass(frozen=True)

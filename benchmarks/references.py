@@ -30,7 +30,7 @@ from benchmarks.harness import (
     table,
     timed,
 )
-from tokenleap.bench.rows import Interval
+from tokenleap.bench.summary import Interval
 from tokenleap.core.params import SamplingParams
 from tokenleap.engine.prompts import QUOTING
 from tokenleap.llm import LLM

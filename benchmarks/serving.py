@@ -45,7 +45,8 @@ import typer
 from benchmarks import BenchmarkError, harness
 from benchmarks.harness import in_turn, machine, one_line_errors, report
 from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
-from tokenleap.bench.rows import t_ratio
+from tokenleap.bench.report import markdown_table
+from tokenleap.bench.summary import t_ratio
 
 SPECULATION, NONE, LLAMA, REPLICAS = "tokenleap", "none", "llama.cpp", "replicas"
 DEFAULTS = (SPECULATION, NONE, LLAMA)
@@ -212,7 +213,7 @@ def _table(
         )
     header = ["server", "first p50", "p95", "per token p50", "p95", "tokens/s", "goodput"]
     header += [f"speed over {other}" for other in _others(chosen)]
-    return harness.markdown_table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _others(chosen: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ import typer
 from benchmarks import BenchmarkError, harness
 from benchmarks.harness import in_turn, load, machine, one_line_errors, report, table, timed
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.rows import Interval, bootstrap_ratio
+from tokenleap.bench.summary import Interval, bootstrap_ratio
 from tokenleap.control import Budget, Fixed
 from tokenleap.core.acceptance import rule_class
 from tokenleap.core.tree import Draft, TokenTree, chain

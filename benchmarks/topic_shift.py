@@ -34,7 +34,6 @@ from benchmarks.harness import (
     timed,
 )
 from tokenleap import LLM, RequestOutput, SamplingParams
-from tokenleap.core.config import Config
 from tokenleap.drafters.online import OnlineReport
 from tokenleap.training.checkpoints import Panel, save_panels, save_table
 
@@ -136,7 +135,7 @@ def main(
 
 def measure(
     llm: LLM,
-    as_trained: Config | dict[str, Any],
+    as_trained: dict[str, Any],
     phases: Sequence[tuple[str, Sequence[str]]],
     params: SamplingParams,
     part: int,

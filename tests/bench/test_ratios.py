@@ -8,8 +8,8 @@ from math import exp
 
 import pytest
 
-from tokenleap.bench.rows import Interval, bootstrap_ratio, geometric_mean, t_ratio
 from tokenleap.bench.run import order
+from tokenleap.bench.summary import Interval, bootstrap_ratio, geometric_mean, t_ratio
 
 
 def test_the_geometric_mean_of_twice_and_half_is_one() -> None:

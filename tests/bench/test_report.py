@@ -12,8 +12,7 @@ import pytest
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
 from tokenleap.bench import report
 from tokenleap.bench.report import ACCEPTANCE, html, markdown
-from tokenleap.bench.rows import Footprint
-from tokenleap.bench.summary import Results
+from tokenleap.bench.summary import Footprint, Results
 
 PLOTS = [
     "Speed-up by kind of prompt",

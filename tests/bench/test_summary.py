@@ -17,8 +17,7 @@ from tests.bench.records import (
     request,
 )
 from tokenleap.bench.contestants import BASELINE, OWN, Contestant
-from tokenleap.bench.rows import Footprint, Start
-from tokenleap.bench.summary import Results
+from tokenleap.bench.summary import Footprint, Results, Start
 
 
 def results(*requests: dict[str, Any]) -> Results:

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.identity import CHECKS, Bench, Explainer, Options, methods_of
-from benchmarks.identity import Comparison, ResultsFile
-from benchmarks.identity import default_methods, named_methods
 from benchmarks.harness import Loaded
+from benchmarks.identity import (
+    CHECKS,
+    Bench,
+    Comparison,
+    Explainer,
+    Options,
+    ResultsFile,
+    default_methods,
+    methods_of,
+    named_methods,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -30,8 +30,8 @@ from benchmarks import contract
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap import LLM
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.rows import Interval, t_ratio
 from tokenleap.bench.run import Journal
+from tokenleap.bench.summary import Interval, t_ratio
 from tokenleap.errors import TokenleapError
 
 CELLS = [Cell(1, "qa"), Cell(4, "qa"), Cell(4, "rag")]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks import BenchmarkError, gpu
 from tests.tiny import tiny_model, tiny_tokenizer
-from tokenleap.bench.rows import Interval
+from tokenleap.bench.summary import Interval
 
 app = typer.Typer()
 app.command()(main)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment
 
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.rows import ALL, CONTROL, Interval, Row
-from tokenleap.bench.summary import Results
+from tokenleap.bench.summary import ALL, CONTROL, Interval, Results, Row
 from tokenleap.runtime.choices import TORCH_RUNTIMES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tokenleap.bench.contestants import BASELINE, OWN, Contestant, Setting
 from tokenleap.bench.machine import host, open_meter
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.rows import CONTROL, bleu_metric, scipy_stats, unjudged
+from tokenleap.bench.summary import CONTROL, bleu_metric, facts_of, scipy_stats, unjudged
 from tokenleap.bench.worker import Process
 from tokenleap.core.files import parsed_json
 from tokenleap.errors import TokenleapError
@@ -112,12 +112,6 @@ class Plan:
             "control": self.control,
             **host(),
         }
-
-
-def facts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Facts that the contestants reported when loaded, by label; the last report counts."""
-    found = [record for record in records if record["type"] == "contestant"]
-    return {record["label"]: record["facts"] for record in found}
 
 
 def pending(plan: Plan, journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> list[Job]:

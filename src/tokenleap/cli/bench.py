@@ -103,7 +103,7 @@ class BenchEngine(EngineOptions):
 
 @dataclass(frozen=True)
 class Emissions:
-    """How measured energy is turned into emissions; see `bench.rows.Footprint`."""
+    """How measured energy is turned into emissions; see `bench.summary.Footprint`."""
 
     pue: Annotated[
         float,
@@ -210,9 +210,8 @@ def bench(
     """
     plan = _plan(prompts, contenders, target, engine, amount)
     journal = _journal(plan, output, resume=resume)
-    from tokenleap.bench.rows import Footprint
     from tokenleap.bench.run import run
-    from tokenleap.bench.summary import Results
+    from tokenleap.bench.summary import Footprint, Results
 
     with counting(quiet=json_output) as show:
         run(plan, journal, show)
