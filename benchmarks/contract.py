@@ -121,7 +121,6 @@ def main(
 def _cells(
     sample: Sequence[Prompt], sizes: Sequence[int], wanted: Sequence[str] | None
 ) -> list[Cell]:
-    """Every batch size with every wanted kind of text; by default all kinds."""
     kinds = [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]
     for name in wanted or ():
         if name not in kinds:
@@ -417,7 +416,6 @@ class Run:
         self._step_seconds += time.perf_counter() - began
 
     def close(self) -> None:
-        """Abort the requests that are still running."""
         self._engine.end(self._jobs[: self._started])
 
 
@@ -449,7 +447,6 @@ def run_round(llms: Mapping[str, LLM], texts: Texts, cell: Cell, index: int) -> 
 
 
 def _differ(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two outputs differ as far as both go."""
     return any(a != b for a, b in zip(one, other, strict=False))
 
 

@@ -34,7 +34,7 @@ from tokenleap import LLM, TokenleapError, models
 from tokenleap.bench.machine import host
 from tokenleap.bench.own import encode, prompt_limit
 from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
-from tokenleap.bench.report import markdown_table
+from tokenleap.bench.report import markdown_table, rows_of
 from tokenleap.bench.run import Journal, order
 from tokenleap.bench.summary import Interval, bootstrap_ratio
 from tokenleap.models.support import default_device, default_dtype
@@ -272,6 +272,4 @@ def report(program: str, facts: Mapping[str, Any], *parts: str) -> str:
 
 def table(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
     """A Markdown table whose columns say how to make a cell of a row."""
-    return markdown_table(
-        list(columns), [[str(cell(row)) for cell in columns.values()] for row in rows]
-    )
+    return markdown_table(list(columns), rows_of(rows, columns))

@@ -246,7 +246,6 @@ def tables_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> 
 
 @app.command("all")
 def all_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> None:
-    """Everything, one part after the other."""
     parts: tuple[Callable[..., None], ...] = (
         *(data_command, target_command, drafters_command),
         *(measure_command, tables_command),
@@ -429,8 +428,6 @@ _SUMS = ("tokens", "passes", "drafts", "accepted", "draft_seconds", "verify_seco
 
 @dataclass(frozen=True)
 class Score:
-    """Of translations, by sacreBLEU's defaults."""
-
     bleu: float
     chrf: float
 
@@ -509,7 +506,6 @@ class Results:
         return ratio_of_sums(self.seconds(base), self.seconds(name))
 
     def single_speedups(self, name: str, base: str) -> list[float]:
-        """The same, of each sentence."""
         pairs = zip(self.seconds(base), self.seconds(name), strict=True)
         return [below / own for below, own in pairs]
 
@@ -517,11 +513,9 @@ class Results:
         return score(self.texts(name), [self._references[number] for number in self.numbers])
 
     def relative_score(self, name: str, base: str) -> Score:
-        """Against what another contestant has written."""
         return score(self.texts(name), self.texts(base))
 
     def same(self, name: str, base: str) -> float:
-        """Share of the sentences for which both have the same text."""
         pairs = zip(self.texts(name), self.texts(base), strict=True)
         return sum(one == other for one, other in pairs) / len(self.numbers)
 
@@ -576,7 +570,6 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         rows = [dict(zip(self.header, row, strict=True)) for row in self.rows]
         return {"title": self.title, "rows": rows}
 

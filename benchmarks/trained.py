@@ -123,7 +123,6 @@ class _Lines:
 
     @contextmanager
     def stage(self, doing: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """A part of the work; only its beginning is shown."""
         self.say(doing)
         yield lambda count, remark: None
 

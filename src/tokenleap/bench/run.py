@@ -21,9 +21,6 @@ from tokenleap.bench.worker import Process
 from tokenleap.core.files import parsed_json
 from tokenleap.errors import TokenleapError
 
-__all__ = ["FORMAT", "Job", "Journal", "Plan", "Unit", "check_installed", "order", "pending", "run"]
-
-
 FORMAT = "tokenleap-bench-1"
 
 WARM_UP_TOKENS = 16
@@ -49,15 +46,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Job:
-    """One call of one contestant in one round."""
-
     label: str
     unit: Unit
     round: int
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identifies the call."""
         return self.label, self.unit.id, self.round
 
 
@@ -87,13 +81,11 @@ class Plan:
         return alone + self.control_units() + batches
 
     def _unit(self, name: str, kind: str, prompts: tuple[Prompt, ...]) -> Unit:
-        """Prompts at the temperature of the setting."""
         temperature = self.setting.temperature
         seeds = [prompt.seed + index for index, prompt in enumerate(prompts)]
         return Unit(name, kind, prompts, temperature, tuple(seeds) if temperature else ())
 
     def control_units(self) -> list[Unit]:
-        """The prompts of random tokens."""
         prompts = [Prompt(f"random {seed}", CONTROL, "") for seed in range(self.control)]
         return [
             Unit(one.id, CONTROL, (one,), CONTROL_TEMPERATURE, (seed,))
@@ -144,7 +136,6 @@ def check_installed() -> None:
 
 
 def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -> None:
-    """Make the calls that are missing."""
     if _complete(plan, journal):
         return
     with ExitStack() as stack:
@@ -168,8 +159,6 @@ def _complete(plan: Plan, journal: Journal) -> bool:
 
 
 class _Session:
-    """A run with its processes and its journal."""
-
     def __init__(
         self,
         plan: Plan,

@@ -94,8 +94,6 @@ class Footprint:
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """Energy of all calls of one contestant, as Xia et al. (2023) compute it."""
-
     label: str
     joules: float
     watts: float
@@ -212,7 +210,6 @@ class Results:
         ]
 
     def ratios(self, label: str, kind: str | None = None) -> list[float]:
-        """Tokens/s over the baseline's, of every prompt."""
         return [
             self._speed(label, unit) / self._speed(BASELINE.label, unit)
             for unit in self.units(label, kind)
@@ -220,7 +217,6 @@ class Results:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """All kinds together, then each, of every contestant."""
         kinds: list[str | None] = [None, *(self.kinds if len(self.kinds) > 1 else ())]
         return [
             self._row(label, kind)
@@ -262,14 +258,12 @@ class Results:
         return points
 
     def starts(self) -> list[Start]:
-        """How long every contestant took to load, and to the first token of a prompt."""
         return [
             Start(label, self.facts[label].get("load_seconds"), self._first_token_seconds(label))
             for label in self.labels
         ]
 
     def memory(self) -> list[Memory]:
-        """Peak memory of every contestant, and its parts."""
         records = [r for r in self._records if r["type"] == "memory"]
         peaks = {
             label: max((r["peak_bytes"] for r in records if r["label"] == label), default=0)
@@ -292,12 +286,10 @@ class Results:
         ]
 
     def steps(self) -> list[Steps]:
-        """Tokens and times of the steps of every contestant that counts them."""
         found = [steps(label, self._all_calls(label)) for label in self.labels]
         return [one for one in found if one is not None]
 
     def energy(self) -> list[EnergyUse]:
-        """Energy and emissions of every contestant; empty without an energy counter."""
         found = [energy_use(label, self._all_calls(label), self.footprint) for label in self.labels]
         return [one for one in found if one is not None]
 
@@ -330,7 +322,6 @@ class Results:
         return float(median(several)) if several else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "baseline": BASELINE.label,
             "contestants": {label: self.facts[label] for label in self.labels},
@@ -481,7 +472,6 @@ def facts_of(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def tokens(call: Record) -> int:
-    """Generated tokens of all prompts of a call."""
     return sum(len(output["token_ids"]) for output in call["outputs"])
 
 
@@ -625,7 +615,6 @@ def t_ratio(ratios: Sequence[float], level: float) -> Interval:
 
 
 def bleu_metric() -> Any:
-    """BLEU of sacreBLEU with its defaults."""
     try:
         return importlib.import_module("sacrebleu.metrics").BLEU()
     except ImportError as error:

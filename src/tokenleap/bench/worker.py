@@ -30,8 +30,6 @@ from tokenleap.runtime.cores import unbound_spinning
 if TYPE_CHECKING:
     from tokenleap.bench.own import OwnRunner
 
-__all__ = ["Process", "Worker", "serve"]
-
 
 class Worker:
     """A loaded contestant; its public methods are the commands."""
@@ -82,18 +80,15 @@ class Worker:
         return self._own.judge(prompt, token_ids)
 
     def forget(self) -> None:
-        """Forget earlier outputs; peers keep none."""
         if self._own is not None:
             self._own.forget()
 
     def stream(self, size: int) -> float:
-        """Seconds to stream this many bytes."""
         from tokenleap.bench.own import stream_seconds
 
         return stream_seconds(size, self._runner.device)
 
     def memory(self) -> dict[str, int]:
-        """Peak bytes so far."""
         from tokenleap.bench.machine import peak_bytes
 
         return {"peak_bytes": peak_bytes(self._runner.device)}
@@ -119,7 +114,6 @@ def serve(lines: TextIO, answers: TextIO) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of an error's message, or the error's name."""
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
 
@@ -193,7 +187,6 @@ class Process:
         self._tell(contestant=own, setting=changed)
 
     def wait_until_loaded(self) -> None:
-        """Wait, then fill in `facts`."""
         self.facts = self._answer()
         self.facts["load_seconds"] = time.perf_counter() - self._began
 
@@ -218,15 +211,12 @@ class Process:
         return dict(self._ask(command="judge", prompt=prompt, token_ids=token_ids))
 
     def forget(self) -> None:
-        """Make its drafter forget earlier outputs."""
         self._ask(command="forget")
 
     def stream(self, size: int) -> float:
-        """Seconds to stream this many bytes once."""
         return float(self._ask(command="stream", size=size))
 
     def memory(self) -> dict[str, int]:
-        """Peak bytes so far."""
         return dict(self._ask(command="memory"))
 
     def _ask(self, **request: Any) -> Any:
