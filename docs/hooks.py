@@ -15,8 +15,11 @@ from mkdocs.structure.files import File, Files
 from tokenleap.control import CONTROLLERS
 from tokenleap.core.acceptance import RULES, AcceptanceRule
 from tokenleap.core.config import Config
+from tokenleap.drafters.online import OnlineOptions
 from tokenleap.drafters.registry import METHODS
 from tokenleap.drafters.spec import DrafterSpec
+from tokenleap.training.methods import TRAINING_METHODS
+from tokenleap.training.settings import TrainingSettings
 
 PAGE = "reference/options.md"
 
@@ -25,8 +28,12 @@ INTRODUCTION = """# Options
 This page is generated from the classes that check the options. [Methods](../methods.md) says what
 each method is for. A method's options are fields of `speculative_config`, next to those that
 [all methods have](parameters.md). The options of a rule or a controller are given with its name:
-`"acceptance": {"rule": "lenient", "lenience": 0.3}`.
+`"acceptance": {"rule": "lenient", "lenience": 0.3}`. Options of [training](../training.md) are
+`--set NAME=VALUE`, with JSON values.
 """
+
+ONLINE = "Fields of a method's `online`. [What it does](../training.md#learning-while-serving)."
+SETTINGS = "Some methods [have no use for some of them](../training.md#options), and refuse these."
 
 LIMITS = {
     "ge": "at least",
@@ -46,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def options_page() -> str:
-    """The options of all methods, acceptance rules and controllers, as Markdown."""
+    """The options of methods, acceptance rules, controllers and trainings, as Markdown."""
     parts = [INTRODUCTION, "## Methods\n"]
     parts += [_section(name, _method(name, spec), spec.options) for name, spec in METHODS.items()]
     parts.append("## Acceptance rules\n")
@@ -55,6 +62,12 @@ def options_page() -> str:
     parts += [
         _section(name, _sentence(controller.summary), controller.Options)
         for name, controller in CONTROLLERS.items()
+    ]
+    parts += ["## Learning while serving\n", _section("online", ONLINE, OnlineOptions)]
+    parts += ["## Training\n", _section("all methods", SETTINGS, TrainingSettings)]
+    parts += [
+        _section(f"train {name}", _sentence(method.summary), method.Options)
+        for name, method in TRAINING_METHODS.items()
     ]
     return "\n".join(parts)
 

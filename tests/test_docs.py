@@ -21,7 +21,10 @@ from tokenleap.cli import app
 from tokenleap.control import CONTROLLERS
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.config import Config
+from tokenleap.drafters.online import OnlineOptions
 from tokenleap.drafters.registry import METHODS
+from tokenleap.training.methods import TRAINING_METHODS
+from tokenleap.training.settings import TrainingSettings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -204,13 +207,16 @@ OPTIONS: dict[str, type[Config]] = {
     **{name: spec.options for name, spec in METHODS.items()},
     **{name: rule.Options for name, rule in RULES.items()},
     **{name: controller.Options for name, controller in CONTROLLERS.items()},
+    "online": OnlineOptions,
+    "all methods": TrainingSettings,
+    **{f"train {name}": method.Options for name, method in TRAINING_METHODS.items()},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_page_of_options_has_every_option_with_its_meaning(name: str) -> None:
-    sections = dict(re.findall(r"^### (\w+)$(.*?)(?=^##|\Z)", hooks.options_page(), re.S | re.M))
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|[^|]*\| \w.*\.", sections[name], re.M)
+    sections = dict(re.findall(r"^### ([\w ]+)$(.*?)(?=^##|\Z)", hooks.options_page(), re.S | re.M))
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|[^|]*\| [\w`].*\.", sections[name], re.M)
     assert sorted(rows) == sorted(OPTIONS[name].field_names())
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.core.test_detokenizer import TOKENIZER
 from tests.tiny import tiny_model
 from tokenleap import LLM, CompletionOutput, SamplingParams
-from tokenleap.outputs import shortened
+from tokenleap.core.shown import shortened
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 

@@ -27,7 +27,8 @@ from tokenleap.drafters.blocks import (
 from tokenleap.drafters.spec_drafter import load_spec_drafter
 from tokenleap.request import Request
 from tokenleap.runtime.choose import network_for
-from tokenleap.runtime.network import GrowthLimit, GrowthPlan
+from tokenleap.runtime.growth_plan import GrowthPlan
+from tokenleap.runtime.network import GrowthLimit
 from tokenleap.runtime.target import Target
 
 DEPTH, SIZE, WIDTH = 4, 12, 8

@@ -21,7 +21,7 @@ from tokenleap.engine import strategies as strategies_module
 from tokenleap.errors import CompatibilityError, RequestError
 from tokenleap.runtime import kv_slab as slab_module
 from tokenleap.runtime.attention import KEY_BLOCK
-from tokenleap.runtime.costs import measure_costs
+from tokenleap.runtime.profiling import measure_costs
 from tokenleap.runtime.target import Target
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "controller": "fixed"}

@@ -96,7 +96,7 @@ def test_trees(
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS, ids=["float32", "bfloat16", "int4"])
 def test_every_width(dtype: torch.dtype, quantization: str | None, head_dim: int) -> None:
-    """As in `test_bits.py`: kernels cut rows into blocks of 6, 12, 16 or 32."""
+    """As in `test_bits.py`: kernels cut rows into blocks of 4, 6, 12, 16 or 32."""
     model = tiny_model(dtype=dtype, head_dim=head_dim, max_position_embeddings=2 * KEY_BLOCK)
     target = Target(model, quantization=quantization)
     assert target.network.name == "native"

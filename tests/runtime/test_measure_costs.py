@@ -9,8 +9,8 @@ import pytest
 from tests.measurements import USUAL, measure_with
 from tests.tiny import tiny_model
 from tokenleap.core.tree import TokenTree
-from tokenleap.runtime.costs import SIZES, measure_costs
 from tokenleap.runtime.network import PassOutput
+from tokenleap.runtime.profiling import SIZES, measure_costs
 from tokenleap.runtime.target import Target
 
 

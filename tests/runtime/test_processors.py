@@ -43,8 +43,28 @@ def compiler() -> str:
     return found
 
 
+def processor_flags() -> set[str]:
+    """What Linux says that an x86-64 processor has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+
+
 def test_this_processor(tmp_path: Path) -> None:
     sums(str(made(compiler(), tmp_path, "-march=native")))
+
+
+def test_avx2_has_the_bits_of_the_portable_code(tmp_path: Path) -> None:
+    if not {"avx2", "fma", "f16c"} <= processor_flags():
+        pytest.skip("this processor has no AVX2")
+    flags = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c")
+    found, portable = (
+        sums(str(made(compiler(), tmp_path, *flags, *more)))
+        for more in ((), ("-DTOKENLEAP_PORTABLE",))
+    )
+    assert found == portable
 
 
 def test_aarch64_has_the_bits_of_the_portable_code(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -342,18 +340,6 @@ def test_a_failure_ends_learning_and_nothing_else() -> None:
 
 
 # Wrong use
-
-
-def test_the_manual_has_every_option_and_its_default() -> None:
-    text = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
-    rows = re.search(r"\| option of `online` .*\n\|---.*\n((?:\|.*\n)+)", text)
-    assert rows is not None
-    table = re.findall(r"^\| `(\w+)` \| (\S+) \| \S", rows[1], re.MULTILINE)
-    defaults = {name: field.default for name, field in OnlineOptions.model_fields.items()}
-    assert dict(table) == {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in defaults.items()
-    }
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from tokenleap.outputs import COLOURS
+from tokenleap.core.shown import COLOURS
 from tokenleap.runtime.choices import TORCH_RUNTIMES
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from tokenleap.core.tree import TokenTree
 from tokenleap.drafters.model_drafter import ModelDrafter
 from tokenleap.drafters.models import OwnModel
 from tokenleap.request import Request
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.network import (
     CHAIN_CANDIDATES,
     MOST_ADDED,
     ChainingNetwork,
     GrownTree,
     GrowthLimit,
-    GrowthPlan,
     PassOutput,
 )
 

@@ -17,7 +17,8 @@ from tokenleap.core.noise import Noise
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.shapes import Node, Shape
 from tokenleap.request import Request
-from tokenleap.runtime.network import GrownTree, GrowthDraw
+from tokenleap.runtime.growth_plan import GrowthDraw
+from tokenleap.runtime.network import GrownTree
 
 __all__ = [
     "Drawn",

@@ -39,7 +39,8 @@ from tokenleap.drafters.growth import (
 from tokenleap.drafters.shapes import Node, Shape, TreeOptions
 from tokenleap.errors import RequestError
 from tokenleap.request import Request
-from tokenleap.runtime.network import GrownTree, GrowthDraw, GrowthLimit, GrowthPlan, PassOutput
+from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
+from tokenleap.runtime.network import GrownTree, GrowthLimit, PassOutput
 from tokenleap.runtime.target import Target
 
 __all__ = ["GrowingScorer", "ModelDrafter", "Scorer", "TargetScorer"]

@@ -34,12 +34,12 @@ from tokenleap.drafters.options import (
 )
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.network import (
     LOGITS,
     ContinuingNetwork,
     GrownTree,
     GrowthLimit,
-    GrowthPlan,
     Need,
     Network,
     PassOutput,

@@ -19,7 +19,7 @@ from tokenleap.core.files import read_json
 from tokenleap.core.params import GREEDY_BELOW
 from tokenleap.drafters.base import DrafterOptions
 from tokenleap.errors import TokenleapError
-from tokenleap.runtime.network import GrowthPlan
+from tokenleap.runtime.growth_plan import GrowthPlan
 
 if TYPE_CHECKING:
     from tokenleap.control import Budget

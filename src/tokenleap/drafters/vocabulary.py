@@ -33,7 +33,8 @@ from tokenleap.drafters.models import OwnModel, resized
 from tokenleap.drafters.shapes import Chain, TreeOptions
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request
-from tokenleap.runtime.network import GrowthLimit, GrowthPlan, PassOutput
+from tokenleap.runtime.growth_plan import GrowthPlan
+from tokenleap.runtime.network import GrowthLimit, PassOutput
 from tokenleap.runtime.target import Target
 
 __all__ = [

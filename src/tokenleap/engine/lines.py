@@ -22,8 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tokenleap.engine.jobs import Job
-from tokenleap.engine.runs import AfterStep
 from tokenleap.errors import PromptError, TokenleapError
 
 if TYPE_CHECKING:
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from tokenleap.engine.jobs import Job
     from tokenleap.engine.loaded_llm import LoadedLLM
     from tokenleap.engine.prompts import Prompt
+    from tokenleap.engine.runs import AfterStep
 
 __all__ = [
     "Line",

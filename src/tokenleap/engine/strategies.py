@@ -32,10 +32,11 @@ from tokenleap.engine.scheduler import KVBudget
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.models.resolver import packed_name
 from tokenleap.runtime.choices import DRAFTING, OWN
-from tokenleap.runtime.costs import CostCurve, measure_costs
+from tokenleap.runtime.costs import CostCurve
 from tokenleap.runtime.cpu import check_quantization
 from tokenleap.runtime.kv_slab import SlabFull, is_out_of_memory
 from tokenleap.runtime.packed import PackedModel, open_packed
+from tokenleap.runtime.profiling import measure_costs
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Strategy
 

@@ -17,20 +17,13 @@ attributes an error to the coefficient that is less certain.
 
 from __future__ import annotations
 
-import statistics
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import mean
 
-import torch
-
-from tokenleap.core import clock
 from tokenleap.core.peers import ALONE, Peers
-from tokenleap.core.tree import chain
-from tokenleap.runtime.passes import INTERNAL_KEY
-from tokenleap.runtime.target import Target
 
-__all__ = ["CostCurve", "measure_costs"]
+__all__ = ["CostCurve"]
 
 _DRIFT, _NOISE = 0.01, 0.04
 """Relative standard deviations: of a coefficient's change from pass to pass; of one measurement."""
@@ -175,80 +168,3 @@ def _drifted(variance: float, value: float) -> float:
 def _doubled(variance: float, value: float) -> float:
     """The variance after two errors that were clipped on the same side."""
     return 2 * variance if variance < value**2 else variance
-
-
-SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
-"""Nodes of the passes over one row. The native kernels read a weight once for up to 6 or 12 nodes,
-so costs rise steeply above these numbers."""
-
-ROWS = (4, 16)
-"""Rows of the passes over several rows, with one node each."""
-
-CONTEXT = 128
-"""Committed tokens of each row."""
-
-ROUNDS = 5
-MAX_SECONDS = 2.0
-"""No pass is started after this time, unless its size was not timed yet."""
-
-
-@torch.inference_mode()
-def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
-    """Time passes of several sizes; the curve takes the median of each size over a few rounds.
-
-    Each round times all sizes in turn, because a shared machine may be twice as fast in the next
-    second. A small model takes half a second. For a large one, sizes that do not fit into
-    `MAX_SECONDS` are left out: the curve extrapolates to them and is corrected in use.
-    """
-    keys = [INTERNAL_KEY - row for row in range(max(ROWS))]
-    others = target.num_rows
-    target.add(keys[0])
-    try:
-        target.prefill(keys[0], [0] * min(CONTEXT, target.max_model_len // 2))
-        cached = target.cached(keys[0])
-        sizes = [(1, size) for size in SIZES if size < target.max_model_len - cached]
-        for rows in ROWS:
-            if rows <= most_rows and target.has_room(others + rows, cached + 1):
-                for key in keys[1:rows]:
-                    if key not in target:
-                        target.fork(keys[0], key)
-                sizes.append((rows, rows))
-        seconds = _seconds(target, keys, sizes)
-    finally:
-        for key in keys:
-            if key in target:
-                target.remove(key)
-        target.shrink()
-    return CostCurve(seconds, target.peers)
-
-
-def _seconds(
-    target: Target, keys: Sequence[int], sizes: Sequence[tuple[int, int]]
-) -> dict[tuple[int, int], float]:
-    """Median seconds by (rows, nodes), of the sizes that half of `MAX_SECONDS` could warm up."""
-    times: dict[tuple[int, int], list[float]] = {}
-
-    def now() -> float:
-        return target.peers.agreed(clock.now())
-
-    began = now()
-
-    def run(rows: int, nodes: int) -> float:
-        start = now()
-        target.verify(keys[:rows], [chain([0] * (nodes // rows))] * rows)
-        return now() - start
-
-    for size in sizes:
-        if not times or now() - began < MAX_SECONDS / 2:
-            run(*size)
-            times[size] = []
-    for _ in range(ROUNDS):
-        before = 0
-        for size, taken in times.items():
-            if taken and now() - began >= MAX_SECONDS:
-                continue
-            if size[0] != before:  # the first pass over other rows is slower
-                run(size[0], size[0])
-                before = size[0]
-            taken.append(run(*size))
-    return {size: statistics.median(taken) for size, taken in times.items()}

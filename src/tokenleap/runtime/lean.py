@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tokenleap.runtime.attention import attend_grouped, grouped_mask
-from tokenleap.runtime.inputs import PassInputs, Window, look_up, resized
+from tokenleap.runtime.inputs import PassInputs, look_up, resized
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import (
+    DecoderLayer,
     DecoderWeights,
     JointInput,
     LayerWeights,
@@ -69,19 +70,10 @@ class DenseLinear:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """One decoder layer: the fields of `LayerWeights`, and which sublayers run."""
+class _Layer(DecoderLayer[Linear, Linear]):
+    """One decoder layer, and which sublayers run."""
 
-    index: int
-    attention_norm: Tensor | None
-    qkv: Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: Linear
-    mlp_norm: Tensor | None
-    gate_up: Linear
-    down: Linear
-    window: Window | None
+    index: int = 0
     attends: bool = True
     computes: bool = True
 
@@ -245,19 +237,10 @@ class LeanDecoder:
 
 
 def _layer(index: int, weights: LayerWeights, linear: type[LinearLayer]) -> _Layer:
-    def of(part: LinearWeights) -> Linear:
+    def of(part: Any) -> Any:
+        if not isinstance(part, LinearWeights):
+            return part
         # `forward` itself, because `nn.Module.__call__` would add overhead four times a layer.
         return linear(part.weight, part.bias).forward
 
-    return _Layer(
-        index=index,
-        attention_norm=weights.attention_norm,
-        qkv=of(weights.qkv),
-        query_norm=weights.query_norm,
-        key_norm=weights.key_norm,
-        output=of(weights.output),
-        mlp_norm=weights.mlp_norm,
-        gate_up=of(weights.gate_up),
-        down=of(weights.down),
-        window=weights.window,
-    )
+    return _Layer(index=index, **{name: of(part) for name, part in vars(weights).items()})

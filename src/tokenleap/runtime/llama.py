@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from tokenleap.runtime.inputs import Window, layer_windows
 __all__ = [
     "ARCHITECTURES",
     "FAMILIES",
+    "LAYER_NORMS",
     "Activation",
+    "DecoderLayer",
     "DecoderWeights",
     "Family",
     "JointInput",
@@ -111,14 +113,28 @@ class Family:
     caps_scores: bool = False
 
     @property
-    def qkv(self) -> tuple[str, ...]:
-        """The names of the attention's linear layers, without the output."""
-        return ("qkv_proj",) if self.merged else ("q_proj", "k_proj", "v_proj")
+    def linear_modules(self) -> dict[str, tuple[str, ...]]:
+        """Field of `DecoderLayer` -> the modules below a layer that it merges."""
+        qkv = ("qkv_proj",) if self.merged else ("q_proj", "k_proj", "v_proj")
+        gate_up = ("gate_up_proj",) if self.merged else ("gate_proj", "up_proj")
+        return {
+            "qkv": tuple(f"self_attn.{name}" for name in qkv),
+            "output": ("self_attn.o_proj",),
+            "gate_up": tuple(f"mlp.{name}" for name in gate_up),
+            "down": ("mlp.down_proj",),
+        }
 
     @property
-    def gate_up(self) -> tuple[str, ...]:
-        """The names of the MLP's linear layers, without the output."""
-        return ("gate_up_proj",) if self.merged else ("gate_proj", "up_proj")
+    def norm_modules(self) -> dict[str, str | None]:
+        """Field of `DecoderLayer` -> the norm below a layer; layers may lack it."""
+        return {
+            "attention_norm": self.norms.attention,
+            "query_norm": "self_attn.q_norm",
+            "key_norm": "self_attn.k_norm",
+            "mlp_norm": self.norms.mlp,
+            "attention_after": self.norms.attention_after,
+            "mlp_after": self.norms.mlp_after,
+        }
 
     def norm(self, weight: Tensor) -> Tensor:
         """The factor of a norm, from its weight; float32 unless it is the weight itself."""
@@ -242,34 +258,50 @@ class LinearWeights:
         return cls(weight, torch.cat(biases).detach())
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """The weights of one decoder layer.
+Linear = TypeVar("Linear")
+Merged = TypeVar("Merged")
 
-    E is the hidden size, H the number of query heads, G that of key heads, D the width of a head,
-    and I the intermediate size.
+
+@dataclass(frozen=True)
+class DecoderLayer(Generic[Linear, Merged]):
+    """The parts of one decoder layer, in one of several forms.
+
+    A new part is a field here, a row of `linear_modules` or `norm_modules`, and a field of `Layer`
+    in native/pass.h with the code that reads it. E is the hidden size, H the number of query heads,
+    G that of key heads, D the width of a head, and I the intermediate size.
 
     Args:
+        qkv: E -> (H + 2 G) D; linear layers with the same input are merged.
+        output: H D -> E.
+        gate_up: E -> 2 I.
+        down: I -> E.
         attention_norm: [E], or None if the attention reads the residual stream as it is.
         query_norm: [D], or None if the architecture does not normalise heads; [H D] if it does so
             with all of them at once (`Traits.whole_norms`).
         key_norm: as `query_norm`; [G D] for all of them.
         mlp_norm: [E], or None as for the attention.
         attention_after: [E] of a norm of what the attention adds to the residual stream, or None.
+        mlp_after: [E] of a norm of what the MLP adds, or None.
     """
 
-    attention_norm: Tensor | None
-    qkv: LinearWeights
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: LinearWeights
-    mlp_norm: Tensor | None
-    gate_up: LinearWeights
-    down: LinearWeights
+    qkv: Merged
+    output: Linear
+    gate_up: Merged
+    down: Linear
+    attention_norm: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
     attention_after: Tensor | None = None
     mlp_after: Tensor | None = None
     window: Window | None = None
     rotates: bool = True
+
+
+LayerWeights: TypeAlias = DecoderLayer[LinearWeights, LinearWeights]
+
+LAYER_NORMS = tuple(Family().norm_modules)
+"""The fields of `DecoderLayer` that are norms."""
 
 
 @dataclass(frozen=True)
@@ -364,27 +396,16 @@ class LlamaWeights:
 
     def layer(self, index: int) -> LayerWeights:
         """The weights of a layer; the merged ones are new copies."""
-        layer, family, norms = self._layers[index], self.family, self.family.norms
-        attention, mlp = layer.self_attn, layer.mlp
-        return LayerWeights(
-            attention_norm=self._norm(layer, norms.attention),
-            qkv=LinearWeights.of(*(getattr(attention, name) for name in family.qkv)),
-            query_norm=self._norm(attention, "q_norm"),
-            key_norm=self._norm(attention, "k_norm"),
-            output=LinearWeights.of(attention.o_proj),
-            mlp_norm=self._norm(layer, norms.mlp),
-            gate_up=LinearWeights.of(*(getattr(mlp, name) for name in family.gate_up)),
-            down=LinearWeights.of(mlp.down_proj),
-            attention_after=self._norm(layer, norms.attention_after),
-            mlp_after=self._norm(layer, norms.mlp_after),
-            window=self.windows[index],
-            rotates=self.rotates[index],
-        )
-
-    def _norm(self, module: Any, name: str | None) -> Tensor | None:
-        """The factor of a norm; None if the module has none of this name."""
-        norm = None if name is None else getattr(module, name, None)
-        return None if norm is None else self.family.norm(norm.weight.detach())
+        layer, family = self._layers[index], self.family
+        modules = dict(layer.named_modules())
+        parts: dict[str, Any] = {
+            field: LinearWeights.of(*(modules[name] for name in names))
+            for field, names in family.linear_modules.items()
+        }
+        for field, name in family.norm_modules.items():
+            norm = modules.get(name)
+            parts[field] = None if norm is None else family.norm(norm.weight.detach())
+        return LayerWeights(**parts, window=self.windows[index], rotates=self.rotates[index])
 
 
 class Rotary:

@@ -438,20 +438,15 @@ class GgufPacker:
         return "; ".join(f"{kind} {' and '.join(sorted(how))}" for kind, how in self._runs.items())
 
     def _layer(self, prefix: str) -> PackedLayer:
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        family, norms = self._family, self._family.norms
-        return PackedLayer(
-            attention_norm=self._norm(prefix, norms.attention),
-            qkv=self._parts(*(f"{attention}{name}" for name in family.qkv)),
-            query_norm=self._norm(attention, "q_norm"),
-            key_norm=self._norm(attention, "k_norm"),
-            output=self._alone(f"{attention}o_proj"),
-            mlp_norm=self._norm(prefix, norms.mlp),
-            gate_up=self._gate_up(*(f"{mlp}{name}" for name in family.gate_up)),
-            down=self._alone(f"{mlp}down_proj"),
-            attention_after=self._norm(prefix, norms.attention_after),
-            mlp_after=self._norm(prefix, norms.mlp_after),
-        )
+        merge = {"qkv": self._parts, "gate_up": self._gate_up}
+        parts: dict[str, Any] = {
+            field: merge.get(field, self._alone)(*(f"{prefix}{name}" for name in names))
+            for field, names in self._family.linear_modules.items()
+        }
+        for field, name in self._family.norm_modules.items():
+            weight = None if name is None else self._found(f"{prefix}{name}.weight")
+            parts[field] = None if weight is None else self._family.norm(weight)
+        return PackedLayer(**parts)
 
     def _write_rest(self) -> None:
         dtype = self._module.dtype
@@ -542,11 +537,6 @@ class GgufPacker:
 
     def _read(self, name: str) -> Tensor:
         return self._source.read(name, torch.float32)
-
-    def _norm(self, prefix: str, name: str | None) -> Tensor | None:
-        """The factor of a norm; None if the model has none of this name."""
-        weight = None if name is None else self._found(f"{prefix}{name}.weight")
-        return None if weight is None else self._family.norm(weight)
 
     def _found(self, name: str) -> Tensor | None:
         return self._read(name) if name in self._source.shapes else None

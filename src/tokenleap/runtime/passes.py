@@ -20,6 +20,7 @@ from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
 from tokenleap.runtime.kv_slab import KVBlock, KVSlab
 from tokenleap.runtime.network import (
@@ -27,7 +28,6 @@ from tokenleap.runtime.network import (
     GrowingNetwork,
     GrownTree,
     GrowthLimit,
-    GrowthPlan,
     Need,
     Network,
     PassOutput,

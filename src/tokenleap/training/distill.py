@@ -159,9 +159,13 @@ class DraftModelTrainingOptions(Config):
         start: `scratch` for random weights, `target` for the target's first `num_layers` layers
             with its embedding, final norm and output rows, or a folder or alias of a model with the
             target's tokenizer.
-        hidden_size: of a model from scratch; None means half of the target's.
+        hidden_size: of a model from scratch; None means half of the target's, in multiples of
+            64.
+        num_layers: decoder layers, from `scratch` or of the `target`; None means an eighth of the
+            target's.
         num_heads: of a model from scratch; None means heads of the target's size.
         intermediate_size: of a model from scratch; None keeps the target's proportion.
+        loss: of the drafter's distribution against the target's (docs/training.md).
     """
 
     start: Annotated[str, MinLen(1)] = SCRATCH
@@ -192,6 +196,7 @@ class DistillTrainingOptions(DraftModelTrainingOptions):
             model writes (`on_policy`), some of both (`mixed`), or those in the user's files
             (`fixed`).
         on_policy_share: of `mixed`: the share of the conversations that the draft model answers.
+        refresh_every: of `on_policy` and `mixed`: steps after which the draft model writes again.
     """
 
     answers: Literal["teacher", "on_policy", "mixed", "fixed"] = "teacher"

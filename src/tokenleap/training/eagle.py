@@ -85,6 +85,7 @@ class DraftOptions(Config):
     Args:
         draft_vocab_size: most tokens that the head can draft: those that the target writes most
             often. None means all.
+        loss: of the drafter's distribution against the target's (docs/training.md).
     """
 
     draft_vocab_size: Annotated[int, Ge(1)] | None = 8192
@@ -148,6 +149,9 @@ class FusedOptions(DraftOptions, NoiseOptions):
     Args:
         layers: ids of the target's layers whose inputs are fused; None means a low, a middle and a
             high one: 2, L // 2 and L - 3.
+        qk_norm: whether queries and keys are normalised, as in Qwen3.
+        fc_norm: whether each fused hidden state is normalised (EAGLE-3.1).
+        intermediate_size: of the MLPs; None means the target's.
     """
 
     layers: Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)] | None = None
@@ -378,7 +382,10 @@ class Eagle1TrainingOptions(DraftOptions):
     Args:
         noise: width of the uniform noise on features, of texts of 512 tokens. It is wider in
             shorter ones, in proportion.
+        feature_weight: of the smooth L1 loss between the predicted feature and the target's.
+        token_weight: of the loss of tokens.
         fc_bias: whether the layer that joins token and feature has a bias.
+        intermediate_size: of the MLP; None means the target's.
     """
 
     draft_vocab_size: Annotated[int, Ge(1)] | None = None
@@ -501,6 +508,8 @@ class ParallelTrainingOptions(FusedOptions):
     """Options of `tokenleap train parallel`, besides those of fused states.
 
     Args:
+        depths: most tokens of a draft.
+        num_layers: decoder layers of the head.
         keep: share of the drafts from which a level is learnt, relative to the level before.
         least_kept: least share of the drafts from which a level is learnt.
         mask_token_id: the token whose embedding masks have; None means the padding or the end

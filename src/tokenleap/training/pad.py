@@ -244,9 +244,11 @@ class PadTrainingOptions(Config):
     """Options of `tokenleap train pad`.
 
     Args:
-        pad_token_id: the padding token; None takes the mask or padding token, or a special token
-            without another use.
+        pad_token_id: the padding token; None takes the mask or padding token unless it ends
+            texts, or else the last special token without another use.
+        num_pads: most tokens of a draft.
         draft_weight: weight of the losses after padding, relative to the copy's own.
+        loss: of the drafter's distribution against the target's (docs/training.md).
     """
 
     pad_token_id: Annotated[int, Ge(0)] | None = None
@@ -359,7 +361,12 @@ class PassTrainee(Trainee):
 
 
 class PassTrainingOptions(Config):
-    """Options of `tokenleap train pass`."""
+    """Options of `tokenleap train pass`.
+
+    Args:
+        num_tokens: look-ahead embeddings, and most tokens of a draft.
+        loss: of the drafter's distribution against the target's (docs/training.md).
+    """
 
     num_tokens: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
     loss: LossName = "kl"

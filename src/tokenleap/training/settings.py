@@ -41,20 +41,39 @@ class TrainingSettings(Config):
     """How any drafter is trained.
 
     Args:
+        epochs: passes over the data.
         max_steps: steps of the optimizer, in place of `epochs`; None means that those decide.
+            `spec_drafter` takes 300,000 times its `size`.
         batch_tokens: most tokens of a batch, padding included, on each device.
+        accumulation: batches per step of the optimizer; 4 for `spec_drafter`.
         max_length: most tokens of a conversation; the rest is cut off.
+        levels: levels of a draft that are learnt; 1 for `eagle1`.
         first_level_share: share of the steps in which only the first level is learnt. It costs a
             third of three levels, and the others learn fast once it is good.
         decay: weight of a level's loss, relative to the level before.
-        optimizer: of the matrices: Muon, or AdamW. All other weights have AdamW.
+        optimizer: of the matrices: Muon, or AdamW. All other weights have AdamW,
+            embeddings and output rows too.
+        betas: of AdamW; 0.9 and 0.999 for `spec_drafter`.
+        learning_rate: of the matrices; 0.0002 for `early_exit` and `pad`, 0.0005 for
+            `spec_drafter`.
+        vector_learning_rate: of all other weights; 0.0001 for `early_exit` and `pad`, 0.003 for
+            `pass`, 0.0005 for `spec_drafter`.
+        weight_decay: of the matrices.
         schedule: how the learning rates fall after they have risen: as a `cosine` to 0, or as one
-            over the square root of the step.
+            over the square root of the step, as for `spec_drafter`.
         warmup: share of the steps in which the learning rates rise.
         warmup_steps: the number of these steps, in place of `warmup`; None means that decides.
+            `spec_drafter` takes 10,000 times its `size`.
+        max_grad_norm: gradients are clipped to this norm; 5 for `spec_drafter`.
+        evaluate_every: steps between two evaluations, and between two checkpoints; 1,000 times
+            `size`, and at least 100, for `spec_drafter`.
         average: the weights after the last so many evaluations are averaged at the end, and are
-            the drafter if it is better; 1 means that nothing is averaged.
-        patience: training stops after so many evaluations without a better drafter; 0 means never.
+            the drafter if it is better; 1 means that nothing is averaged. 10 for
+            `spec_drafter`.
+        patience: training stops after so many evaluations without a better drafter; 0 means never,
+            as for `spec_drafter`.
+        mixed_precision: of the matrix products: `bf16`, `no`, or on a GPU `fp16`.
+        seed: of weights, noise and the order of the data.
     """
 
     epochs: Annotated[FiniteFloat, Gt(0)] = 3.0

@@ -215,6 +215,8 @@ class SpecDrafterTrainingOptions(Config):
 
     Args:
         num_masks: k, the tokens of a block: most tokens of a draft.
+        shape: layers of the drafter, for a target with E encoder and D decoder layers: `full` is
+            2E + 2, `balanced` E + 1 and D + 1, `small` E + 2.
         encoder: `own`, or the `target`'s: then the drafter is a decoder alone, as wide as the
             target's, and reads what the target's encoder has made of the source.
         size: scales the number of steps. Below 0.25, it halves the widths of a drafter with an
@@ -223,6 +225,8 @@ class SpecDrafterTrainingOptions(Config):
             decoder layers.
         answers: who writes what is learnt: the target `greedy` or by `beam` search of width 5, or
             the user (`fixed`).
+        dropout: of its layers.
+        label_smoothing: share of the loss that all tokens have alike.
         fewer_masks: whether blocks of 1 to `num_masks` masks are learnt; the number is
             drawn for each batch, short ones more often. Then short drafts take fewer masks, and
             less time.

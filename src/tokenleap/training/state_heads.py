@@ -87,7 +87,11 @@ def head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> 
 
 
 class HeadOptions(DraftOptions):
-    """Options of all heads without attention; `num_heads` is the most tokens of a draft."""
+    """Options of all heads without attention.
+
+    Args:
+        num_heads: most tokens of a draft.
+    """
 
     num_heads: Annotated[int, Ge(1), Le(32)] = 4
 
@@ -163,7 +167,11 @@ class StateTraining(TrainingMethod):
 
 
 class _LayeredOptions(StateTrainingOptions):
-    """See `StateTrainingOptions`; `num_layers` is the number of blocks of each head."""
+    """Options of `tokenleap train medusa` and `hydra`, besides those of all such heads.
+
+    Args:
+        num_layers: blocks of each head.
+    """
 
     num_layers: Annotated[int, Ge(1)] = 1
 
@@ -187,7 +195,11 @@ class HydraTraining(StateTraining):
 
 
 class _InnerOptions(StateTrainingOptions):
-    """See `StateTrainingOptions`; `inner_size` is the width of each head's hidden layer."""
+    """Options of `tokenleap train blockwise`, besides those of all such heads.
+
+    Args:
+        inner_size: width of each head's hidden layer.
+    """
 
     inner_size: Annotated[int, Ge(1)] = 1024
 
@@ -202,7 +214,11 @@ class BlockwiseTraining(StateTraining):
 
 
 class _MlpOptions(StateTrainingOptions):
-    """See `StateTrainingOptions`; `tie_weights` shares the weights of all depths."""
+    """Options of `tokenleap train mlp_speculator`, besides those of all such heads.
+
+    Args:
+        tie_weights: whether all depths share their weights.
+    """
 
     tie_weights: bool = True
 

@@ -270,11 +270,15 @@ class EarlyExitTrainingOptions(Config):
     Args:
         exit_layer: layers that will draft; None means half of them, as in method `early_exit`.
             Training is the same for all of them.
-        max_dropout: how often the last layer is left out; earlier ones less often.
+        max_dropout: how often the last layer is left out; earlier ones less often,
+            exponentially.
         dropout_growth: whether dropout stays as it is (`constant`) or grows with the steps, for a
             model from scratch (`exponential`).
+        exit_scale: weight of the exits, relative to the last layer.
         exits: those that a step learns: every `rotation`-th layer, another one each time
             (`rotational`), or more and more from the last one down (`gradual`).
+        rotation: of `rotational` exits; None means a quarter of the layers.
+        loss: of the drafter's distribution against the target's (docs/training.md).
     """
 
     exit_layer: Annotated[int, Ge(1)] | None = None
@@ -473,7 +477,11 @@ class _BlockwiseTrainee(TunedTrainee):
 
 
 class TunedOptions(HeadOptions):
-    """See `HeadOptions`; `target_learning_rate` is that of the target's copy."""
+    """Options of heads that are trained together with a copy of the target.
+
+    Args:
+        target_learning_rate: of the copy of the target, with AdamW.
+    """
 
     target_learning_rate: Annotated[FiniteFloat, Gt(0)] = 1e-4
 
@@ -521,9 +529,10 @@ class _TunedTraining(StateTraining):
 
 
 class TunedMedusaOptions(TunedOptions):
-    """See `TunedOptions`.
+    """Options of `tokenleap train medusa_2`, besides those of all such heads.
 
     Args:
+        num_layers: blocks of each head.
         draft_weight: weight of the heads' losses, relative to the copy's own.
         heads_first: share of the steps in which only the heads learn.
     """
@@ -544,7 +553,11 @@ class TunedMedusaTraining(_TunedTraining):
 
 
 class TunedBlockwiseOptions(TunedOptions):
-    """See `TunedOptions`; `inner_size` is the width of each head's hidden layer."""
+    """Options of `tokenleap train blockwise_tuned`, besides those of all such heads.
+
+    Args:
+        inner_size: width of each head's hidden layer.
+    """
 
     inner_size: Annotated[int, Ge(1)] = 1024
 

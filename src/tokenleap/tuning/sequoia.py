@@ -37,7 +37,8 @@ from tokenleap.drafters.registry import METHODS
 from tokenleap.drafters.shapes import TreeOptions, closed
 from tokenleap.errors import ConfigError
 from tokenleap.llm import LLM, Prompt
-from tokenleap.runtime.costs import CostCurve, measure_costs
+from tokenleap.runtime.costs import CostCurve
+from tokenleap.runtime.profiling import measure_costs
 from tokenleap.trace import StepTrace
 
 if TYPE_CHECKING:

@@ -421,7 +421,7 @@ class Typical(AcceptanceRule):
 
 
 class TopBeta(AcceptanceRule):
-    """Spec-Verification: keep tokens near the target's best ones, with SpecDec's defaults: lossy."""
+    """Spec-Verification: keep tokens near the target's best ones, as SpecDec does: lossy."""
 
     class Options(BlockOptions):
         """Options of `top_beta`, besides those of `BlockOptions`.

@@ -36,6 +36,7 @@ from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 from tokenleap.runtime.choose import head_network
 from tokenleap.runtime.cpu import linear_layer
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.lean import DenseLinear, LinearLayer
 from tokenleap.runtime.llama import (
     JointInput,
@@ -46,7 +47,7 @@ from tokenleap.runtime.llama import (
     Traits,
 )
 from tokenleap.runtime.native.network import NativeDecoder, NativeFusion
-from tokenleap.runtime.network import GrownTree, GrowthLimit, GrowthPlan, Need, Network, PassOutput
+from tokenleap.runtime.network import GrownTree, GrowthLimit, Need, Network, PassOutput
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 

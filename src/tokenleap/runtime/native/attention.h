@@ -57,6 +57,28 @@ struct Bf16Cache : Bf16Words {
     }
 };
 
+#ifdef TOKENLEAP_AVX2
+// 8 rows of 8 words -> 8 columns.
+inline void transpose_eight(const uint32_t* const* rows, int offset, u32x8 (&columns)[8]) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = load<__m256i>(rows[i] + offset);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        columns[i] = (u32x8)_mm256_permute2x128_si256(a[i], a[i + 4], 0x20);
+        columns[i + 4] = (u32x8)_mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
+    }
+}
+#endif
+
 // 16 rows of 16 words -> 16 columns.
 inline void transpose(const uint32_t* const (&rows)[LANES], int offset, u32x16* columns) {
 #ifdef TOKENLEAP_AVX512
@@ -84,6 +106,13 @@ inline void transpose(const uint32_t* const (&rows)[LANES], int offset, u32x16* 
         columns[i + 4] = (u32x16)_mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
         columns[i + 12] = (u32x16)_mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
     }
+#elif defined(TOKENLEAP_AVX2)
+    for (int j = 0; j < LANES; j += 8) {
+        u32x8 low[8], high[8];
+        transpose_eight(rows, offset + j, low);
+        transpose_eight(rows + 8, offset + j, high);
+        for (int i = 0; i < 8; i++) columns[j + i] = {low[i], high[i]};
+    }
 #else
     for (int j = 0; j < LANES; j++)
         for (int i = 0; i < LANES; i++) columns[j][i] = rows[i][offset + j];
@@ -98,7 +127,8 @@ struct Attention {
     static constexpr int CHUNK = 32;                 // ranks whose values tiles add at once
     static constexpr int WORDS = D / Cache::PER_WORD;
     static constexpr int PARTS = D / LANES;
-    static constexpr int AT_ONCE = PARTS <= 4 ? 6 : 24 / PARTS;  // queries whose sums fit into registers
+    static constexpr int SLICE = SUMS < 24 ? 2 : PARTS;                    // vectors of values that are added together
+    static constexpr int AT_ONCE = std::min(6, SUMS / SLICE);              // queries whose sums fit into registers
     static constexpr int STEP = Cache::PER_WORD;
     static constexpr int BLOCK = (D <= 64 ? 64 : D <= 128 ? 32 : 16) * STEP;  // ranks; their keys take 16 KB at most
 
@@ -198,8 +228,9 @@ private:
     // Scores: what they say of a slot that a query does not see is ignored.
     void score(int rank, int end, int first, int last) {
         int i = 0, both = std::min(end, shared) - rank;
-        for (; i + LANES < both; i += 2 * LANES) score<2>(columns + i / LANES, i, first, first, last);
-        if (i < both) score<1>(columns + i / LANES, i, first, first, last);
+        if (SUMS >= 24 || last - first < 3)
+            for (; i + LANES < both; i += 2 * LANES) score<2>(columns + i / LANES, i, first, first, last);
+        for (; i < both; i += LANES) score<1>(columns + i / LANES, i, first, first, last);
         if (chains) return;
         for (int q = first, next; q < last; q = next) {
             for (next = q + 1; next < last && sights[next].sees_as(sights[q]);) next++;
@@ -223,8 +254,8 @@ private:
         }
         for (int q = first; q < last;) {
             int left = last - q;
-            if (left >= 6) q += score<VECTORS, 6>(keys, place, base, q);
-            else if (left >= 3) q += score<VECTORS, 3>(keys, place, base, q);
+            if (left >= 6 && 12 * VECTORS <= SUMS) q += score<VECTORS, 6>(keys, place, base, q);
+            else if (left >= 3 && 6 * VECTORS <= SUMS) q += score<VECTORS, 3>(keys, place, base, q);
             else q += score<VECTORS, 1>(keys, place, base, q);
         }
     }
@@ -232,7 +263,9 @@ private:
     // Every score is the sum of two: of the even words' products, and of the odd ones'.
     template <int VECTORS, int Q>
     int score(const u32x16 (*keys)[WORDS], int place, int base, int first) {
-        f32x16 even[Q][VECTORS] = {}, odd[Q][VECTORS] = {};
+        f32x16 even[Q][VECTORS], odd[Q][VECTORS];
+        clear(even);
+        clear(odd);
         for (int word = 0; word < WORDS; word += 2)
 #pragma GCC unroll 6
             for (int q = 0; q < Q; q++) {
@@ -243,7 +276,9 @@ private:
                     odd[q][v] = Cache::dot(odd[q][v], keys[v][word + 1], query[word + 1]);
                 }
             }
+#pragma GCC unroll 6
         for (int q = 0; q < Q; q++)
+#pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++)
                 store(scores[first - base + q] + place + v * LANES, (even[q][v] + odd[q][v]) * scaling);
         return Q;
@@ -345,37 +380,47 @@ private:
         return Q;
     }
 
-    // Words of values, times their weights. What is used most often stays in registers.
+    // Words of values, times their weights: a slice of their dimensions at a time.
     template <int Q, class Values>
     inline void add(int base, int first, int count_words, Values values_of) {
-        f32x16 sums[Q][PARTS];
+        for (int part = 0; part < PARTS; part += SLICE) add_slice<Q>(base, first, count_words, part, values_of);
+    }
+
+    // What is used most often stays in registers.
+    template <int Q, class Values>
+    inline void add_slice(int base, int first, int count_words, int begin, Values values_of) {
+        f32x16 sums[Q][SLICE];
+#pragma GCC unroll 6
         for (int q = 0; q < Q; q++)
-            for (int part = 0; part < PARTS; part++) sums[q][part] = load<f32x16>(out[first + q] + part * LANES);
+#pragma GCC unroll 16
+            for (int part = 0; part < SLICE; part++) sums[q][part] = load<f32x16>(out[first + q] + (begin + part) * LANES);
         for (int word = 0; word < count_words; word++) {
-            if constexpr (Q >= PARTS) {
-                u32x16 x[PARTS];
+            if constexpr (Q >= SLICE) {
+                u32x16 x[SLICE];
 #pragma GCC unroll 8
-                for (int part = 0; part < PARTS; part++) x[part] = values_of(word, part * LANES);
+                for (int part = 0; part < SLICE; part++) x[part] = values_of(word, (begin + part) * LANES);
 #pragma GCC unroll 6
                 for (int q = 0; q < Q; q++) {
                     uint32_t w = weight(first - base + q, word);
 #pragma GCC unroll 8
-                    for (int part = 0; part < PARTS; part++) sums[q][part] = Cache::dot(sums[q][part], x[part], w);
+                    for (int part = 0; part < SLICE; part++) sums[q][part] = Cache::dot(sums[q][part], x[part], w);
                 }
             } else {
                 uint32_t w[Q];
 #pragma GCC unroll 6
                 for (int q = 0; q < Q; q++) w[q] = weight(first - base + q, word);
 #pragma GCC unroll 8
-                for (int part = 0; part < PARTS; part++) {
-                    u32x16 x = values_of(word, part * LANES);
+                for (int part = 0; part < SLICE; part++) {
+                    u32x16 x = values_of(word, (begin + part) * LANES);
 #pragma GCC unroll 6
                     for (int q = 0; q < Q; q++) sums[q][part] = Cache::dot(sums[q][part], x, w[q]);
                 }
             }
         }
+#pragma GCC unroll 6
         for (int q = 0; q < Q; q++)
-            for (int part = 0; part < PARTS; part++) store(out[first + q] + part * LANES, sums[q][part]);
+#pragma GCC unroll 16
+            for (int part = 0; part < SLICE; part++) store(out[first + q] + (begin + part) * LANES, sums[q][part]);
     }
 
     // The block's other ranks that a query sees.

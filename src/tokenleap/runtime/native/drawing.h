@@ -56,8 +56,8 @@ inline f32x16 gumbel(const int64_t* bits) {
     f32x16 exponent, fraction;
     split(u, exponent, fraction);
     i32x16 near = rest < 0.25f;
-    fraction = near ? -rest : fraction;
-    exponent = near ? splat(0.0f) : exponent;
+    fraction = select(near, -rest, fraction);
+    exponent = select(near, splat(0.0f), exponent);
     return -log(-log_of(exponent, fraction));
 }
 
@@ -79,7 +79,7 @@ public:
         do {  // each time, less is left of what top_p excludes
             best.order(vocabulary, std::max(width + 1, rivals), [&](long i) {
                 f32x16 scaled = some(i);
-                return (scaled >= floor) & (scaled > cut) ? scaled + load<f32x16>(noise + i) : splat(NONE);
+                return select((scaled >= floor) & (scaled > cut), scaled + load<f32x16>(noise + i), splat(NONE));
             });
             if ((!rough && is_close(best, width)) || is_near_least(best)) return false;
         } while (draw.top_p < 1 && excludes(best, rivals, floor, draw.top_p, cut));
@@ -158,7 +158,7 @@ private:
             f32x16 mass = {};
             for (long i = 0; draw.top_p < 1 && i < vocabulary_; i += LANES) {
                 f32x16 x = some(i), off = x - least_;
-                mass += (off < doubt_) & (off > -doubt_) ? exp(x - top_) : splat(0.0f);
+                mass += select((off < doubt_) & (off > -doubt_), exp(x - top_), splat(0.0f));
             }
             unsure_ = sum(mass);
         }
@@ -174,10 +174,10 @@ private:
     int in_nucleus(float scaled, float floor, float top_p) const {
         f32x16 above = {}, equal = {}, kept = {};
         for (long i = 0; i < vocabulary_; i += LANES) {
-            f32x16 x = some(i), mass = x >= floor ? exp(x - top_) : splat(0.0f);
+            f32x16 x = some(i), mass = select(x >= floor, exp(x - top_), splat(0.0f));
             kept += mass;
-            above += x > scaled ? mass : splat(0.0f);
-            equal += x == scaled ? mass : splat(0.0f);
+            above += select(x > scaled, mass, splat(0.0f));
+            equal += select(x == scaled, mass, splat(0.0f));
         }
         float others = std::max(0.0f, sum(equal) - std::exp(scaled - top_)), all = sum(kept), doubt = 1e-4f * all + unsure_;
         if (sum(above) == 0 && others < doubt) return 1;

@@ -33,6 +33,8 @@ inline size_t k_panel_bytes(int bits, int inputs) {
 inline i32x16 widen_unsigned(const uint8_t* from) {
 #ifdef TOKENLEAP_AVX512
     return (i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(TOKENLEAP_AVX2)
+    return eights<i32x8>([&](int i) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + i))); });
 #else
     using u8x16 = uint8_t __attribute__((vector_size(16)));
     return __builtin_convertvector(load<u8x16>(from), i32x16);
@@ -42,13 +44,15 @@ inline i32x16 widen_unsigned(const uint8_t* from) {
 inline i32x16 widen_signed(const uint8_t* from) {
 #ifdef TOKENLEAP_AVX512
     return (i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(TOKENLEAP_AVX2)
+    return eights<i32x8>([&](int i) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + i))); });
 #else
     using i8x16 = int8_t __attribute__((vector_size(16)));
     return __builtin_convertvector(load<i8x16>(from), i32x16);
 #endif
 }
 
-inline f32x16 widen_byte(const uint8_t* from) { return __builtin_convertvector(widen_unsigned(from), f32x16); }
+inline f32x16 widen_byte(const uint8_t* from) { return to_float(widen_unsigned(from)); }
 
 // Put what Q6K adds to an input row, whose group of 32 bytes is there already.
 inline void put_halves(uint8_t* row, int inputs, int offset) {
@@ -61,15 +65,81 @@ inline void put_halves(uint8_t* row, int inputs, int offset) {
     }
 }
 
-// q of four inputs of sixteen outputs; INT4 and INT5 have the same bits.
+// Kernels take sums of V vectors of outputs, of M rows each. All their loops are unrolled, else GCC would keep sums in
+// memory.
+
+// Of a panel's two vectors, those that are computed together, so that their sums stay in registers.
+template <int M>
+constexpr int PANEL_VECTORS = 2 * M <= SUMS ? 2 : 1;
+
+template <class Vector, int V, int M>
+inline void clear(Vector (&sums)[V][M]) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++)
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) sums[v][m] = Vector{};
+}
+
+template <int V, int M>
+inline void put(const f32x16 (&sums)[V][M], float* out) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++)
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) store(out + m * 32 + v * LANES, sums[v][m]);
+}
+
+// Begin sums with a number of each row.
+template <int V, int M>
+inline void begin(const uint8_t* numbers, size_t stride, i32x16 (&sums)[V][M]) {
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++)
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) sums[v][m] = splat(*(const int32_t*)(numbers + m * stride));
+}
+
+// q of four inputs of sixteen outputs; INT4, INT5 and INT8 have the same bits.
 template <int BITS>
-inline u32x16 unpack(const uint8_t* group, int quad, int v) {
-    const uint32_t* words = (const uint32_t*)group + v * LANES;
-    const uint32_t* more = words + 4 * 32;
+inline u32x16 unpack(const uint8_t* group, int quad) {
+    const uint32_t *words = (const uint32_t*)group, *more = words + 4 * 32;
+    if constexpr (BITS == 8) return load<u32x16>(words + quad * 32);
     u32x16 q = (load<u32x16>(words + quad % 4 * 32) >> (quad < 4 ? 0 : 4)) & 0x0f0f0f0fu;
     if constexpr (BITS == 5) q |= ((load<u32x16>(more) >> quad) & 0x01010101u) << 4;
     if constexpr (BITS == 6) q |= ((load<u32x16>(more + quad % 2 * 32) >> (quad / 2 * 2)) & 0x03030303u) << 4;
     return q;
+}
+
+// Add to sums the products of quads FIRST to LAST - 1 of a group, times the same of M rows.
+template <int BITS, int FIRST, int LAST, int V, int M>
+inline void add_quads(const uint8_t* group, const uint8_t* rows, size_t stride, i32x16 (&products)[V][M]) {
+#pragma GCC unroll 8
+    for (int quad = FIRST; quad < LAST; quad++) {
+        u32x16 w[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) w[v] = unpack<BITS>(group + v * 64, quad);
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) {
+            uint32_t x = ((const uint32_t*)(rows + m * stride))[quad];
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) products[v][m] = dot4<BITS>(products[v][m], w[v], x);
+        }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++)
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) products[v][m] = total<BITS>(products[v][m]);
+}
+
+// Add to sums the products of a group, times the scales of its weights and of rows. With LEAST, add the rows' own sums
+// of a group, `sums_at` bytes after their scales, times the least numbers of the weights.
+template <bool LEAST, int M>
+inline void add_scaled(const i32x16 (&products)[M], f32x16 d, f32x16 least, const uint8_t* scales, size_t stride,
+                       size_t sums_at, f32x16 (&sums)[M]) {
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++) {
+        const uint8_t* x = scales + m * stride;
+        sums[m] = fma(d * to_float(products[m]), splat(*(const float*)x), sums[m]);
+        if constexpr (LEAST) sums[m] = fma(least, splat(*(const float*)(x + sums_at)), sums[m]);
+    }
 }
 
 template <int BITS>
@@ -78,81 +148,60 @@ struct BlockKernel {
 
     template <int M, class Prefetch>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2] = {};
+        constexpr int V = PANEL_VECTORS<M>;
+        f32x16 sums[2][M];
+        clear(sums);
         int groups = inputs / 32;
+        const uint8_t* row_halves = rows + inputs + 3 * groups * sizeof(float);
         const uint8_t* blocks = panel + groups * k_group_bytes(BITS);
         later.split_into(groups);
         for (int g = 0; g < groups; g++, panel += k_group_bytes(BITS)) {
             later.some();
             const uint8_t* block = blocks + g / BLOCK_GROUPS * k_block_bytes(BITS);
             const uint8_t* scales = panel + k_group_bytes(BITS) - 2 * 32;
-            i32x16 products[M][2];
-            if constexpr (BITS == 6) multiply_halves<M>(panel, scales, rows, stride, inputs, g, products);
-            else multiply_group<M>(panel, rows, stride, g, products);
+            const uint8_t *group = rows + g * 32, *row_scales = rows + inputs + g * sizeof(float);
 #pragma GCC unroll 2
-            for (int v = 0; v < 2; v++) {
-                f32x16 d = widen_half((const half*)block + v * LANES), least = {};
-                if constexpr (BITS != 6) {
-                    d *= widen_byte(scales + v * LANES);
-                    least = -(widen_half((const half*)block + 32 + v * LANES) * widen_byte(scales + 32 + v * LANES));
-                }
-#pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    const float* x = (const float*)(rows + m * stride + inputs) + g;
-                    f32x16 product = __builtin_convertvector(products[m][v], f32x16);
-                    sums[m][v] = fma(d * product, splat(x[0]), sums[m][v]);
-                    if constexpr (BITS != 6) sums[m][v] = fma(least, splat(x[groups]), sums[m][v]);
+            for (int first = 0; first < 2; first += V) {
+                i32x16 products[V][M];
+                clear(products);
+                if constexpr (BITS == 6)
+                    add_halves(panel + first * 64, scales + first * LANES, group, row_halves + g * 8, stride, products);
+                else
+                    add_quads<BITS, 0, 8>(panel + first * 64, group, stride, products);
+#pragma GCC unroll 2
+                for (int v = first; v < first + V; v++) {
+                    f32x16 d = widen_half((const half*)block + v * LANES), least = {};
+                    if constexpr (BITS != 6) {
+                        d *= widen_byte(scales + v * LANES);
+                        least = -(widen_half((const half*)block + 32 + v * LANES) * widen_byte(scales + 32 + v * LANES));
+                    }
+                    add_scaled<BITS != 6>(products[v - first], d, least, row_scales, stride, groups * sizeof(float), sums[v]);
                 }
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < 2; v++) store(out + m * 32 + v * LANES, sums[m][v]);
+        put(sums, out);
     }
 
-    template <int M>
-    static inline void add_quads(const uint8_t* panel, const uint8_t* rows, size_t stride, int g, int first, int last,
-                                 i32x16 (&products)[M][2]) {
-#pragma GCC unroll 8
-        for (int quad = first; quad < last; quad++) {
-            u32x16 w0 = unpack<BITS>(panel, quad, 0), w1 = unpack<BITS>(panel, quad, 1);
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride + g * 32))[quad];
-                products[m][0] = dot4(products[m][0], w0, x);
-                products[m][1] = dot4(products[m][1], w1, x);
-            }
-        }
+    // The scales of both halves of a group are whole numbers, so the sum stays exact: at most 2^25. `row_halves` are what
+    // `put_halves` has added to the rows.
+    template <int V, int M>
+    static inline void add_halves(const uint8_t* panel, const uint8_t* scales, const uint8_t* rows,
+                                  const uint8_t* row_halves, size_t stride, i32x16 (&products)[V][M]) {
+        add_half<0>(panel, scales, rows, row_halves, stride, products);
+        add_half<1>(panel, scales + 32, rows, row_halves + sizeof(int32_t), stride, products);
     }
 
-    template <int M>
-    static inline void multiply_group(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
-                                      i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
-        add_quads<M>(panel, rows, stride, g, 0, 8, products);
-    }
-
-    // The scales of both halves are whole numbers, so the sum stays exact: at most 2^25.
-    template <int M>
-    static inline void multiply_halves(const uint8_t* panel, const uint8_t* scales, const uint8_t* rows, size_t stride,
-                                       int inputs, int g, i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
+    template <int PART, int V, int M>
+    static inline void add_half(const uint8_t* panel, const uint8_t* scales, const uint8_t* rows,
+                                const uint8_t* row_halves, size_t stride, i32x16 (&products)[V][M]) {
+        i32x16 sums[V][M];
+        begin(row_halves, stride, sums);
+        add_quads<BITS, 4 * PART, 4 * PART + 4>(panel, rows, stride, sums);
 #pragma GCC unroll 2
-        for (int part = 0; part < 2; part++) {
-            i32x16 sums[M][2];
+        for (int v = 0; v < V; v++) {
+            i32x16 scale = widen_signed(scales + v * LANES);
 #pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                const int32_t* x = (const int32_t*)(rows + m * stride + inputs) + 3 * (inputs / 32);
-                sums[m][0] = sums[m][1] = splat(x[2 * g + part]);
-            }
-            add_quads<M>(panel, rows, stride, g, 4 * part, 4 * part + 4, sums);
-#pragma GCC unroll 2
-            for (int v = 0; v < 2; v++) {
-                i32x16 scale = widen_signed(scales + part * 32 + v * LANES);
-#pragma GCC unroll 6
-                for (int m = 0; m < M; m++) products[m][v] += scale * sums[m][v];
-            }
+            for (int m = 0; m < M; m++) products[v][m] += scale * sums[v][m];
         }
     }
 };

@@ -6,17 +6,13 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "tiles.h"
 
 namespace tokenleap {
 
 // Kernels of M rows.
-
-template <int M>
-inline void put(const f32x16 (&sums)[M][2], float* out) {
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < 2; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
-}
 
 // The numbers in a 32-bit word, and how products of words are added up.
 struct FloatWords {
@@ -37,100 +33,73 @@ struct Bf16Words {
 
 template <class Words>
 struct WordKernel {
-    static constexpr int ROWS = 12;
+    static constexpr int ROWS = std::min(12, Words::PER_WORD == 1 ? SUMS : SUMS - 2);
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2] = {};
+        constexpr int V = PANEL_VECTORS<M>;
         int words = inputs / Words::PER_WORD;
-        later.split_into(words / 8);
-        for (int k = 0; k < words; k++) {
-            if (k % 8 == 0) later.some();
-            const uint32_t* w = (const uint32_t*)panel + k * PANEL;
-            u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
-#pragma GCC unroll 12
-            for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride))[k];
-                sums[m][0] = Words::dot(sums[m][0], w0, x);
-                sums[m][1] = Words::dot(sums[m][1], w1, x);
+        later.split_into(words / 8 * (2 / V));
+        for (int first = 0; first < 2; first += V) {
+            f32x16 sums[V][M];
+            clear(sums);
+            const uint32_t* w = (const uint32_t*)panel + first * LANES;
+            for (int k = 0; k < words; k++, w += PANEL) {
+                if (k % 8 == 0) later.some();
+                add_words(w, rows + k * sizeof *w, stride, sums);
             }
+            put(sums, out + first * LANES);
         }
-        put<M>(sums, out);
+    }
+
+    template <int V, int M>
+    static inline void add_words(const uint32_t* words, const uint8_t* rows, size_t stride, f32x16 (&sums)[V][M]) {
+        u32x16 w[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) w[v] = load<u32x16>(words + v * LANES);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            uint32_t x = *(const uint32_t*)(rows + m * stride);
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) sums[v][m] = Words::dot(sums[v][m], w[v], x);
+        }
     }
 };
 
 // Sums of bytes are exact; their scales are applied group by group, in ascending order.
 template <Format FORMAT>
 struct ByteKernel {
-    static constexpr int ROWS = 6;
+    static constexpr int BITS = FORMAT == Format::INT8 ? 8 : FORMAT == Format::INT5 ? 5 : 4;
+    static constexpr int ROWS = std::min(6, BITS < 8 ? SUMS : SUMS - 2);
 
     template <int M>
     static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
-        f32x16 sums[M][2] = {};
+        constexpr int V = PANEL_VECTORS<M>;
+        constexpr bool LEAST = FORMAT != Format::INT8;
+        f32x16 sums[2][M];
+        clear(sums);
         int groups = inputs / GROUP;
+        size_t part = groups * sizeof(float);  // of what stands after a row's bytes
         later.split_into(groups);
         for (int g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
             later.some();
-            i32x16 products[M][2];
-            if constexpr (FORMAT == Format::INT8)
-                multiply_bytes<M>(panel, rows, stride, inputs, g, products);
-            else
-                multiply_bits<M>(panel, rows, stride, g, products);
-            const half* scales = (const half*)(panel + group_bytes(FORMAT)) - (FORMAT == Format::INT8 ? 1 : 2) * PANEL;
+            const uint8_t* row_scales = rows + inputs + g * sizeof(float);
+            const half* scales = (const half*)(panel + group_bytes(FORMAT)) - (LEAST ? 2 : 1) * PANEL;
 #pragma GCC unroll 2
-            for (int v = 0; v < 2; v++) {
-                f32x16 d = widen_half(scales + v * LANES), least = {};
-                if constexpr (FORMAT != Format::INT8) least = widen_half(scales + PANEL + v * LANES);
-#pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    const float* x = (const float*)(rows + m * stride + inputs) + g;
-                    f32x16 product = __builtin_convertvector(products[m][v], f32x16);
-                    sums[m][v] = fma(d * product, splat(x[0]), sums[m][v]);
-                    if constexpr (FORMAT != Format::INT8)
-                        sums[m][v] = fma(least, splat(x[groups]), sums[m][v]);
+            for (int first = 0; first < 2; first += V) {
+                i32x16 products[V][M];
+                if constexpr (LEAST) clear(products);
+                else begin(row_scales + 2 * part, stride, products);
+                add_quads<BITS, 0, GROUP / 4>(panel + first * 64, rows + g * GROUP, stride, products);
+#pragma GCC unroll 2
+                for (int v = first; v < first + V; v++) {
+                    f32x16 d = widen_half(scales + v * LANES), least = {};
+                    if constexpr (LEAST) least = widen_half(scales + PANEL + v * LANES);
+                    add_scaled<LEAST>(products[v - first], d, least, row_scales, stride, part, sums[v]);
                 }
             }
         }
-        put<M>(sums, out);
-    }
-
-    template <int M>
-    static inline void multiply_bytes(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, int g,
-                                      i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) {
-            const int32_t* x = (const int32_t*)(rows + m * stride + inputs);
-            products[m][0] = products[m][1] = splat(x[2 * (inputs / GROUP) + g]);
-        }
-#pragma GCC unroll 8
-        for (int quad = 0; quad < GROUP / 4; quad++) {
-            const uint32_t* w = (const uint32_t*)panel + quad * PANEL;
-            u32x16 w0 = load<u32x16>(w), w1 = load<u32x16>(w + LANES);
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[quad];
-                products[m][0] = dot4(products[m][0], w0, x);
-                products[m][1] = dot4(products[m][1], w1, x);
-            }
-        }
-    }
-
-    template <int M>
-    static inline void multiply_bits(const uint8_t* panel, const uint8_t* rows, size_t stride, int g,
-                                     i32x16 (&products)[M][2]) {
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = i32x16{};
-#pragma GCC unroll 8
-        for (int quad = 0; quad < GROUP / 4; quad++) {
-            constexpr int BITS = FORMAT == Format::INT5 ? 5 : 4;
-            u32x16 w0 = unpack<BITS>(panel, quad, 0), w1 = unpack<BITS>(panel, quad, 1);
-#pragma GCC unroll 6
-            for (int m = 0; m < M; m++) {
-                uint32_t x = ((const uint32_t*)(rows + m * stride + g * GROUP))[quad];
-                products[m][0] = dot4(products[m][0], w0, x);
-                products[m][1] = dot4(products[m][1], w1, x);
-            }
-        }
+        put(sums, out);
     }
 };
 
@@ -141,29 +110,33 @@ inline Kernel kernel_for(int rows) {
     return K::template run<M>;
 }
 
+// What `use` says of the kernels of a format.
+template <class Use>
+inline auto with_kernels(Format format, Use use) {
+    switch (format) {
+        case Format::F32: return use(WordKernel<FloatWords>());
+        case Format::BF16: return use(WordKernel<Bf16Words>());
+        case Format::INT8: return use(ByteKernel<Format::INT8>());
+        case Format::INT5: return use(ByteKernel<Format::INT5>());
+        case Format::Q4K: return use(BlockKernel<4>());
+        case Format::Q5K: return use(BlockKernel<5>());
+        case Format::Q6K: return use(BlockKernel<6>());
+        default: return use(ByteKernel<Format::INT4>());
+    }
+}
+
 inline int most_rows(Format format) {
-    return format == Format::F32 || format == Format::BF16 ? WordKernel<Bf16Words>::ROWS
-                                                           : ByteKernel<Format::INT8>::ROWS;
+    return with_kernels(format, [](auto kernels) { return int(decltype(kernels)::ROWS); });
 }
 
 inline Kernel kernel_for(Format format, int rows) {
-    switch (format) {
-        case Format::F32: return kernel_for<WordKernel<FloatWords>>(rows);
-        case Format::BF16: return kernel_for<WordKernel<Bf16Words>>(rows);
-        case Format::INT8: return kernel_for<ByteKernel<Format::INT8>>(rows);
-        case Format::INT5: return kernel_for<ByteKernel<Format::INT5>>(rows);
-        case Format::Q4K: return kernel_for<BlockKernel<4>>(rows);
-        case Format::Q5K: return kernel_for<BlockKernel<5>>(rows);
-        case Format::Q6K: return kernel_for<BlockKernel<6>>(rows);
-        default: return kernel_for<ByteKernel<Format::INT4>>(rows);
-    }
+    return with_kernels(format, [=](auto kernels) { return kernel_for<decltype(kernels)>(rows); });
 }
 
 // How the rows of a product are cut into blocks, each of which is one call of a kernel.
 class Blocks {
 public:
-    static constexpr int MOST = Tiles::MOST > WordKernel<Bf16Words>::ROWS ? Tiles::MOST : WordKernel<Bf16Words>::ROWS;
-    static_assert(ByteKernel<Format::INT8>::ROWS <= MOST, "MOST are the rows of a block");
+    static constexpr int MOST = std::max(Tiles::MOST, 12);
 
     Blocks(const Linear& layer, int rows, const Tiles& tiles) : layer_(layer), rows_(rows), tiles_(tiles.rows()) {
         int most = tiles_ ? tiles_ : most_rows(layer.format);

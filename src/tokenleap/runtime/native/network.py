@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tokenleap.runtime.cores import available_cores
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import DecoderWeights, LinearWeights
@@ -51,7 +52,6 @@ from tokenleap.runtime.network import (
     GrowingNetwork,
     GrownTree,
     GrowthLimit,
-    GrowthPlan,
     Need,
     PassOutput,
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ctypes import Structure, c_int32, c_void_p
+import re
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TypeAlias
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,7 @@ __all__ = [
     "CLinear",
     "Format",
     "PackedWeights",
+    "fields_of",
     "halves",
     "in_turns",
     "joined",
@@ -66,17 +70,57 @@ class Format(IntEnum):
     Q6K = 7
 
 
+_C_TYPES = {
+    "int32_t": c_int32,
+    "int64_t": c_int64,
+    "uint64_t": c_uint64,
+    "float": c_float,
+    "double": c_double,
+    "Format": c_int32,
+    "Activation": c_int32,
+}
+_DECLARATION = re.compile(r"(?:const )?(\w+)((?: const)?\*(?: const\*)?)? ?(.+)")
+_NAME = re.compile(r"(\**)(\w+)(?:\[(\d+)\])?")
+
+
+@cache
+def _headers() -> str:
+    """The C++ headers without comments, each run of white space as one space."""
+    files = sorted(Path(__file__).parent.glob("*.h"))
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return " ".join(re.sub(r"//.*", "", code).split())
+
+
+def fields_of(name: str, **nested: type[Structure]) -> list[tuple[str, Any]]:
+    """The fields of a structure in the headers, as ctypes wants them."""
+    found = re.search(rf"\bstruct {name} {{ ([^{{}}(]*;)", _headers())
+    assert found, f"no header has struct {name}"
+    fields: list[tuple[str, Any]] = []
+    for statement in found[1].split(";")[:-1]:
+        declared = _DECLARATION.fullmatch(statement.strip())
+        assert declared, statement
+        kind, pointer, names = declared.groups()
+        for each in names.split(", "):
+            named = _NAME.fullmatch(each)
+            assert named, each
+            assert not pointer or "," not in names, f"write a star for each name: {statement}"
+            fields.append((named[2], _c_type(kind, bool(pointer or named[1]), named[3], nested)))
+    return fields
+
+
+def _c_type(
+    kind: str, pointer: bool, size: str | None, nested: Mapping[str, type[Structure]]
+) -> Any:
+    if pointer:
+        return POINTER(nested[kind]) if kind in nested else c_void_p
+    one: Any = {**_C_TYPES, **nested}[kind]
+    return one * int(size) if size else one
+
+
 class CLinear(Structure):
     """`Linear` in formats.h."""
 
-    _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("format", c_int32),
-        ("inputs", c_int32),
-        ("outputs", c_int32),
-        ("rows", c_int32),
-    )
+    _fields_ = fields_of("Linear")
 
 
 @dataclass(frozen=True)

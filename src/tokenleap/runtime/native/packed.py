@@ -9,9 +9,9 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tokenleap.errors import ModelError
 from tokenleap.runtime.choices import DRAFTING
-from tokenleap.runtime.inputs import Window
 from tokenleap.runtime.llama import (
+    LAYER_NORMS,
+    DecoderLayer,
     DecoderWeights,
     LayerWeights,
     LinearWeights,
@@ -49,27 +50,13 @@ QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4, DRAFTING: Format.INT4}
 """The format of linear layers by the name of a quantization."""
 
 
-@dataclass(frozen=True)
-class PackedLayer:
-    """The weights of one decoder layer as the kernels read them; see `LayerWeights`.
+PackedLayer: TypeAlias = DecoderLayer[PackedWeights, tuple[PackedWeights, ...]]
+"""A decoder layer as the kernels read it.
 
-    Query, key and value are one matrix, or several with a format each, one below the other. Gate
-    and up are one with their panels in turns, or two. Formats of floats do not occur beside others:
-    they read other inputs. Files do not hold `window` and `rotates`.
-    """
-
-    attention_norm: Tensor | None
-    qkv: tuple[PackedWeights, ...]
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: PackedWeights
-    mlp_norm: Tensor | None
-    gate_up: tuple[PackedWeights, ...]
-    down: PackedWeights
-    attention_after: Tensor | None = None
-    mlp_after: Tensor | None = None
-    window: Window | None = None
-    rotates: bool = True
+Query, key and value are one matrix, or several with a format each, one below the other. Gate and up
+are one with their panels in turns, or two. Formats of floats do not occur beside others: they read
+other inputs. Files do not hold `window` and `rotates`.
+"""
 
 
 class PackedDecoder(ABC):
@@ -118,21 +105,14 @@ class Packing(PackedDecoder):
         return self._pack(joint.linear) if isinstance(joint, MixedInput) else None
 
     def layer(self, index: int) -> PackedLayer:
-        layer = self.sizes.layer(index)
-        return PackedLayer(
-            attention_norm=layer.attention_norm,
-            qkv=(self._pack(layer.qkv),),
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            output=self._pack(layer.output),
-            mlp_norm=layer.mlp_norm,
-            gate_up=(self._pack(in_turns(layer.gate_up)),),
-            down=self._pack(layer.down),
-            attention_after=layer.attention_after,
-            mlp_after=layer.mlp_after,
-            window=layer.window,
-            rotates=layer.rotates,
-        )
+        layer: Any = self.sizes.layer(index)
+        packed = {
+            "qkv": (self._pack(layer.qkv),),
+            "output": self._pack(layer.output),
+            "gate_up": (self._pack(in_turns(layer.gate_up)),),
+            "down": self._pack(layer.down),
+        }
+        return cast("PackedLayer", replace(layer, **packed))
 
     def _pack(self, weights: LinearWeights) -> PackedWeights:
         return pack(weights, self._form)
@@ -155,14 +135,6 @@ _ALIGNMENT = 64
 _NAMES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16"}
 _LINEAR = ("output", "down")
 _IN_PARTS = {"qkv": 3, "gate_up": 2}  # and at most so many parts
-_NORMS = (
-    "attention_norm",
-    "query_norm",
-    "key_norm",
-    "mlp_norm",
-    "attention_after",
-    "mlp_after",
-)
 
 
 def layer_file(folder: Path, index: int) -> Path:
@@ -177,7 +149,7 @@ def rest_file(folder: Path) -> Path:
 
 def write_layer(folder: Path, index: int, layer: PackedLayer) -> None:
     """Write the file of a layer."""
-    norms = {name: getattr(layer, name) for name in _NORMS}
+    norms = {name: getattr(layer, name) for name in LAYER_NORMS}
     given = {name: norm for name, norm in norms.items() if norm is not None}
     linear = {name: getattr(layer, name) for name in _LINEAR}
     for name in _IN_PARTS:
@@ -326,7 +298,7 @@ class MappedDecoder(PackedDecoder):
 
 def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
     """The weights of a layer in a file."""
-    found: dict[str, Any] = {name: file.optional(name, getattr(like, name)) for name in _NORMS}
+    found: dict[str, Any] = {name: file.optional(name, getattr(like, name)) for name in LAYER_NORMS}
     found |= {name: file.linear(name, getattr(like, name)) for name in _LINEAR}
     found |= {name: file.parts(name, getattr(like, name), most) for name, most in _IN_PARTS.items()}
     if len(found["gate_up"]) == 2 and found["gate_up"][0].outputs != found["gate_up"][1].outputs:

@@ -15,19 +15,20 @@ struct Best {
 
     // Tokens come in ascending order: the first of equals stays.
     void add(const float* others, long first, long vocabulary) {
-        const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        static constexpr int32_t LANE[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const i32x16 lanes = load<i32x16>(LANE);
         for (long i = 0; i < PANEL; i += LANES) {
             i32x16 ids = lanes + (int32_t)(first + i);
             i32x16 better = (load<f32x16>(others + i) > logits) & (ids < (int32_t)vocabulary);
-            logits = better ? load<f32x16>(others + i) : logits;
-            tokens = better ? ids : tokens;
+            logits = select(better, load<f32x16>(others + i), logits);
+            tokens = select(better, ids, tokens);
         }
     }
 
     void add(const Best& other) {
         i32x16 better = (other.logits > logits) | ((other.logits == logits) & (other.tokens < tokens));
-        logits = better ? other.logits : logits;
-        tokens = better ? other.tokens : tokens;
+        logits = select(better, other.logits, logits);
+        tokens = select(better, other.tokens, tokens);
     }
 
     // 0 if no logit is above -infinity, as when all are NaN.

@@ -1,16 +1,20 @@
 // Vectors of sixteen numbers, and the few operations on them that the kernels need.
 //
 // The code uses the compiler's portable vectors, so that one source serves AVX-512, AVX2 and NEON.
-// AVX-512's own instructions are used where available. Tests define TOKENLEAP_PORTABLE to test the
-// portable code instead.
+// The instructions of AVX-512 and of AVX2 are used where available. Tests define TOKENLEAP_PORTABLE to
+// test the portable code instead, which has the bits of AVX2.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__) && !defined(TOKENLEAP_PORTABLE)
 #define TOKENLEAP_AVX512 1
+#include <immintrin.h>
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(TOKENLEAP_PORTABLE)
+#define TOKENLEAP_AVX2 1
 #include <immintrin.h>
 #endif
 
@@ -20,9 +24,6 @@ constexpr int LANES = 16;
 
 using bf16 = uint16_t;
 using half = uint16_t;
-using f32x16 = float __attribute__((vector_size(64)));
-using i32x16 = int32_t __attribute__((vector_size(64)));
-using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 template <class Vector>
@@ -37,12 +38,120 @@ inline void store(void* to, Vector v) {
     std::memcpy(to, &v, sizeof v);
 }
 
+#ifdef TOKENLEAP_AVX2
+
+constexpr int SUMS = 6;  // vectors of sums that fit into registers, beside their factors
+
+using f32x8 = float __attribute__((vector_size(32)));
+using i32x8 = int32_t __attribute__((vector_size(32)));
+using u32x8 = uint32_t __attribute__((vector_size(32)));
+
+// Two vectors of eight: GCC keeps vectors that are larger than a register in memory.
+template <class Eight>
+struct Pair {
+    using Number = std::decay_t<decltype(Eight{}[0])>;
+    Eight low, high;
+
+    Pair() = default;
+    Pair(Eight low, Eight high) : low(low), high(high) {}
+    Pair(Number x) : low(x - Eight{}), high(low) {}
+    template <class Other>
+    explicit Pair(Pair<Other> x) : low((Eight)x.low), high((Eight)x.high) {}  // the same bits
+
+    Number operator[](int i) const { return i < 8 ? low[i] : high[i - 8]; }
+
+    friend Pair operator+(Pair a, Pair b) { return {a.low + b.low, a.high + b.high}; }
+    friend Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high - b.high}; }
+    friend Pair operator*(Pair a, Pair b) { return {a.low * b.low, a.high * b.high}; }
+    friend Pair operator/(Pair a, Pair b) { return {a.low / b.low, a.high / b.high}; }
+    friend Pair operator&(Pair a, Pair b) { return {a.low & b.low, a.high & b.high}; }
+    friend Pair operator|(Pair a, Pair b) { return {a.low | b.low, a.high | b.high}; }
+    friend Pair operator<<(Pair a, int bits) { return {a.low << bits, a.high << bits}; }
+    friend Pair operator>>(Pair a, int bits) { return {a.low >> bits, a.high >> bits}; }
+    friend Pair operator-(Pair a) { return {-a.low, -a.high}; }
+    friend Pair<i32x8> operator==(Pair a, Pair b) { return {a.low == b.low, a.high == b.high}; }
+    friend Pair<i32x8> operator!=(Pair a, Pair b) { return {a.low != b.low, a.high != b.high}; }
+    friend Pair<i32x8> operator<(Pair a, Pair b) { return {a.low < b.low, a.high < b.high}; }
+    friend Pair<i32x8> operator>(Pair a, Pair b) { return {a.low > b.low, a.high > b.high}; }
+    friend Pair<i32x8> operator>=(Pair a, Pair b) { return {a.low >= b.low, a.high >= b.high}; }
+
+    Pair& operator+=(Pair b) { return *this = *this + b; }
+    Pair& operator*=(Pair b) { return *this = *this * b; }
+    Pair& operator|=(Pair b) { return *this = *this | b; }
+};
+
+using f32x16 = Pair<f32x8>;
+using i32x16 = Pair<i32x8>;
+using u32x16 = Pair<u32x8>;
+
+template <class Eight>
+inline void store(void* to, Pair<Eight> v) {
+    store(to, v.low);
+    store((uint8_t*)to + sizeof v.low, v.high);
+}
+
+// Lanes 0 to 7, and from 8 on.
+template <class Eight, class Of>
+inline Pair<Eight> eights(Of of) {
+    return {(Eight)of(0), (Eight)of(8)};
+}
+
+template <class Eight>
+inline Pair<Eight> load_pair(const void* from) {
+    return eights<Eight>([&](int i) { return load<Eight>((const uint32_t*)from + i); });
+}
+
+template <> inline f32x16 load<f32x16>(const void* from) { return load_pair<f32x8>(from); }
+template <> inline i32x16 load<i32x16>(const void* from) { return load_pair<i32x8>(from); }
+template <> inline u32x16 load<u32x16>(const void* from) { return load_pair<u32x8>(from); }
+
+template <class Eight>
+inline Pair<Eight> select(i32x16 which, Pair<Eight> a, Pair<Eight> b) {
+    return {which.low ? a.low : b.low, which.high ? a.high : b.high};
+}
+
+inline f32x16 to_float(i32x16 x) {
+    return {__builtin_convertvector(x.low, f32x8), __builtin_convertvector(x.high, f32x8)};
+}
+
+inline i32x16 to_int(f32x16 x) {
+    return {__builtin_convertvector(x.low, i32x8), __builtin_convertvector(x.high, i32x8)};
+}
+
+#else
+
+constexpr int SUMS = 24;
+
+using f32x16 = float __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+
+// a where a comparison holds, else b.
+template <class Vector>
+inline Vector select(i32x16 which, Vector a, Vector b) {
+    return which ? a : b;
+}
+
+inline f32x16 to_float(i32x16 x) { return __builtin_convertvector(x, f32x16); }
+
+inline i32x16 to_int(f32x16 x) { return __builtin_convertvector(x, i32x16); }
+
+#endif
+
+#ifdef TOKENLEAP_AVX2
+// Undo what instructions that pack two vectors make of their order.
+inline __m256i in_order(__m256i packed) { return _mm256_permute4x64_epi64(packed, 0xd8); }
+#endif
+
 inline f32x16 splat(float x) { return x - f32x16{}; }
 inline i32x16 splat(int32_t x) { return x - i32x16{}; }
+inline u32x16 splat(uint32_t x) { return x - u32x16{}; }
 
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #ifdef TOKENLEAP_AVX512
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(TOKENLEAP_AVX2)
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 #else
     for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
@@ -53,6 +162,10 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 inline u32x16 widen_bits(u16x16 x) {
 #ifdef TOKENLEAP_AVX512
     return (u32x16)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(TOKENLEAP_AVX2)
+    __m256i all = (__m256i)x;
+    return {(u32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)),
+            (u32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1))};
 #else
     return __builtin_convertvector(x, u32x16);
 #endif
@@ -63,6 +176,8 @@ inline f32x16 widen(const bf16* from) { return (f32x16)(widen_bits(load<u16x16>(
 inline f32x16 widen_half(const half* from) {
 #ifdef TOKENLEAP_AVX512
     return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(from));
+#elif defined(TOKENLEAP_AVX2)
+    return eights<f32x8>([&](int i) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))); });
 #else
     // Read as a float, exponent and mantissa are too small by 2^112, also for subnormal numbers.
     u32x16 bits = widen_bits(load<u16x16>(from));
@@ -76,9 +191,11 @@ inline u16x16 narrow(f32x16 x) {
     u32x16 bits = (u32x16)x;
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     i32x16 is_nan = x != x;
-    u32x16 words = is_nan ? (bits >> 16) | 0x40 : rounded;
+    u32x16 words = select(is_nan, (bits >> 16) | 0x40, rounded);
 #ifdef TOKENLEAP_AVX512
     return (u16x16)_mm512_cvtepi32_epi16((__m512i)words);
+#elif defined(TOKENLEAP_AVX2)
+    return (u16x16)in_order(_mm256_packus_epi32((__m256i)words.low, (__m256i)words.high));
 #else
     return __builtin_convertvector(words, u16x16);
 #endif
@@ -99,6 +216,10 @@ inline i32x16 nearest(f32x16 x) { return (i32x16)(x + 12582912.0f) - 0x4b400000;
 inline void store_bytes(int8_t* to, i32x16 x) {
 #ifdef TOKENLEAP_AVX512
     store(to, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(TOKENLEAP_AVX2)
+    i32x16 bytes = x & 0xff;
+    __m256i words = in_order(_mm256_packus_epi32((__m256i)bytes.low, (__m256i)bytes.high));
+    store(to, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
     using i8x16 = int8_t __attribute__((vector_size(16)));
     store(to, __builtin_convertvector(x, i8x16));
@@ -110,16 +231,47 @@ inline f32x16 dot2(f32x16 acc, u32x16 a, uint32_t b) {
 #if defined(TOKENLEAP_AVX512) && defined(__AVX512BF16__)
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
 #else
-    f32x16 pair = (f32x16)(u32x16{b << 16, b & 0xffff0000u});
-    acc = fma((f32x16)(a << 16), splat(pair[0]), acc);
-    return fma((f32x16)(a & 0xffff0000u), splat(pair[1]), acc);
+#ifdef TOKENLEAP_AVX2
+    __m256i all = _mm256_set1_epi32((int)b);
+    asm("" : "+x"(all));  // GCC would shift before it makes copies, which takes twice as long
+    u32x16 both = {(u32x8)all, (u32x8)all};
+#else
+    u32x16 both = splat(b);
+#endif
+    acc = fma((f32x16)(a << 16), (f32x16)(both << 16), acc);
+    return fma((f32x16)(a & 0xffff0000u), (f32x16)(both & 0xffff0000u), acc);
 #endif
 }
 
-// acc + the sum of four products in every lane: unsigned bytes of a, signed bytes of b.
+#ifdef TOKENLEAP_AVX2
+// The sum of two products in every lane, of 16-bit numbers.
+inline i32x16 madd(i32x16 a, __m256i b) {
+    return {(i32x8)_mm256_madd_epi16((__m256i)a.low, b), (i32x8)_mm256_madd_epi16((__m256i)a.high, b)};
+}
+
+// Sums of two products of bytes, in 16 bits; bytes of `a` are below 128.
+inline i32x16 maddubs(u32x16 a, __m256i b) {
+    return {(i32x8)_mm256_maddubs_epi16((__m256i)a.low, b), (i32x8)_mm256_maddubs_epi16((__m256i)a.high, b)};
+}
+#endif
+
+// acc + the sum of four products in every lane: unsigned bytes of a, below 2^BITS, and signed bytes of b. At the end, take
+// the `total`.
+template <int BITS>
 inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
 #if defined(TOKENLEAP_AVX512) && defined(__AVX512VNNI__)
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32((int)b));
+#elif defined(TOKENLEAP_AVX2)
+    __m256i all = _mm256_set1_epi32((int)b);
+    if constexpr (BITS == 4) {  // halves of a lane are sums of their own: eight times two products fit into 16 bits
+        i32x16 more = maddubs(a, all);
+        return {(i32x8)_mm256_add_epi16((__m256i)acc.low, (__m256i)more.low),
+                (i32x8)_mm256_add_epi16((__m256i)acc.high, (__m256i)more.high)};
+    }
+    if constexpr (BITS < 8) return acc + madd(maddubs(a, all), _mm256_set1_epi16(1));
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), odd = _mm256_srai_epi16(all, 8);
+    i32x16 high = {(i32x8)_mm256_srli_epi16((__m256i)a.low, 8), (i32x8)_mm256_srli_epi16((__m256i)a.high, 8)};
+    return acc + (madd((i32x16)(a & 0x00ff00ffu), even) + madd(high, odd));
 #else
     for (int i = 0; i < 4; i++) {
         i32x16 bytes = (i32x16)((a >> (8 * i)) & 0xff);
@@ -129,14 +281,29 @@ inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
 #endif
 }
 
+// Of sums from 0 on of at most eight times four products.
+template <int BITS>
+inline i32x16 total(i32x16 acc) {
+#ifdef TOKENLEAP_AVX2
+    if constexpr (BITS == 4) return madd(acc, _mm256_set1_epi16(1));
+#endif
+    return acc;
+}
+
 // Adds in the same order with every compiler.
 inline float sum(f32x16 x) {
 #ifdef TOKENLEAP_AVX512
     return _mm512_reduce_add_ps((__m512)x);  // in the order of the loops below
-#endif
+#elif defined(TOKENLEAP_AVX2)
+    __m256 eight = x.low + x.high;
+    __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+    __m128 two = four + _mm_movehl_ps(four, four);
+    return two[0] + two[1];
+#else
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
+#endif
 }
 
 inline int32_t sum(i32x16 x) {
@@ -148,21 +315,30 @@ inline int32_t sum(i32x16 x) {
     return total;
 }
 
-inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 max(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 
 inline float max(f32x16 x) {
 #ifdef TOKENLEAP_AVX512
     return _mm512_reduce_max_ps((__m512)x);
-#endif
+#elif defined(TOKENLEAP_AVX2)
+    __m256 eight = _mm256_max_ps(x.low, x.high);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return two[0] > two[1] ? two[0] : two[1];
+#else
     float largest = x[0];
     for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
     return largest;
+#endif
 }
 
 // Whether a comparison holds in any lane.
 inline bool any(i32x16 x) {
 #ifdef TOKENLEAP_AVX512
     return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#elif defined(TOKENLEAP_AVX2)
+    __m256i either = (__m256i)(x.low | x.high);
+    return !_mm256_testz_si256(either, either);
 #else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= x[i];
@@ -173,11 +349,11 @@ inline bool any(i32x16 x) {
 // e^x to about two units in the last place (Cephes' polynomial), of numbers up to 0; 0 below -87.
 inline f32x16 exp_of_negative(f32x16 x) {
     i32x16 vanishes = x < -87.0f;
-    x = vanishes ? splat(-87.0f) : x;
+    x = select(vanishes, splat(-87.0f), x);
     f32x16 turns = x * 1.44269504f;
     u32x16 half = ((u32x16)turns & 0x80000000u) | (u32x16)splat(0.5f);  // 0.5 with the sign of turns
-    i32x16 whole = __builtin_convertvector(turns + (f32x16)half, i32x16);
-    f32x16 n = __builtin_convertvector(whole, f32x16);
+    i32x16 whole = to_int(turns + (f32x16)half);
+    f32x16 n = to_float(whole);
     f32x16 r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
     f32x16 y = splat(1.9875691500e-4f);
@@ -188,11 +364,11 @@ inline f32x16 exp_of_negative(f32x16 x) {
     y = fma(y, r, splat(5.0000001201e-1f));
     y = fma(y * r, r, r + 1.0f);
     y = (f32x16)((i32x16)y + (whole << 23));
-    return vanishes ? splat(0.0f) : y;
+    return select(vanishes, splat(0.0f), y);
 }
 
 // The same of any number; that of 88 beyond 88.
-inline f32x16 exp(f32x16 x) { return exp_of_negative(x > 88.0f ? splat(88.0f) : x); }
+inline f32x16 exp(f32x16 x) { return exp_of_negative(select(x > 88.0f, splat(88.0f), x)); }
 
 // The error function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
 inline f32x16 erf(f32x16 x) {
@@ -202,7 +378,7 @@ inline f32x16 erf(f32x16 x) {
     y = fma(y, t, splat(-0.284496736f));
     y = fma(y, t, splat(0.254829592f));
     f32x16 found = 1.0f - y * t * exp_of_negative(-x * x);
-    return x < 0.0f ? -found : found;
+    return select(x < 0.0f, -found, found);
 }
 
 // cap tanh(x / cap)
@@ -230,8 +406,8 @@ inline void split(f32x16 x, f32x16& exponent, f32x16& fraction) {
     i32x16 bits = (i32x16)x;
     fraction = (f32x16)((bits & 0x7fffff) | 0x3f000000);
     i32x16 low = fraction < 0.70710678f;
-    exponent = __builtin_convertvector((bits >> 23) - 126 + low, f32x16);
-    fraction = (low ? fraction + fraction : fraction) - 1.0f;
+    exponent = to_float((bits >> 23) - 126 + low);
+    fraction = select(low, fraction + fraction, fraction) - 1.0f;
 }
 
 // Natural logarithm of normal numbers above 0, to about two units in the last place.
