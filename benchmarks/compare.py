@@ -89,12 +89,19 @@ def main(
         }
         calls = measure(sides, sample, setting, rounds, journal)
     facts = {**machine("cpu"), **commits, "method": chosen.label, "model": model}
+    text, same = report_of(sample, calls, facts)
+    print(text)
+    raise typer.Exit(0 if same else 1)
+
+
+def report_of(sample: Sequence[Prompt], calls: Calls, facts: Mapping[str, Any]) -> tuple[str, bool]:
+    """The report, and whether both sides have the same tokens."""
     differing = [p.id for p, *pair in zip(sample, *calls.values(), strict=True) if _differ(*pair)]
     agreement = (
         f"Other tokens on prompts {', '.join(differing)}." if differing else "All tokens are equal."
     )
-    print(report("compare", facts, _table(sample, calls), _spread(calls), agreement))
-    raise typer.Exit(1 if differing else 0)
+    text = report("compare", facts, _table(sample, calls), _spread(calls), agreement)
+    return text, not differing
 
 
 def _commit(name: str) -> str:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Annotated, Any
 
 import torch
@@ -27,7 +27,7 @@ from benchmarks import BenchmarkError, harness
 from benchmarks.harness import Loaded, in_turn, llm_for, load, machine, one_line_errors
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.report import markdown_table
-from tokenleap.bench.summary import Interval, bootstrap_ratio, geometric_mean
+from tokenleap.bench.summary import Interval, bootstrap_ratio
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BASELINE = "none, eager"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from math import exp
+from statistics import geometric_mean
 
 import pytest
 
 from tokenleap.bench.run import order
-from tokenleap.bench.summary import Interval, bootstrap_ratio, geometric_mean, t_ratio
+from tokenleap.bench.summary import Interval, bootstrap_ratio, t_ratio
 
 
 def test_the_geometric_mean_of_twice_and_half_is_one() -> None:

@@ -13,14 +13,16 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tokenleap.core.distribution import Distribution
-from tokenleap.core.noise import Noise, StepNoise
 from tokenleap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenleap.core.distribution import Distribution
+    from tokenleap.core.noise import Noise, StepNoise
 
 __all__ = [
     "MAX_GAMMA",
@@ -480,6 +482,8 @@ def expected_speedup(alpha: float, f_seconds: float, g_seconds: float) -> float:
 
 def _checked(name: str, distribution: Distribution) -> Distribution:
     """Refuse what is not a distribution, since the result would not show it."""
+    from tokenleap.core.distribution import Distribution  # PyTorch takes seconds to import
+
     if not isinstance(distribution, Distribution):
         raise ConfigError(f"{name}: must return a Distribution, got {type(distribution).__name__}.")
     _checked_distribution(name, distribution.probs.cpu().numpy())

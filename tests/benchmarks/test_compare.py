@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import typer
+from benchmarks.compare import main, measure, report_of
+from typer.testing import CliRunner
+
+from tokenleap.bench.contestants import Setting
+from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.run import Journal
+from tokenleap.bench.worker import Process
+
+app = typer.Typer()
+app.command()(main)
+
+SAMPLE = [Prompt("1", "code", "abc"), Prompt("2", "prose", "xyz")]
+
+
+class Side:
+    """Stands for the process of a commit: its seconds per call, and its first token."""
+
+    def __init__(self, name: str, seconds: float, first: int, calls: list[str]) -> None:
+        self.name, self.seconds, self.first, self.calls = name, seconds, first, calls
+        self.facts = {"max_model_len": 64}
+
+    def encode(self, texts: list[str], _: int) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def forget(self) -> None: ...
+
+    def generate(self, prompts: list[list[int]], most: int, *_: Any) -> dict[str, Any]:
+        self.calls.append(self.name)
+        tokens = [self.first, *prompts[0]][:most]
+        return {"seconds": self.seconds, "outputs": [{"token_ids": tokens}]}
+
+
+def sides(calls: list[str], firsts: Sequence[int] = (0, 0)) -> dict[str, Process]:
+    both = Side("A", 2.0, firsts[0], calls), Side("B", 1.0, firsts[1], calls)
+    return {side.name: cast("Process", side) for side in both}
+
+
+def test_sides_take_turns_and_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
+    path, calls = tmp_path / "calls.jsonl", list[str]()
+    setting = Setting("m", max_tokens=3)
+    first = measure(sides(calls), SAMPLE, setting, 2, Journal(path, "x", {}))
+    assert calls == [*"AB", *"ABBABAAB"]  # a warm-up, and two prompts in two rounds
+    calls.clear()
+    again = measure(sides(calls), SAMPLE, setting, 2, Journal(path, "x", {}))
+    assert calls == [*"AB"]
+    assert again == first
+
+
+@pytest.mark.parametrize(
+    ("firsts", "said"),
+    [((0, 0), "All tokens are equal."), ((0, 1), "Other tokens on prompts 1, 2.")],
+)
+def test_the_second_commit_is_compared_with_the_first(firsts: tuple[int, int], said: str) -> None:
+    found = measure(
+        sides([], firsts), SAMPLE, Setting("m", max_tokens=3), 1, Journal(None, "x", {})
+    )
+    text, same = report_of(SAMPLE, found, {})
+    assert same == (firsts == (0, 0))
+    assert said in text
+    assert "2.000 [2.000, 2.000]" in text
+
+
+def test_a_name_that_is_no_commit_is_refused_in_one_line() -> None:
+    result = CliRunner().invoke(app, ["HEAD", "no-such-commit"])
+    assert result.exit_code == 2
+    assert "git rev-parse" in result.output
