@@ -11,7 +11,7 @@ import pytest
 
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
 from tokenleap.bench import report
-from tokenleap.bench.report import ACCEPTANCE, html, markdown
+from tokenleap.bench.report import ACCEPTANCE, html, markdown, markdown_table
 from tokenleap.bench.summary import Footprint, Results
 
 PLOTS = [
@@ -177,3 +177,13 @@ def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.Mo
     text = html(results(), HEADER)
     assert Page(text).images == {}
     assert "pip install 'tokenleap[plots]'" in text
+
+
+def test_a_table_is_markdown() -> None:
+    table = markdown_table(["name", "value"], [["a", "1"], ["bc", "10"]])
+    assert table.splitlines() == [
+        "| name | value |",
+        "| ---- | ----: |",
+        "| a    |     1 |",
+        "| bc   |    10 |",
+    ]
