@@ -29,15 +29,6 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import BenchmarkError, harness
-from benchmarks.harness import (
-    flat,
-    in_turn,
-    machine,
-    message,
-    one_line_errors,
-    report,
-    speeds_over,
-)
 from tokenleap.bench.report import markdown_table
 from tokenleap.core.params import SamplingParams
 from tokenleap.llm import LLM
@@ -112,7 +103,7 @@ def chosen(made: Sequence[Case], names: str) -> list[Case]:
     return [case for case in made if not wanted or case.name in wanted]
 
 
-@one_line_errors()
+@harness.one_line_errors()
 def main(
     model: harness.TinyModel = "smollm2-135m",
     lines: Annotated[int, typer.Option(min=1, help="Lines of the file.")] = 300,
@@ -138,9 +129,9 @@ def main(
         f"Speed of decoding over {runs[0].title}, with 95 % intervals over rounds. Passes, and "
         "tokens of the prediction, are those of the last column of speeds."
     )
-    facts = machine(llm.device, llm.dtype)
+    facts = harness.machine(llm.device, llm.dtype)
     facts["model"] = f"{Path(model).name}, {llm.engine.target.quantization or 'not quantized'}"
-    print(report("prediction", facts, markdown_table(header, rows), remark))
+    print(harness.report("prediction", facts, markdown_table(header, rows), remark))
 
 
 def measure(
@@ -154,7 +145,7 @@ def measure(
     def generate(run: Run, case: Case) -> RequestOutput:
         llm.reset_drafter_memory()
         (result,) = llm.generate(
-            [message(llm, case.prompt)],
+            [harness.message(llm, case.prompt)],
             params,
             speculative_config=run.config,
             prediction=case.prediction if run.predicted else None,
@@ -164,7 +155,7 @@ def measure(
             raise BenchmarkError(f"{run.title}: the output is not the changed file.")
         return result
 
-    outputs = flat(in_turn(runs, [case], rounds, generate, doing=case.name))
+    outputs = harness.flat(harness.in_turn(runs, [case], rounds, generate, doing=case.name))
     expected = outputs[runs[0]][0].token_ids
     for run, results in outputs.items():
         if any(result.token_ids != expected for result in results):
@@ -174,7 +165,7 @@ def measure(
         for run, results in outputs.items()
     }
     last = outputs[runs[-1]][-1].metrics
-    speeds = map(str, speeds_over(runs[0], seconds).values())
+    speeds = map(str, harness.speeds_over(runs[0], seconds).values())
     counts = f"{last.accepted_prediction_tokens}, {last.rejected_prediction_tokens}"
     return [str(last.generated_tokens), *speeds, str(last.target_passes), counts]
 

@@ -233,6 +233,19 @@ def _close(written: Sequence[str], wanted: Sequence[str]) -> list[str]:
 
 BOS, PAD, EOS, UNKNOWN = 0, 1, 2, 3
 """fairseq's special tokens."""
+_SPECIAL: dict[str, Any] = {
+    "bos_token_id": BOS,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "decoder_start_token_id": EOS,
+}
+_USUAL: dict[str, Any] = {
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "activation_function": "relu",
+    "scale_embedding": True,
+    "tie_word_embeddings": False,
+}
 
 
 class _Stub:
@@ -303,27 +316,19 @@ def converted_fairseq(checkpoint: Path, folder: Path) -> None:
         decoder_layers=layers["decoder"],
         encoder_ffn_dim=len(weights["encoder.layers.0.fc1.weight"]),
         decoder_ffn_dim=len(weights["decoder.layers.0.fc1.weight"]),
-        encoder_attention_heads=8,
-        decoder_attention_heads=8,
         max_position_embeddings=1024,
-        activation_function="relu",
-        scale_embedding=True,
         encoder_layerdrop=0.0,
         decoder_layerdrop=0.0,
-        bos_token_id=BOS,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        decoder_start_token_id=EOS,
-        tie_word_embeddings=False,
+        **_SPECIAL,
+        **_USUAL,
     )
     model: Any = M2M100ForConditionalGeneration(config)
     table = torch.cat([decoder, encoder])
-    special = encoder[: UNKNOWN + 1]
     own = model.state_dict()
     shared = {f"model.{name}": weight for name, weight in weights.items() if f"model.{name}" in own}
     # Sources have special tokens of their own, whose rows the encoder's table keeps.
     read = table.clone()
-    read[: UNKNOWN + 1] = special
+    read[: UNKNOWN + 1] = encoder[: UNKNOWN + 1]
     shared["model.encoder.embed_tokens.weight"] = read
     shared["model.decoder.embed_tokens.weight"] = table
     shared["model.shared.weight"] = table
@@ -333,14 +338,8 @@ def converted_fairseq(checkpoint: Path, folder: Path) -> None:
     missing = model.load_state_dict(shared, strict=False).missing_keys
     assert not missing, missing
     make: Any = GenerationConfig
-    model.generation_config = make(
-        bos_token_id=BOS,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        decoder_start_token_id=EOS,
-        suppress_tokens=list(range(len(decoder), size)),
-        renormalize_logits=True,
-    )
+    suppressed = list(range(len(decoder), size))
+    model.generation_config = make(**_SPECIAL, suppress_tokens=suppressed, renormalize_logits=True)
     model.save_pretrained(folder)
 
 
@@ -411,18 +410,14 @@ def _stress_config(weights: Mapping[str, Tensor], positions: int) -> BartConfig:
         decoder_layers=4,
         encoder_ffn_dim=len(weights["transformer.encoder.layers.0.linear1.weight"]),
         decoder_ffn_dim=len(weights["transformer.decoder.layers.0.linear1.weight"]),
-        encoder_attention_heads=8,
-        decoder_attention_heads=8,
         max_position_embeddings=positions,
-        activation_function="relu",
-        scale_embedding=True,
         dropout=0.0,
         bos_token_id=1,
         pad_token_id=0,
         eos_token_id=2,
         decoder_start_token_id=1,
         forced_eos_token_id=None,
-        tie_word_embeddings=False,
+        **_USUAL,
     )
 
 

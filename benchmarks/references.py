@@ -18,18 +18,6 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import BenchmarkError, harness
-from benchmarks.harness import (
-    flat,
-    in_turn,
-    load,
-    machine,
-    message,
-    one_line_errors,
-    report,
-    speeds_over,
-    table,
-    timed,
-)
 from tokenleap.bench.summary import Interval
 from tokenleap.core.params import SamplingParams
 from tokenleap.engine.prompts import QUOTING
@@ -48,7 +36,7 @@ PLAIN: Run = ("none", False)
 RUNS: tuple[Run, ...] = (PLAIN, *((m, has) for m in QUOTING for has in (False, True)))
 
 
-@one_line_errors()
+@harness.one_line_errors()
 def main(
     model: harness.TinyModel = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
@@ -58,10 +46,10 @@ def main(
     device: harness.Device = "auto",
 ) -> None:
     """Measure drafting from an edited text that is no part of the prompt."""
-    loaded = load(model, dtype, device)
+    loaded = harness.load(model, dtype, device)
     llm = LLM(loaded.module, tokenizer=loaded.tokenizer, speculative_config={"method": "none"})
     ratios = measure(llm, PROMPTS, tokens, every, rounds)
-    found = table(
+    found = harness.table(
         list(QUOTING),
         {
             "method": str,
@@ -70,7 +58,7 @@ def main(
         },
     )
     remark = "Speed over `none`, with 95 % intervals over prompts and rounds."
-    print(report("references", machine(llm.device, llm.dtype), found, remark))
+    print(harness.report("references", harness.machine(llm.device, llm.dtype), found, remark))
 
 
 def measure(
@@ -78,21 +66,23 @@ def measure(
 ) -> dict[Run, Interval]:
     """Speed of every run over plain decoding of the same prompt in the same round."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    plain = {prompt: llm.generate([message(llm, prompt)], params)[0] for prompt in prompts}
+    plain = {prompt: llm.generate([harness.message(llm, prompt)], params)[0] for prompt in prompts}
 
     def run(one: Run, prompt: str) -> float:
         method, has_text = one
         llm.reset_drafter_memory()
         fields: Any = {"references": [edited(plain[prompt].text, every)]} if has_text else {}
-        asked, config = [message(llm, prompt)], {"method": method}
-        seconds, (result,) = timed(
+        asked, config = [harness.message(llm, prompt)], {"method": method}
+        seconds, (result,) = harness.timed(
             lambda: llm.generate(asked, params, speculative_config=config, **fields)
         )
         if result.token_ids != plain[prompt].token_ids:
             raise BenchmarkError(f"{method} has other tokens than none.")
         return seconds
 
-    return speeds_over(PLAIN, flat(in_turn(RUNS, prompts, rounds, run, doing="prompts")))
+    return harness.speeds_over(
+        PLAIN, harness.flat(harness.in_turn(RUNS, prompts, rounds, run, doing="prompts"))
+    )
 
 
 def edited(text: str, every: int) -> str:

@@ -33,15 +33,7 @@ import torch
 import typer
 from annotated_types import Ge
 
-from benchmarks import BenchmarkError
-from benchmarks.harness import (
-    in_one_line,
-    in_turn,
-    machine,
-    one_line_errors,
-    report,
-    timed,
-)
+from benchmarks import BenchmarkError, harness
 from benchmarks.seq2seq_data import CATALOGUES, HELP, download, lines, prepare
 from benchmarks.seq2seq_training import (
     MAIN,
@@ -146,7 +138,7 @@ _Only = Annotated[list[str] | None, typer.Option(help="A drafter (repeatable). D
 
 @contextmanager
 def _planned(quick: bool, path: Path | None) -> Iterator[Plan]:
-    with one_line_errors():
+    with harness.one_line_errors():
         if quick and path is not None:
             raise BenchmarkError("--quick and --plan: give one of the two.")
         try:
@@ -162,7 +154,7 @@ def data_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> No
     """Download Debian's packages, align them, and write the parts."""
     with _planned(quick, plan) as planned:
         root = download((*HELP, *planned.catalogues), out / "packages")
-        print(in_one_line(prepare(out / "data", root, most=planned.pairs)))
+        print(harness.in_one_line(prepare(out / "data", root, most=planned.pairs)))
 
 
 @app.command("target")
@@ -178,7 +170,7 @@ def average_command(
     last: Annotated[int, typer.Option(min=1, help="So many checkpoints.")],
 ) -> None:
     """Make the mean of the last checkpoints the target, as `target` does at its end."""
-    with one_line_errors():
+    with harness.one_line_errors():
         print(average(out, last))
 
 
@@ -235,11 +227,11 @@ def tables_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> 
         journal, drafters = _journal(out, planned), drafters_in(out, planned.drafters)
         results = Results(journal.records, _sample(out, planned)[1])
         found = tables(results, planned.drafters, drafters)
-        facts = machine("cpu") | {"dtype": planned.dtype}
+        facts = harness.machine("cpu") | {"dtype": planned.dtype}
         facts |= {"sentences": len(results.numbers), "drafters": ", ".join(drafters)}
         written = {"facts": facts, "tables": [each.as_dict() for each in found]}
         (out / "results.json").write_text(json.dumps(written, indent=1) + "\n")
-        print(report("seq2seq", facts, *map(as_markdown, found)))
+        print(harness.report("seq2seq", facts, *map(as_markdown, found)))
         if specdec(MAIN) in results and results.batch_names:
             save_figures(out / "figures.png", results)
 
@@ -391,8 +383,8 @@ def measure(
             "accepted": metrics.num_accepted_tokens,
         }
 
-    in_turn(all_of_them, sources[:1], 1, translate, doing="warm-up")
-    in_turn(all_of_them, sources, rounds, translate, doing="sentence", journal=journal)
+    harness.in_turn(all_of_them, sources[:1], 1, translate, doing="warm-up")
+    harness.in_turn(all_of_them, sources, rounds, translate, doing="sentence", journal=journal)
 
 
 def measure_batches(
@@ -414,10 +406,12 @@ def measure_batches(
         for start in range(0, len(mixed), size):
             batch = mixed[start : start + size]
             run = partial(llm.generate, batch, one.params, speculative_config=one.config)
-            seconds.append(timed(run)[0])
+            seconds.append(harness.timed(run)[0])
         return {"sentences": len(mixed), "seconds": seconds}
 
-    in_turn(all_of_them, sizes, rounds, translate, doing="batch", journal=journal, numbers=sizes)
+    harness.in_turn(
+        all_of_them, sizes, rounds, translate, doing="batch", journal=journal, numbers=sizes
+    )
 
 
 # Figures of the records

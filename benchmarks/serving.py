@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import fmean, quantiles
 from types import TracebackType
@@ -104,34 +104,26 @@ def main(
         LLAMA: llama_command(llama_python, gguf, threads, 2048),
         REPLICAS: [*own, *shared],
     }
+
+    def send_to(url: str, prompts: Sequence[Prompt], due: Sequence[float]) -> Burst:
+        return asyncio.run(send(url, prompts, due, max_tokens, temperature))
+
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(Server(name, commands[name], threads)) for name in chosen
         }
-        for server in servers.values():
-            server.wait()
-            # The first pass pays for buffers and cost curves.
-            asyncio.run(send(server.url, texts[:4], [0.0] * len(texts[:4]), 16, temperature))
-
-        def send_to(url: str, prompts: Sequence[Prompt], due: Sequence[float]) -> Burst:
-            return asyncio.run(send(url, prompts, due, max_tokens, temperature))
-
         bursts = _measured(servers, texts, rates, requests, rounds, send_to, seed)
-        counter = next(server for name, server in servers.items() if name != LLAMA)
-        bursts = _counted(bursts, counter)
-    tables = []
-    for each in rates:
-        tables.append(f"{each:g} requests per second")
-        tables.append(_table(bursts, chosen, each, max_first, max_per_token))
+    found = {
+        f"{each:g} requests per second": _table(bursts, chosen, each, max_first, max_per_token)
+        for each in rates
+    }
     remark = (
         f"{requests} requests a round, {rounds} rounds, at most {max_tokens} tokens, {gguf.name}; "
         f"in brackets {LEVEL:.0%} intervals over rounds."
     )
-    print(report("serving", machine("cpu"), *tables, remark))
-    wrong = _wrong(bursts, greedy=temperature == 0)
-    for line in wrong:
-        typer.echo(line, err=True)
-    if wrong:
+    print(report("serving", machine("cpu"), *chain.from_iterable(found.items()), remark))
+    if wrong := _wrong(bursts, greedy=temperature == 0):
+        typer.echo("\n".join(wrong), err=True)
         raise typer.Exit(1)
 
 
@@ -161,6 +153,9 @@ def _measured(
     seed: int,
 ) -> Bursts:
     """All bursts: the servers take turns, with the same prompts at the same times."""
+    for server in servers.values():
+        server.wait()
+        send_to(server.url, texts[:4], [0.0] * len(texts[:4]))  # pays for buffers and cost curves
     prompts = cycle(texts)  # new ones for each burst, because servers cache prefixes
     planned = [
         (rate, list(islice(prompts, requests)), arrivals(requests, rate, f"{seed}/{turn}/{rate}"))
@@ -176,7 +171,7 @@ def _measured(
     for name, bursts in made.items():
         for (rate, *_), (one,) in zip(planned, bursts, strict=True):
             found[name, rate].append(one)
-    return found
+    return _counted(found, next(server for name, server in servers.items() if name != LLAMA))
 
 
 def _counted(bursts: Bursts, counter: Server) -> Bursts:

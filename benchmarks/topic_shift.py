@@ -22,17 +22,6 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import BenchmarkError, harness
-from benchmarks.harness import (
-    in_turn,
-    json_object,
-    llm_for,
-    load,
-    machine,
-    one_line_errors,
-    report,
-    table,
-    timed,
-)
 from tokenleap import LLM, RequestOutput, SamplingParams
 from tokenleap.drafters.online import OnlineReport
 from tokenleap.training.checkpoints import Panel, save_panels, save_table
@@ -87,7 +76,7 @@ def topics(seed: int) -> dict[str, list[str]]:
     return {"everyday": everyday, "SQL": sql}
 
 
-@one_line_errors()
+@harness.one_line_errors()
 def main(
     head: Annotated[Path, typer.Option(help="Folder of an EAGLE head for the model.")],
     out: Annotated[Path, typer.Option(help="Folder for the files.")],
@@ -120,17 +109,17 @@ def main(
         "num_speculative_tokens": num_speculative_tokens,
         "controller": "fixed",
     }
-    learning = {**fixed, "online": json_object("--online", online)}
-    loaded = load(model, dtype, device)  # heads share its weights
-    llm = llm_for(loaded, learning)
+    learning = {**fixed, "online": harness.json_object("--online", online)}
+    loaded = harness.load(model, dtype, device)  # heads share its weights
+    llm = harness.llm_for(loaded, learning)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     pairs = measure(llm, fixed, phases, params, part)
     assert llm.online_report is not None
     tokens = list(accumulate(first.tokens for first, _ in pairs))
     _save(out, tokens, pairs)
     found = _markdown(tokens, pairs)
-    facts = machine(llm.device, llm.dtype)
-    print(report("topic_shift", facts, found, _told(llm.online_report)))
+    facts = harness.machine(llm.device, llm.dtype)
+    print(harness.report("topic_shift", facts, found, _told(llm.online_report)))
 
 
 def measure(
@@ -148,13 +137,13 @@ def measure(
 
     def serve(name: str, prompt: str) -> tuple[float, RequestOutput]:
         asked = [{"role": "user", "content": prompt}]
-        seconds, (output,) = timed(
+        seconds, (output,) = harness.timed(
             lambda: llm.chat(asked, params, speculative_config=configs[name])
         )
         return seconds, output
 
     prompts = [prompt for _, texts in phases for prompt in texts]
-    served = in_turn(DRAFTERS, prompts, 1, serve, doing="prompts")
+    served = harness.in_turn(DRAFTERS, prompts, 1, serve, doing="prompts")
     first, second = ([run for (run,) in served[name]] for name in DRAFTERS)
     for prompt, (_, one), (_, other) in zip(prompts, first, second, strict=True):
         if one.token_ids != other.token_ids:
@@ -197,7 +186,7 @@ def _save(folder: Path, tokens: Sequence[int], pairs: Sequence[tuple[Part, Part]
 
 def _markdown(tokens: Sequence[int], pairs: Sequence[tuple[Part, Part]]) -> str:
     first, second = (f"{name}: tokens a pass" for name in DRAFTERS)
-    return table(
+    return harness.table(
         list(zip(tokens, pairs, strict=True)),
         {
             "topic": lambda row: row[1][0].topic,
