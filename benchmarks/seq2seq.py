@@ -238,6 +238,7 @@ def tables_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> 
 
 @app.command("all")
 def all_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> None:
+    """Everything, one part after the other."""
     parts: tuple[Callable[..., None], ...] = (
         *(data_command, target_command, drafters_command),
         *(measure_command, tables_command),
