@@ -51,7 +51,7 @@ from tokenleap.bench.run import Journal
 from tokenleap.bench.summary import BatchPoint, Interval, scipy_stats
 from tokenleap.core.config import Config
 from tokenleap.errors import TokenleapError
-from tokenleap.training.checkpoints import Panel, save_panels
+from tokenleap.training.report import Panel, save_panels
 
 _FORMAT = "tokenleap-seq2seq-2"
 _RECORDS = "measurements.jsonl"

@@ -43,7 +43,7 @@ from benchmarks import BenchmarkError
 from benchmarks.seq2seq_data import lines
 from tokenleap.core.config import Config
 from tokenleap.errors import DataError
-from tokenleap.training.checkpoints import TrainingFolder
+from tokenleap.training.run import TrainingFolder
 
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 """Start of the decoder, padding, end, unknown: ids 0 to 3, as in BART."""

@@ -24,7 +24,7 @@ import typer
 from benchmarks import BenchmarkError, harness
 from tokenleap import LLM, RequestOutput, SamplingParams
 from tokenleap.drafters.online import OnlineReport
-from tokenleap.training.checkpoints import Panel, save_panels, save_table
+from tokenleap.training.report import Panel, save_panels, save_table
 
 DRAFTERS = ("as trained", "learning")
 

@@ -28,11 +28,17 @@ from benchmarks import BenchmarkError, harness
 from benchmarks.harness import machine, one_line_errors, report, table
 from tokenleap import LLM
 from tokenleap.core.files import write_whole
-from tokenleap.training.methods import TRAINING_METHODS, training_method
+from tokenleap.training.method import (
+    DataSettings,
+    TrainingSettings,
+    training_method,
+    training_methods,
+)
 from tokenleap.training.run import TrainingRun
-from tokenleap.training.settings import DataSettings, TrainingSettings
 
-METHODS = tuple(name for name, method in TRAINING_METHODS.items() if method.for_sources is not True)
+METHODS = tuple(
+    name for name, method in training_methods().items() if method.for_sources is not True
+)
 """Those for decoder-only models."""
 
 _FROM_TARGET = {"start": "target"}

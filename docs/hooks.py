@@ -18,8 +18,7 @@ from tokenleap.core.config import Config
 from tokenleap.drafters.online import OnlineOptions
 from tokenleap.drafters.registry import METHODS
 from tokenleap.drafters.spec import DrafterSpec
-from tokenleap.training.methods import TRAINING_METHODS
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.method import TrainingSettings, training_methods
 
 PAGE = "reference/options.md"
 
@@ -66,8 +65,8 @@ def options_page() -> str:
     parts += ["## Learning while serving\n", _section("online", ONLINE, OnlineOptions)]
     parts += ["## Training\n", _section("all methods", SETTINGS, TrainingSettings)]
     parts += [
-        _section(f"train {name}", _sentence(method.summary), method.Options)
-        for name, method in TRAINING_METHODS.items()
+        _section(f"train {name}", _sentence(method.summary), method)
+        for name, method in training_methods().items()
     ]
     return "\n".join(parts)
 

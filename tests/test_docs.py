@@ -23,8 +23,7 @@ from tokenleap.core.acceptance import RULES
 from tokenleap.core.config import Config
 from tokenleap.drafters.online import OnlineOptions
 from tokenleap.drafters.registry import METHODS
-from tokenleap.training.methods import TRAINING_METHODS
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.method import TrainingSettings, training_methods
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -209,7 +208,7 @@ OPTIONS: dict[str, type[Config]] = {
     **{name: controller.Options for name, controller in CONTROLLERS.items()},
     "online": OnlineOptions,
     "all methods": TrainingSettings,
-    **{f"train {name}": method.Options for name, method in TRAINING_METHODS.items()},
+    **{f"train {name}": method for name, method in training_methods().items()},
 }
 
 

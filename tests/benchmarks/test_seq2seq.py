@@ -45,9 +45,8 @@ from tests.spec_drafters import save_spec_drafter
 from tokenleap import LLM
 from tokenleap.bench.run import Journal
 from tokenleap.drafters.spec_drafter import SpecDrafterNotes
-from tokenleap.training.checkpoints import TrainingFolder
-from tokenleap.training.methods import training_method
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.method import TrainingSettings, training_method
+from tokenleap.training.run import TrainingFolder
 from tokenleap.training.spec_drafter import new_masked_lm
 
 GENERAL = TrainingSettings.field_names()

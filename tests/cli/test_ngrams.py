@@ -11,7 +11,7 @@ from tests.cli.conftest import Run, error_of
 from tokenleap import LLM
 from tokenleap.drafters.text.ngrams import NgramTables, count_ngrams
 from tokenleap.training import collect
-from tokenleap.training.self_data import SelfTalk
+from tokenleap.training.conversations import SelfTalk
 
 
 def test_build_and_use(run: Run, tiny: Path, tmp_path: Path) -> None:

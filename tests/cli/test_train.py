@@ -20,13 +20,12 @@ from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import short_talks
 from tokenleap import LLM, SamplingParams
-from tokenleap.training import checkpoints
-from tokenleap.training import report as serving
+from tokenleap.training import report as reports
 from tokenleap.training import run as training_run
 from tokenleap.training.conversations import ConversationFile
-from tokenleap.training.estimate import Speeds
 from tokenleap.training.features import bytes_per_token
-from tokenleap.training.methods import TRAINING_METHODS
+from tokenleap.training.method import TRAINABLE, training_method
+from tokenleap.training.report import Speeds
 from tokenleap.training.run import DrafterSeries
 
 QUICK = ["--tokens", 200, "--held-out-tokens", 60, "--set", "batch_tokens=128"]
@@ -36,9 +35,7 @@ SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and short conversations, no measurement of how long it will take, and no drawing."""
-    monkeypatch.setattr(
-        checkpoints, "_draw", lambda path, _: path.touch()
-    )  # `test_trainer.py` draws
+    monkeypatch.setattr(reports, "_draw", lambda path, _: path.touch())  # `test_trainer.py` draws
     monkeypatch.setattr(training_run, "_ROWS", 1)
     monkeypatch.setattr(training_run, "_SERVED_PROMPTS", 1)
     short_talks(monkeypatch)
@@ -176,7 +173,7 @@ def test_a_dry_run_leaves_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
     result = run("train", "eagle", "-m", tiny, "-o", out, "--dry-run", "--json", *QUICK)
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
-    layers = len(TRAINING_METHODS["eagle"]().layers(2))
+    layers = len(training_method("eagle", {}).read_layers(2))
     assert found["disk_bytes"] == round(2.2 * 260 * bytes_per_token(layers, 64))
     parts = [found[f"{part}_hours"] for part in ("writing", "feature", "training")]
     assert found["hours"] == pytest.approx(sum(parts))
@@ -249,7 +246,7 @@ SCRIPT = """
 import os, signal, sys
 import pytest
 from tokenleap.training import run, trainer
-from tokenleap.training.estimate import Speeds
+from tokenleap.training.report import Speeds
 from tests.training.world import short_talks
 short_talks(pytest.MonkeyPatch())
 run._ROWS, run._SERVED_PROMPTS = 1, 1
@@ -344,7 +341,7 @@ def test_two_processes(tiny: Path, tmp_path: Path) -> None:
 def test_draft_models_whose_drafts_are_merged(
     run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_TOKENS", 8)
+    monkeypatch.setattr(reports, "_TOKENS", 8)
     out = tmp_path / "draft models"
     result = run("train", "boost", "-m", tiny, "-o", out, *QUICK, "--set", "epochs=1")
     assert result.exit_code == 0, result.stderr
@@ -364,7 +361,7 @@ def test_draft_models_whose_drafts_are_merged(
 def test_answers_of_the_draft_model(
     run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "_TOKENS", 8)
+    monkeypatch.setattr(reports, "_TOKENS", 8)
     out = tmp_path / "draft"
     own = ["--set", "answers=mixed", "--set", "refresh_every=2", "--set", "epochs=1"]
     result = run("train", "distill", "-m", tiny, "-o", out, *QUICK, *own)
@@ -492,7 +489,7 @@ def test_help_names_all_methods(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("COLUMNS", "80")
     shown = run("train", "--help").stdout
     assert max(map(len, shown.splitlines())) <= 80
-    assert all(name in shown for name in TRAINING_METHODS)
+    assert all(name in shown for name in TRAINABLE)
 
 
 # Encoder-decoders

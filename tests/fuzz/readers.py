@@ -46,10 +46,10 @@ from tokenleap.models.loaded import FolderWeights
 from tokenleap.runtime.native import build
 from tokenleap.runtime.native.build import why_no_library
 from tokenleap.trace import Trace
-from tokenleap.training.checkpoints import Checkpoints, Progress
-from tokenleap.training.collect import texts_in
-from tokenleap.training.conversations import Conversation, ConversationFile, FileData
+from tokenleap.training.collect import FileData, texts_in
+from tokenleap.training.conversations import Conversation, ConversationFile
 from tokenleap.training.features import FeatureCache, compute_features
+from tokenleap.training.trainer import Checkpoints, Progress
 
 __all__ = ["READERS", "reader"]
 

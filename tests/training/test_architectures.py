@@ -14,9 +14,9 @@ from tests.training.world import computed, cycles, new_trainee, parts_of
 from tests.windowed import WINDOW, windowed_config, windowed_model
 from tokenleap import CompatibilityError
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import collate
-from tokenleap.training.distill import Sizes, new_lm
-from tokenleap.training.methods import training_method
+from tokenleap.training.distill import new_lm
+from tokenleap.training.features import collate
+from tokenleap.training.method import training_method
 from tokenleap.training.tuned import copy_of_target
 
 PADS = 3
@@ -91,7 +91,7 @@ def test_a_copy_of_such_a_target_is_not_trained(name: str) -> None:
 @pytest.mark.parametrize(("name", "limit"), [("bloom", 2**31 - 1), ("mpt", CONTEXT)])
 def test_targets_that_name_their_context_otherwise(name: str, limit: int) -> None:
     config = windowed_config(name)
-    lm: Any = new_lm(config, Sizes())
+    lm: Any = new_lm(config)
     assert lm.config.max_position_embeddings == limit
     trainee: Any = new_trainee(training_method("eagle", {}), target_of(windowed_model(name)))
     assert trainee.net.config.max_position_embeddings == limit

@@ -13,22 +13,20 @@ import torch
 
 from tests.cli.conftest import save_tiny
 from tests.tiny import reference_greedy, tiny_model
-from tests.training.world import computed, cycles, short_talks, tiny_target
+from tests.training.world import computed, cycles, refused, short_talks, tiny_target
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import ModelError, TrainingError
 from tokenleap.models import load_model
-from tokenleap.training import checkpoints
+from tokenleap.training import report
 from tokenleap.training import run as training_run
-from tokenleap.training.batches import TrainingSet
 from tokenleap.training.conversations import ConversationFile
 from tokenleap.training.distill import DistillTrainee, missed, missed_parts
-from tokenleap.training.features import FeatureCache
-from tokenleap.training.method import LOSSES
-from tokenleap.training.methods import training_method
+from tokenleap.training.features import FeatureCache, TrainingSet
+from tokenleap.training.method import DataSettings, TrainingSettings, training_method
 from tokenleap.training.report import Served
 from tokenleap.training.run import TrainingRun
-from tokenleap.training.settings import DataSettings, TrainingSettings
+from tokenleap.training.trainee import LOSSES
 from tokenleap.training.trainer import Trainer
 
 SETTINGS = TrainingSettings(
@@ -61,7 +59,7 @@ def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         served = Served(2, 1.5, (0.5,), 0.1, 1.1)
         patched.setattr(training_run, "measure", lambda *_: served)  # see `test_train.py`
-        patched.setattr(checkpoints, "save_panels", lambda *_: None)
+        patched.setattr(report, "save_panels", lambda *_: None)
         short_talks(patched, answer=16)
         yield
 
@@ -229,18 +227,6 @@ def test_the_merged_tree_needs_the_fewest_passes(trained: Trained, target: Path)
     assert merged[1] >= max(accepted for _, accepted in singles)
 
 
-def test_sampled_output_is_that_of_plain_decoding(trained: Trained, llm: LLM) -> None:
-    config = {"method": "ensemble", "drafters": str(trained.out), "controller": "fixed"}
-    params = [SamplingParams(seed=seed, max_tokens=16) for seed in range(4)]
-    prompts = [[1, 2, 3]] * 4
-    plain, drafted = (
-        llm.generate(prompts, params, speculative_config=each) for each in (None, config)
-    )
-    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-    assert len({tuple(each.token_ids) for each in drafted}) > 1
-    assert all(each.metrics.num_draft_tokens > 16 for each in drafted)
-
-
 def test_what_is_written(trained: Trained) -> None:
     names = {each.name for each in trained.out.iterdir()}
     assert names == {"config.json", "drafter-1", "drafter-2", "training"}
@@ -299,25 +285,9 @@ def test_a_drafter_that_misses_nothing(
     method = training_method("boost", {"loss": "ce"})
     data = DataSettings((prompts,), tokens=32, held_out_tokens=16)
     run = TrainingRun(llm, str(target), method, data, short, tmp_path, Told())
-    with pytest.raises(TrainingError, match=r"drafter-1 misses nothing that another") as caught:
+    with refused(TrainingError, match=r"drafter-1 misses nothing that another"):
         run.run()
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "config.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"drafters": 1}, "drafters: "),
-        ({"sample_length": 0}, "sample_length: "),
-        ({"answers": "mixed"}, "answers"),
-        ({"start": "target", "hidden_size": 64}, "hidden_size: with start 'target'"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        training_method("boost", options)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("fault", ["nothing", "another model", "one is missing"])
@@ -328,13 +298,11 @@ def test_a_folder_without_draft_models(fault: str, tmp_path: Path) -> None:
         write_drafters(tmp_path, ["drafter-1", "drafter-2"])
     expected = "there is no draft model in" if fault == "one is missing" else "has no draft models"
     config = {"method": "ensemble", "drafters": str(tmp_path)}
-    with pytest.raises(ConfigError, match=f"drafters: .*{expected}") as caught:
+    with refused(ConfigError, match=f"drafters: .*{expected}"):
         LLM(tiny_model(), speculative_config=config)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_list_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="cannot be written") as caught:
+    with refused(ModelError, match="cannot be written"):
         write_drafters(tmp_path / "file", ["drafter-1"])
-    assert "\n" not in str(caught.value)

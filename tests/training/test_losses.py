@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenleap.training.method import LOSSES, REST, Teacher
+from tokenleap.training.trainee import LOSSES, REST, Teacher
 
 N, V = 12, 20
 

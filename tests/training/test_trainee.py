@@ -1,4 +1,4 @@
-"""Training and serving give the same logits, from the same features."""
+"""The trained network is the served one: the same logits, from the same features."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.drafters.heads.folders import change_tensors
 from tests.drafters.heads.test_eagle import LEVELS, drafted, levels
 from tests.drafters.heads.test_parallel import block_of, expected_block
 from tests.drafters.heads.test_state_head import grown, head_of
-from tests.heads import STATE_NETS
+from tests.heads import STATE_NETS, feature_config, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tests.training.world import (
     computed,
@@ -22,25 +23,28 @@ from tests.training.world import (
     random_features,
     tiny_target,
 )
-from tokenleap import LLM, CompatibilityError, ConfigError
-from tokenleap.core.config import Config
-from tokenleap.drafters.heads.checkpoint import read_checkpoint
+from tokenleap import LLM, CompatibilityError, ModelError
+from tokenleap.drafters.heads.checkpoint import (
+    Description,
+    Verifier,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tokenleap.drafters.heads.eagle import load_head
+from tokenleap.drafters.heads.eagle_net import EagleNet
 from tokenleap.drafters.heads.probe import look
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import Batch, collate
 from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee, ParallelTrainee
-from tokenleap.training.features import Features, dequantize
-from tokenleap.training.method import Trainee
-from tokenleap.training.methods import TRAINING_METHODS, training_method
-from tokenleap.training.settings import TRAINABLE, TrainingSettings
+from tokenleap.training.features import Batch, Features, collate, dequantize
+from tokenleap.training.method import training_method, training_methods
 from tokenleap.training.state_heads import StateTrainee
+from tokenleap.training.trainee import Trainee
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {})
-        for name in TRAINING_METHODS
-        if training_method(name, {}).layers(2)  # the others read tokens only
+        for name in training_methods()
+        if training_method(name, {}).read_layers(2)  # the others read tokens only
     },
     "eagle as in EAGLE-3": ("eagle", {"fc_norm": False, "norm_output": False, "qk_norm": True}),
     "eagle, three layers": ("eagle", {"layers": (2, 0, 1), "intermediate_size": 80}),
@@ -55,10 +59,6 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def target() -> Target:
     return tiny_target()
-
-
-def test_the_names_are_those_of_the_help_page() -> None:
-    assert tuple(TRAINING_METHODS) == TRAINABLE
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def test_levels_of_eagle_are_those_of_its_network(form: str, target: Target) -> 
     method = training_method(*FORMS[form])
     trainee = new_trainee(method, target, spread=0.1, stride=2)
     assert isinstance(trainee, EagleTrainee)
-    given = features_of(len(method.layers(2)))
+    given = features_of(len(method.read_layers(2)))
     batch = collate(given, LEVELS)
     found = logits_of(trainee, batch)
     for row, each in enumerate(given):
@@ -141,7 +141,7 @@ def test_levels_of_parallel_are_those_of_its_network(form: str, target: Target) 
     method = training_method("parallel", FORMS[form][1])
     trainee = new_trainee(method, target, spread=0.1, stride=2)
     assert isinstance(trainee, ParallelTrainee)
-    given = features_of(len(method.layers(2)))
+    given = features_of(len(method.read_layers(2)))
     batch = collate(given, LEVELS)
     found = logits_of(trainee, batch)
     for row, each in enumerate(given):
@@ -160,7 +160,7 @@ def test_deep_levels_are_learnt_from_some_drafts(target: Target) -> None:
     method = training_method("parallel", {})
     trainee = new_trainee(method, target, spread=0.1)
     assert isinstance(trainee, ParallelTrainee)
-    layers = len(method.layers(2))
+    layers = len(method.read_layers(2))
     given = [random_features(120, [(8, 112)], layers), random_features(60, [(4, 60)], layers)]
     batch = collate(given, 8)
     roots = batch.levels.valid[:, 0].sum(-1)
@@ -193,7 +193,7 @@ def test_what_is_left_out_does_not_change_the_rest(target: Target) -> None:
     method = training_method("parallel", {"noise": 0})
     trainee = new_trainee(method, target, spread=0.1)
     assert isinstance(trainee, ParallelTrainee)
-    batch = collate(features_of(len(method.layers(2))), 6)
+    batch = collate(features_of(len(method.read_layers(2))), 6)
     thinned = trainee._thinned(batch)
     whole = list(trainee.outputs(batch, 6))
     for level, outputs in enumerate(trainee.outputs(thinned, 6)):
@@ -214,11 +214,11 @@ def test_training_and_serving_have_the_same_logits(
     name, options = FORMS[form]
     method = training_method(name, options)
     trainee = new_trainee(method, target, spread=0.1, stride=2)
-    layers = method.layers(2)
+    layers = method.read_layers(2)
     (talk,) = cycles(1, length=24)
     features = computed(target, [talk], layers, tmp_path / "cache")[0]
     found = logits_of(trainee, collate([features], LEVELS))
-    method.write(trainee, parts_of(target, 2), tmp_path / "head", {})
+    trainee.write(parts_of(target, 2), tmp_path / "head", {})
     hidden = dequantize(features.hidden, features.scales)  # [n, A, E]
     for root in (3, 9, 20):  # tokens that a draft starts from; the pair before each is its root
         expected = served(name, tmp_path / "head", target, hidden, layers, talk.tokens, root)
@@ -260,7 +260,7 @@ def test_heads_for_other_architectures(
     other = tiny_target(architecture, dtype=dtype)
     kind = training_method(method, {})
     trainee = new_trainee(kind, other)
-    cache = computed(other, cycles(2), kind.layers(2), tmp_path / "cache")
+    cache = computed(other, cycles(2), kind.read_layers(2), tmp_path / "cache")
     learnt = trainee(collate([cache[0], cache[1]], 4), 4)
     learnt.losses.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trainee.parameters())
@@ -269,57 +269,16 @@ def test_heads_for_other_architectures(
 # Options
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle1"])
-def test_one_level_takes_no_settings_of_several(method: str) -> None:
-    made = training_method(method, {})
-    for name in ("first_level_share", "decay"):
-        with pytest.raises(ConfigError, match=rf"^{name}: .* several levels: remove it\.$"):
-            made.adapted(TrainingSettings.model_validate({"levels": 1, name: 0.5}))
-        given = TrainingSettings.model_validate({"levels": 2, name: 0.5})
-        assert made.adapted(given) == given
-    adapted = made.adapted(TrainingSettings(levels=1))
-    assert (adapted.levels, adapted.first_level_share, adapted.decay) == (1, 0, 1)
-
-
-@pytest.mark.parametrize("name", ["levels", "first_level_share"])
-def test_settings_that_a_head_cannot_follow_are_refused(name: str) -> None:
-    medusa = training_method("medusa", {"num_heads": 3})
-    with pytest.raises(ConfigError, match=f"{name}: .* set num_heads"):
-        medusa.adapted(TrainingSettings.model_validate({name: 1}))
-    adapted = medusa.adapted(TrainingSettings())
-    assert (adapted.levels, adapted.first_level_share) == (3, 0)
-    eagle = training_method("eagle", {})
-    assert eagle.adapted(TrainingSettings(levels=2)) == TrainingSettings(levels=2)
-
-
-def test_no_option_has_the_name_of_a_setting() -> None:
-    for method in TRAINING_METHODS.values():
-        assert not set(method.Options.field_names()) & set(TrainingSettings.field_names())
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'eagle'"):
-        training_method("eagel", {})
-    with pytest.raises(ConfigError, match="layers: this model has layers 0 to 2"):
-        training_method("eagle", {"layers": (0, 3)}).layers(2)
-    with pytest.raises(ConfigError, match="layers: name each once"):
-        training_method("eagle", {"layers": (1, 1)}).layers(2)
-
-
 def test_the_token_of_masks(target: Target) -> None:
     parts = parts_of(target)
     for chosen, expected in ((7, 7), (None, parts.config.pad_token_id or 0)):
         net: Any = training_method("parallel", {"mask_token_id": chosen}).trainee(parts)
         assert net.net.config.mask_token_id == expected
-    with pytest.raises(ConfigError, match="mask_token_id: must be 0 to 95 for this model, got 96"):
-        training_method("parallel", {"mask_token_id": 96}).trainee(parts)
-    with pytest.raises(ConfigError, match=r"levels: 'parallel' learns all levels .* set depths"):
-        training_method("parallel", {}).adapted(TrainingSettings(levels=3))
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 30])
 def test_the_default_layers_exist(num_layers: int) -> None:
-    layers = training_method("eagle", {}).layers(num_layers)
+    layers = training_method("eagle", {}).read_layers(num_layers)
     assert layers == tuple(sorted(set(layers)))
     assert all(0 <= layer < num_layers for layer in layers)
     if num_layers == 30:
@@ -332,13 +291,6 @@ def test_a_target_whose_final_norm_is_unknown(target: Target) -> None:
     with pytest.raises(CompatibilityError, match="train 'eagle'"):
         training_method("hydra", {}).trainee(parts)
     training_method("eagle", {}).trainee(parts)
-
-
-def test_every_method_says_what_it_is() -> None:
-    for name, method in TRAINING_METHODS.items():
-        assert method.name == name
-        assert method.summary
-        assert issubclass(method.Options, Config)
 
 
 # EAGLE-1
@@ -391,11 +343,82 @@ def test_a_head_records_its_target(form: str, target: Target, tmp_path: Path) ->
     """Another target of the same sizes is refused."""
     method, parts = training_method(form, {}), parts_of(target)
     trainee = new_trainee(method, target)
-    seen = look(target, list(range(40)), method.layers(2))
-    notes = method.probed(trainee, seen)
-    method.write(trainee, parts, tmp_path, notes)
+    seen = look(target, list(range(40)), method.read_layers(2))
+    notes = trainee.probe(seen)
+    trainee.write(parts, tmp_path, notes)
     config = method.serving(tmp_path)
     LLM(tiny_model(head_dim=32), speculative_config=config)
     with pytest.raises(CompatibilityError, match="trained for tiny, and this is another model"):
         LLM(tiny_model(head_dim=32, seed=1), speculative_config=config)
     assert (notes["probe"]["accepted"] is None) == (form == "hydra")
+
+
+VERIFIER = Verifier("tiny", ("LlamaForCausalLM",), 2)
+FORM: dict[str, Any] = {"aux_layers": (2, 1), "fc_norm": False, "norm_output": False}
+
+
+@pytest.fixture
+def head(tmp_path: Path, target: Target) -> tuple[Path, EagleNet]:
+    """A head of another form than the default, over every second token."""
+    assert target.reload is not None
+    net = tiny_net(tiny_config(**FORM), target.reload())
+    for weight in net.parameters():  # as in a file
+        weight.data = weight.data.bfloat16().float()
+    write_checkpoint(tmp_path, net, Description(net.config, VERIFIER, {}))
+    return tmp_path, net
+
+
+@torch.no_grad()
+def test_it_begins_with_the_head_and_a_vocabulary_of_its_own(
+    head: tuple[Path, EagleNet], target: Target
+) -> None:
+    folder, net = head
+    method = training_method("eagle", {"start": str(folder)})
+    assert method.read_layers(2) == (2, 1)
+    trainee = method.trainee(parts_of(target)).eval()  # it drafts every token
+    assert isinstance(trainee, EagleTrainee)
+    batch = collate([random_features(20, [(5, 20)], 2)], 2)
+    both = net.draft_tokens
+    for outputs in trainee.outputs(batch, 2):
+        wider, narrow = trainee.net.logits(outputs), net.logits(outputs)
+        torch.testing.assert_close(wider[..., both], narrow)
+    theirs = EagleTrainee(net, lambda logits, teacher: logits.sum(-1), 0.0).eval()
+    for ours, expected in zip(trainee.outputs(batch, 2), theirs.outputs(batch, 2), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_without_it_the_weights_are_random(target: Target) -> None:
+    torch.manual_seed(0)
+    first = training_method("eagle", {}).trainee(parts_of(target))
+    second = training_method("eagle", {}).trainee(parts_of(target))
+    assert not torch.equal(first.matrices[0], second.matrices[0])
+
+
+def test_a_model_with_a_head_in_the_package_is_known_by_its_alias() -> None:
+    method = training_method("eagle", {"start": "smollm2-135m"})
+    assert method.read_layers(30) == (2, 15, 27)
+
+
+def test_what_cannot_learn_on_is_refused(
+    head: tuple[Path, EagleNet], target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        training_method("eagle", {"start": "nowhere"}).read_layers(2)
+
+    folder, net = head
+    rows = {"lm_head.weight": net.head + 1}
+    change_tensors(folder, lambda tensors: tensors.update(rows))
+    with pytest.raises(CompatibilityError, match="output rows of its own"):
+        training_method("eagle", {"start": str(folder)}).trainee(parts_of(target))
+
+    other = tmp_path / "deeper"
+    deeper = Description(net.config, Verifier("deep", (), 7), {})
+    write_checkpoint(other, net, deeper)
+    with pytest.raises(CompatibilityError, match="7 layers"):
+        training_method("eagle", {"start": str(other)}).trainee(parts_of(target))
+
+    first = tmp_path / "first"
+    eagle1 = tiny_net(feature_config(), tiny_model())
+    write_checkpoint(first, eagle1, Description(eagle1.config, VERIFIER, {}))
+    with pytest.raises(CompatibilityError, match="EAGLE-1"):
+        training_method("eagle", {"start": str(first)}).read_layers(2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,10 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM
 from tokenleap.runtime.target import Target
 from tokenleap.training import conversations as talks
-from tokenleap.training import self_data
-from tokenleap.training.batches import TrainingSet
-from tokenleap.training.conversations import Conversation
-from tokenleap.training.features import FeatureCache, Features, compute_features
-from tokenleap.training.method import HeadParts, Trainee, TrainingMethod
-from tokenleap.training.methods import training_method
-from tokenleap.training.self_data import Opening, first_opening, next_opening
+from tokenleap.training.conversations import Conversation, Opening, first_opening, next_opening
+from tokenleap.training.features import FeatureCache, Features, TrainingSet, compute_features
+from tokenleap.training.method import TrainingMethod, training_method
+from tokenleap.training.trainee import HeadParts, Trainee
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}"
@@ -101,17 +99,8 @@ def parts_of(target: Target, stride: int = 1) -> HeadParts:
     weights = target.vocabulary_weights
     assert weights is not None
     draft_tokens = torch.arange(0, target.vocab_size, stride)
-    layers = target.network.num_layers
-    return HeadParts(
-        target.config,
-        "tiny",
-        *weights,
-        draft_tokens,
-        layers,
-        target.final_norm,
-        partial(_again, target),
-        target.logits_bias,
-    )
+    parts = HeadParts.of(target, "tiny", weights, draft_tokens)
+    return replace(parts, reload=partial(_again, target))
 
 
 def _again(target: Target) -> PreTrainedModel:
@@ -142,8 +131,16 @@ def short_talks(patched: pytest.MonkeyPatch, answer: int = 24, message: int = 12
         shorter = getattr(talks, name).model_copy(update={"max_tokens": answer})
         patched.setattr(talks, name, shorter)
     for function in (first_opening, next_opening):
-        patched.setattr(self_data, function.__name__, partial(shortened, function))
-    patched.setattr(self_data, "_FEWEST_TEXT_TOKENS", 8)
+        patched.setattr(talks, function.__name__, partial(shortened, function))
+    patched.setattr(talks, "_FEWEST_TEXT_TOKENS", 8)
+
+
+@contextmanager
+def refused(kind: type[Exception], match: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """An error of one line."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
 
 
 class World:
@@ -161,7 +158,7 @@ class World:
     ) -> None:
         self.target = tiny_target()
         self.method = training_method(method, options)
-        layers = self.method.layers(self.target.network.num_layers)
+        layers = self.method.read_layers(self.target.network.num_layers)
         learnt, held_out = cycles(count), cycles(4, seed=1)
         self.training, self.held_out = (
             TrainingSet(computed(self.target, each, layers, folder / name), 64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from tokenleap.bench.machine import host, open_meter
 from tokenleap.bench.prompts_file import Prompt
 from tokenleap.bench.summary import CONTROL, bleu_metric, facts_of, scipy_stats, unjudged
 from tokenleap.bench.worker import Process
-from tokenleap.core.files import parsed_json
+from tokenleap.core.files import JsonLines, parsed_json
 from tokenleap.errors import TokenleapError
 
 FORMAT = "tokenleap-bench-1"
@@ -306,15 +305,14 @@ class Journal:
 
     def _load(self, path: Path, header: dict[str, Any]) -> bool:
         """Read the file; False if it has not even a whole header."""
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]  # a kill may have cut off the last line
-        if not whole:
-            if not _line(header).encode().startswith(content):
+        file = JsonLines(path)
+        if not (lines := list(file)):
+            if not _line(header).encode().startswith(path.read_bytes()):
                 raise TokenleapError(f"{path} is not a results file; choose another --output.")
-            os.truncate(path, 0)
+            file.mend()
             return False
         try:
-            found, *self.records = [parsed_json(line) for line in whole.splitlines()]
+            found, *self.records = [parsed_json(line) for line in lines]
         except ValueError as error:
             raise TokenleapError(f"{path} is not a results file: {error}.") from error
         if not all(isinstance(record, dict) for record in (found, *self.records)):
@@ -329,14 +327,12 @@ class Journal:
                 )
         # JSON turns tuples into lists: compare like with like.
         _check_header(path, found, json.loads(json.dumps(header)))
-        if whole != content:
-            os.truncate(path, len(whole))
+        file.mend()
         return True
 
     def _append(self, record: dict[str, Any]) -> None:
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(_line(record) + "\n")
+            JsonLines(self._path).append([_line(record)])
 
 
 def _line(record: dict[str, Any]) -> str:

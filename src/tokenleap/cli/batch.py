@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -17,7 +16,7 @@ from tokenleap.cli.console import as_json_line, counting, errors, plain, say
 from tokenleap.cli.options import in_panel
 from tokenleap.cli.prompt import STDIN, ReferenceOptions, decoded, read_lines, read_stdin
 from tokenleap.cli.root import UsageError, check_writable, write_whole
-from tokenleap.core.files import parsed_json
+from tokenleap.core.files import JsonLines, parsed_json
 from tokenleap.core.peers import ALONE, Peers
 from tokenleap.engine.lines import Line, error_of, line_of
 from tokenleap.errors import ConfigError, PromptError, TokenleapError
@@ -231,8 +230,7 @@ class LineResults:
                 self.replace()
             return
         assert place == self.count, "results come in the order of the lines"
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        JsonLines(self.path).append([line])
         self.count += 1
 
     def replace(self) -> None:
@@ -247,10 +245,8 @@ class LineResults:
 
     def _read(self) -> list[dict[str, Any]]:
         """The complete results; a line that a kill has cut off is removed."""
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        records = []
-        for number, line in enumerate(whole.splitlines(), 1):
+        file, records = JsonLines(self.path), []
+        for number, line in enumerate(file, 1):
             try:
                 record = parsed_json(line)
             except ValueError:
@@ -259,8 +255,7 @@ class LineResults:
             if not isinstance(outputs, list) or not all(isinstance(x, dict) for x in outputs):
                 raise TokenleapError(f"{self.path}: line {number} is not a JSON object")
             records.append(record)
-        if whole != content:
-            os.truncate(self.path, len(whole))
+        file.mend()
         return records
 
 

@@ -16,16 +16,13 @@ from tokenleap.cli.console import as_json, display, errors, plain
 from tokenleap.cli.options import ModelOptions, flat, in_panel, open_llm
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import nearest
-from tokenleap.training.settings import TRAINABLE, check_trainable
+from tokenleap.training.method import TRAINABLE, check_trainable
 
 if TYPE_CHECKING:
-    from tokenleap.training.estimate import Estimate
-    from tokenleap.training.method import TrainingMethod
-    from tokenleap.training.report import TrainingReport
+    from tokenleap.training.method import DataSettings, TrainingMethod, TrainingSettings
     from tokenleap.training.run import TrainingRun
-    from tokenleap.training.settings import DataSettings, TrainingSettings
 
-__all__ = ["EXAMPLES", "ShownProgress", "expectation", "show_report", "train"]
+__all__ = ["EXAMPLES", "ShownProgress", "train"]
 
 
 EXAMPLES = examples(
@@ -85,8 +82,7 @@ class DataOptions:
     ] = None
 
     def settings(self) -> DataSettings:
-        """As `TrainingRun` takes them."""
-        from tokenleap.training.settings import DataSettings
+        from tokenleap.training.method import DataSettings
 
         given = self.data or ["self"]
         files = tuple(Path(name) for name in given if name != "self")
@@ -158,7 +154,7 @@ def train(
     run = _opened(method, out, learnt, target, given, quiet=json_output)
     if dry_run or (run.num_processes == 1 and not run.has_begun):
         expected = run.estimate()
-        errors().print(plain(expectation(expected)), soft_wrap=True)
+        errors().print(plain(expected.text), soft_wrap=True)
     elif run.has_begun and run.is_main_process:
         errors().print(plain(f"Continuing the training in {out}."), soft_wrap=True)
     if dry_run:
@@ -171,7 +167,10 @@ def train(
     if json_output:
         display().out(as_json(asdict(report)))
     else:
-        show_report(report, run.usage, out)
+        console = display()
+        console.print(plain(report.text(out)), soft_wrap=True)
+        use = f"Use it: {run.usage}{os.linesep}{out / 'training'} can be deleted."
+        console.print(plain(use, "note"), soft_wrap=True)
 
 
 def _check_installed() -> None:
@@ -210,19 +209,19 @@ def _opened(
 def _chosen(method: str, given: list[str]) -> tuple[TrainingMethod, TrainingSettings]:
     """The method with its options, and the settings, of all `--set`."""
     from tokenleap.errors import ConfigError
-    from tokenleap.training.methods import training_method
-    from tokenleap.training.settings import TrainingSettings
+    from tokenleap.training.method import TrainingSettings, training_class
 
     pairs = [_pair(each) for each in given]
     fields = dict(pairs)
     if twice := [name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1]:
         raise UsageError(f"--set: {twice[0]} is given twice")
-    general, own = TrainingSettings.field_names(), training_method(method, {}).Options.field_names()
+    made = training_class(method)
+    general, own = TrainingSettings.field_names(), made.field_names()
     if unknown := [name for name in fields if name not in (*general, *own)]:
         raise UsageError(f"--set: there is no '{unknown[0]}': {nearest(unknown[0], general + own)}")
     try:
         settings = TrainingSettings(**{n: value for n, value in fields.items() if n in general})
-        kind = training_method(method, {n: value for n, value in fields.items() if n in own})
+        kind = made(**{n: value for n, value in fields.items() if n in own})
         kind.adapted(settings)
     except ConfigError as error:
         raise UsageError(f"--set {error}") from None
@@ -239,31 +238,6 @@ def _pair(text: str) -> tuple[str, Any]:
         return name.replace("-", "_"), value
 
 
-# What `tokenleap train` says: what the training will take, how far it is, and what came of it.
-
-
-def expectation(found: Estimate) -> str:
-    """How long a training takes, and what it needs."""
-    parts = (
-        f"{_time(found.writing_hours)} to write the text",
-        f"{_time(found.feature_hours)} for its features ({found.disk_bytes / 1e9:.1f} GB of disk)",
-        f"{_time(found.training_hours)} to train",
-    )
-    needed = found.training_bytes
-    return (
-        f"This will take about {_time(found.hours)} here: {', '.join(parts)}. Training needs "
-        f"{_size(needed.memory)} of memory besides the target, and {_size(needed.disk)} of disk."
-    )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
-
-
-def _time(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{max(1, round(60 * hours))} min"
-
-
 class ShownProgress:
     """See `training.report.Reporter`: a bar on a terminal, lines elsewhere; both on stderr."""
 
@@ -272,12 +246,10 @@ class ShownProgress:
         self._console.quiet = int(os.environ.get("RANK", "0")) > 0  # of `accelerate launch`
 
     def say(self, text: str) -> None:
-        """One line."""
         self._console.print(plain(text), soft_wrap=True)
 
     @contextmanager
     def stage(self, doing: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """A part of the work."""
         if not self._console.is_terminal:
             yield self._lines(doing, total)
             return
@@ -309,30 +281,3 @@ class ShownProgress:
                 self.say(f"{doing}: {count / max(1, total):.0%}, {remark}")
 
         return done
-
-
-def show_report(report: TrainingReport, usage: str, out: Path) -> None:
-    """Print how good the drafter in `out` is, and how it is used."""
-    served, console = report.served, display()
-    positions = " ".join(f"{share:.0%}" for share in served.by_position)
-    console.print(
-        plain(
-            f"{out}: {served.mean_length:.2f} tokens a pass with chains of "
-            f"{len(served.by_position)} on {served.prompts} held-out prompts (acceptance by "
-            f"position {positions}); a draft level takes {served.draft_share:.0%} of a pass; "
-            f"{served.speed_up:.2f} times the speed of plain decoding with the default controller."
-        ),
-        soft_wrap=True,
-    )
-    if changed := report.perplexity:
-        told = (
-            f"{out} is a new model, and its output is not the target's: drafts are lossless with "
-            f"respect to the new one only. Its perplexity on the held-out answers is "
-            f"{changed.new:.3f}, the target's {changed.target:.3f}."
-        )
-        console.print(plain(told), soft_wrap=True)
-    for line in report.advice:
-        console.print(plain(line), soft_wrap=True)
-    note = f"Use it: {usage}"
-    note += os.linesep + f"{out / 'training'} can be deleted."
-    console.print(plain(note, "note"), soft_wrap=True)

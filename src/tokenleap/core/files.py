@@ -1,11 +1,11 @@
-"""Reading JSON that others wrote, and writing a file completely or not at all."""
+"""Reading JSON that others wrote, writing a file completely or not at all, and journals."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 __all__ = [
     "FIRST_NAME",
+    "JsonLines",
     "levels",
     "parsed_json",
     "read_json",
@@ -102,3 +103,39 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+class JsonLines:
+    """A file of JSON lines that only grows, from which an interrupted run continues.
+
+    A kill may cut its last line off: what has no line end does not count.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, lines: Iterable[str], *, sync: bool = False) -> None:
+        """Add lines; with `sync` they are on the disk before this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The whole lines."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line
+
+    def mend(self) -> None:
+        """Remove half a line at the end."""
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self.path, whole)

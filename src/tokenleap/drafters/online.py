@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Learnable", "Learner", "LossName", "OnlineOptions", "OnlineReport"]
 
 LossName: TypeAlias = Literal["kl", "rkl", "jsd", "tv", "ce"]
-"""The losses of `training/method.py`."""
+"""The losses of `training/trainee.py`."""
 
 
 class OnlineOptions(Config):
@@ -49,7 +49,7 @@ class OnlineOptions(Config):
         batch_size: fewest positions of an update of the weights.
         swap_every: updates after which the drafter gets the new weights.
         learning_rate: of AdamW, constant.
-        loss: between the drafter's distribution and the target's (see `training/method.py`).
+        loss: between the drafter's distribution and the target's (see `training/trainee.py`).
         save: folder to which the drafter is written whenever it gets new weights; None for none.
         seed: of the order in which windows are learnt.
     """

@@ -16,22 +16,23 @@ from typing import Any, Protocol, TypeVar
 from tokenleap.core.files import parsed_json
 from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.text.ngrams import NgramTables, count_ngrams
-from tokenleap.errors import DataError, PromptError
-from tokenleap.llm import LLM
+from tokenleap.errors import DataError, PromptError, TokenleapError
+from tokenleap.llm import LLM, Prompt
 from tokenleap.training.conversations import (
     Answerer,
     Conversation,
     ConversationFile,
-    FileData,
+    SelfTalk,
     Talk,
     loop_start,
+    usual_temperature,
 )
-from tokenleap.training.self_data import SelfTalk
-from tokenleap.training.settings import DataSettings
+from tokenleap.training.method import DataSettings
 
 __all__ = [
     "Chooser",
     "Diversity",
+    "FileData",
     "FileSource",
     "Pair",
     "PairData",
@@ -57,19 +58,14 @@ _HELD_OUT_EVERY = 20
 class Source(Protocol):
     """Where conversations come from, batch by batch."""
 
-    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """Batches of new conversations."""
-        ...
+    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]: ...
 
 
 class SelfSource:
-    """The target writes them by itself."""
-
     def __init__(self, llm: LLM, rows: int, length: int) -> None:
         self._talk, self._batch = SelfTalk(llm, length), 4 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """See `Source.write`: without an end."""
         first, step = (_HELD_OUT_SEEDS, 2) if held_out else (0, 1)
         seeds = count(first if after is None else after + step, step)
         while True:
@@ -78,13 +74,10 @@ class SelfSource:
 
 
 class FileSource:
-    """The user's own data; the target answers its prompts."""
-
     def __init__(self, llm: LLM, data: FileData, rows: int) -> None:
         self._answerer, self._data, self._batch = Answerer(llm), data, 8 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """See `Source.write`: until the files end."""
         texts = share_of(self._data.texts, held_out=held_out)
         yield [text for text in texts if after is None or text.seed > after]
         if self._data.answered and not held_out:
@@ -120,13 +113,12 @@ class Chooser:
 
     def __init__(self, tokens: int, unseen: Unseen, others: Iterable[Conversation] = ()) -> None:
         self._tokens, self._unseen = tokens, unseen
-        self._prompts = {_prompt(each) for each in others}
+        self._prompts = {_beginning(each) for each in others}
         self.kept: list[Conversation] = []
         self.total = self.twice = self.overlapping = 0
 
     @property
     def full(self) -> bool:
-        """Whether there are enough."""
         return self.total >= self._tokens
 
     def add(self, conversations: Iterable[Conversation]) -> None:
@@ -134,7 +126,7 @@ class Chooser:
         for each in conversations:
             if self.full:
                 return
-            prompt = _prompt(each)
+            prompt = _beginning(each)
             if prompt in self._prompts:
                 self.twice += 1
             elif self._unseen.overlaps(each):
@@ -145,7 +137,7 @@ class Chooser:
                 self.total += each.num_answer_tokens
 
 
-def _prompt(conversation: Conversation) -> tuple[tuple[int, ...], ...]:
+def _beginning(conversation: Conversation) -> tuple[tuple[int, ...], ...]:
     """The source, and what comes before the first answer; all of a text without any."""
     opening = conversation.tokens[: conversation.answers[0][0]] or conversation.tokens
     return conversation.source, opening
@@ -178,6 +170,173 @@ def collect(source: Source, path: Path, chooser: Chooser, *, held_out: bool) -> 
         )
 
 
+# The user's own data for decoder-only models: prompts, conversations and texts.
+
+
+_ROLES = {
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "human": "user",
+    "system": "system",
+    "user": "user",
+}
+
+
+class FileData:
+    """The data of files, in the order of the files.
+
+    Args:
+        llm: the target; its tokenizer encodes, and its chat template shapes conversations.
+        text_length: most tokens of each piece of a text; prompts that are longer than three
+            quarters of it are left out.
+
+    Attributes:
+        answered: if the answers in the files are learnt: the talks with them.
+    """
+
+    def __init__(
+        self, llm: LLM, files: Sequence[Path], text_length: int, *, given_answers: bool = False
+    ) -> None:
+        if llm.tokenizer is None:
+            raise DataError("this model has no tokenizer, so it cannot learn from text.")
+        self._llm, self._text_length = llm, min(text_length, llm.max_model_len - 1)
+        self._shapes = bool(llm.tokenizer.chat_template)
+        self._given_answers = given_answers
+        self.talks: list[Talk] = []
+        self.answered: list[Conversation] = []
+        self.too_long = 0
+        pieces: list[tuple[int, ...]] = []
+        for path in files:
+            for where, fields in _entries(path):
+                if isinstance(text := fields.get("text"), str):
+                    pieces += self._pieces(text)
+                else:
+                    self._add(where, fields)
+        self.texts = [
+            Conversation(piece, ((0, len(piece)),), seed=number - len(pieces))
+            for number, piece in enumerate(pieces)
+        ]
+        if not self.talks and not self.texts:
+            long = f" ({self.too_long} prompts are too long)" if self.too_long else ""
+            raise DataError(f"{', '.join(map(str, files))}: there is nothing to learn from{long}.")
+
+    def _add(self, where: str, fields: dict[str, Any]) -> None:
+        try:
+            tokens = self._llm.encode(_prompt(fields, shapes=self._shapes))
+        except TokenleapError as error:
+            raise DataError(f"{where}: {error}") from None
+        if not tokens:
+            raise DataError(f"{where}: the prompt is empty.")
+        if len(tokens) > 3 * self._text_length // 4:
+            self.too_long += 1
+            return
+        number = len(self.talks)
+        self.talks.append(Talk(number, usual_temperature(number), list(tokens)))
+        if self._given_answers:
+            self.answered.append(self._answered(tokens, _answer(where, fields), number))
+
+    def _answered(self, prompt: Sequence[int], answer: str, number: int) -> Conversation:
+        tokenizer = self._llm.tokenizer
+        assert tokenizer is not None
+        end = tokenizer.eos_token_id
+        tokens = [
+            *prompt,
+            *tokenizer.encode(answer, add_special_tokens=False),
+            *([end] if isinstance(end, int) else []),
+        ]
+        return Conversation(tuple(tokens), ((len(prompt), len(tokens)),), number)
+
+    def _pieces(self, text: str) -> list[tuple[int, ...]]:
+        """The tokens of a text, in pieces from which something can be learnt."""
+        assert self._llm.tokenizer is not None
+        tokens = self._llm.tokenizer.encode(text, add_special_tokens=False)
+        starts = range(0, len(tokens), self._text_length)
+        pieces = [tuple(tokens[start : start + self._text_length]) for start in starts]
+        return [piece for piece in pieces if len(piece) > 2]
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, fields) of each entry of a file."""
+    if path.suffix != ".jsonl":
+        yield str(path), {"text": _text_in(path)}
+        return
+    for where, line in _lines(path):
+        fields = _json(where, line)
+        if not isinstance(fields, dict):
+            raise DataError(f"{where}: not a JSON object.")
+        yield where, fields
+
+
+def _text_in(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}.") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(where, line) of each line that is not empty."""
+    for number, line in enumerate(_split(_text_in(path)), 1):
+        if line.strip():
+            yield f"{path}, line {number}", line
+
+
+def _split(text: str) -> list[str]:
+    """Lines; not `splitlines`, because a line may hold U+2028."""
+    return text.removesuffix("\n").split("\n")
+
+
+def _json(where: str, line: str) -> Any:
+    try:
+        return parsed_json(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}.") from None
+
+
+def _prompt(fields: dict[str, Any], *, shapes: bool) -> Prompt:
+    """An entry as `LLM.encode` takes it."""
+    turns = fields.get("turns")
+    prompt = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}] if shapes else prompt
+    messages = fields.get("messages") or fields.get("conversations")
+    if not isinstance(messages, list):
+        raise DataError("has none of 'prompt', 'turns', 'messages', 'conversations' and 'text'.")
+    shaped = [_message(each) for each in messages]
+    while shaped and shaped[-1]["role"] == "assistant":
+        shaped.pop()
+    if not shaped:
+        raise DataError("has no message of a user.")
+    return shaped
+
+
+def _answer(where: str, fields: dict[str, Any]) -> str:
+    """The answer of an entry whose prompt is well-formed."""
+    found = fields.get("answer")
+    if found is None and (messages := fields.get("messages") or fields.get("conversations")):
+        last = _message(messages[-1])
+        found = last["content"] if last["role"] == "assistant" else None
+    if not isinstance(found, str) or not found:
+        raise DataError(
+            f"{where}: has no answer to learn: give 'answer' beside 'prompt', or end the "
+            "conversation with the assistant's message."
+        )
+    return found
+
+
+def _message(fields: Any) -> dict[str, str]:
+    """A message as chat templates know it."""
+    if not isinstance(fields, dict):
+        raise DataError("a message is not a JSON object with 'role' and 'content'.")
+    role = fields.get("role", fields.get("from"))
+    content = fields.get("content", fields.get("value"))
+    if not isinstance(role, str) or role not in _ROLES:
+        raise DataError(f"a message has the role {role!r}: known are {', '.join(_ROLES)}.")
+    if not isinstance(content, str):
+        raise DataError("a message has no text in 'content' or 'value'.")
+    return {"role": _ROLES[role], "content": content}
+
+
 # Data for encoder-decoders: sources that the target answers, or pairs of source and output.
 #
 #     {"source": "...", "target": "..."}   a line of JSONL; the languages of the two may be given as
@@ -196,20 +355,12 @@ _LANGUAGES = ("source_language", "target_language")
 
 @dataclass(frozen=True)
 class Pair:
-    """One entry."""
-
     number: int
     prompt: Mapping[str, Any]
     target: str | None
 
 
 class PairData:
-    """The data of files, in the order of the files.
-
-    Attributes:
-        reason: why the first of them was left out; empty if none was.
-    """
-
     def __init__(self, llm: LLM, data: DataSettings) -> None:
         if llm.tokenizer is None:
             raise DataError("this model has no tokenizer, so it cannot learn from text.")
@@ -225,7 +376,8 @@ class PairData:
             self.pairs.append(Pair(len(self.pairs), prompt, target))
         if not self.pairs:
             reason = f" ({self.reason})" if self.reason else ""
-            raise DataError(f"{_names(data)}: there is nothing to learn from{reason}.")
+            names = ", ".join(map(str, data.files or data.parallel))
+            raise DataError(f"{names}: there is nothing to learn from{reason}.")
 
 
 class PairSource:
@@ -249,7 +401,6 @@ class PairSource:
             )
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        """See `Source.write`: until the files end."""
         pairs = share_of(self._pairs, held_out=held_out)
         left = [pair for pair in pairs if after is None or pair.number > after]
         for start in range(0, len(left), self._batch):
@@ -291,18 +442,13 @@ def _conversation(
     return Conversation(tokens, answers, pair.number, source=tuple(source))
 
 
-def _names(data: DataSettings) -> str:
-    return ", ".join(map(str, data.files or data.parallel))
-
-
 def _pair_entries(data: DataSettings) -> Iterator[tuple[str, dict[str, Any], str | None]]:
     """(where, prompt, output or None) of each entry."""
     if data.parallel:
         yield from _parallel(*data.parallel)
     for path in data.files:
-        for number, line in enumerate(_lines(path), 1):
-            if line.strip():
-                yield _entry(f"{path}, line {number}", line, path.suffix)
+        for where, line in _lines(path):
+            yield _entry(where, line, path.suffix)
 
 
 def _entry(where: str, line: str, suffix: str) -> tuple[str, dict[str, Any], str | None]:
@@ -317,10 +463,7 @@ def _entry(where: str, line: str, suffix: str) -> tuple[str, dict[str, Any], str
 
 
 def _of_json(where: str, line: str) -> tuple[str, dict[str, Any], str | None]:
-    try:
-        fields = parsed_json(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}.") from None
+    fields = _json(where, line)
     if not isinstance(fields, dict) or not isinstance(fields.get("source"), str):
         raise DataError(f"{where}: has no text in 'source'.")
     target = fields.get("target")
@@ -331,7 +474,7 @@ def _of_json(where: str, line: str) -> tuple[str, dict[str, Any], str | None]:
 
 
 def _parallel(sources: Path, targets: Path) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    first, second = _lines(sources), _lines(targets)
+    first, second = (_split(_text_in(path)) for path in (sources, targets))
     if len(first) != len(second):
         raise DataError(
             f"{sources} has {len(first)} lines and {targets} {len(second)}: line N of one must "
@@ -340,14 +483,6 @@ def _parallel(sources: Path, targets: Path) -> Iterator[tuple[str, dict[str, Any
     for number, (source, target) in enumerate(zip(first, second, strict=True), 1):
         if source.strip():
             yield f"{sources}, line {number}", {"prompt": source}, target
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from None
-    return text.removesuffix("\n").split("\n")  # not `splitlines`: a line may hold U+2028
 
 
 # The n-grams of what a target writes by itself, or in answer to prompts.
@@ -389,14 +524,12 @@ def ngrams_of_target(
 
 
 def _talks(llm: LLM) -> Iterator[list[Conversation]]:
-    """Conversations with itself, without an end."""
     talk = SelfTalk(llm, _LENGTH)
     for first in count(0, _ROWS):
         yield talk.write(range(first, first + _ROWS))
 
 
 def _answered(llm: LLM, files: Sequence[Path]) -> Iterator[list[Conversation]]:
-    """The user's prompts, answered."""
     talks = FileData(llm, files, llm.max_model_len).talks
     if not talks:
         raise DataError(
@@ -433,7 +566,6 @@ class Diversity:
 
 
 def diversity(conversations: Sequence[Conversation]) -> Diversity:
-    """Measure these conversations."""
     count = max(1, len(conversations))
     starts = [start for each in conversations for start, _ in each.answers]
     answers = [each.tokens[start:stop] for each in conversations for start, stop in each.answers]
@@ -468,10 +600,7 @@ class Unseen:
         self._ngrams = {ngram for prompt in prompts for ngram in _ngrams(prompt, _OVERLAP)}
 
     def overlaps(self, conversation: Conversation) -> bool:
-        """Whether a conversation shares eight tokens in a row with any of the prompts.
-
-        Answers do not count, but a text that is only to be learnt does.
-        """
+        """Whether it has eight tokens in a row, answers left out, in common with any of them."""
         return any(
             ngram in self._ngrams
             for part in _prompts(conversation)
@@ -480,10 +609,7 @@ class Unseen:
 
 
 def _prompts(conversation: Conversation) -> Iterator[Sequence[int]]:
-    """The tokens before each answer; all of a text that begins with what is to be learnt.
-
-    The source of an encoder-decoder comes before everything.
-    """
+    """The source and the tokens before each answer; all of a text that is learnt as a whole."""
     start = 0
     yield conversation.source
     if conversation.answers[0][0] == 0:
@@ -496,16 +622,8 @@ def _prompts(conversation: Conversation) -> Iterator[Sequence[int]]:
 
 def texts_in(path: Path) -> Iterator[str]:
     """All texts in a file of prompts, whatever its fields are called."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                yield from _strings(parsed_json(line) if path.suffix == ".jsonl" else line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}.") from None
+    for where, line in _lines(path):
+        yield from _strings(_json(where, line) if path.suffix == ".jsonl" else line)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -1,23 +1,28 @@
-"""Conversations to train on: their tokens, and which of them the target wrote.
+"""Conversations to train on: their tokens, which of them the target wrote, and how it writes them.
 
-They are kept in a JSONL file, one conversation a line, appended batch by batch. A file that ends in
-half a line (the process was killed) is cut back to its last whole line, so generation can go on.
+They are kept in a file of JSON lines, appended batch by batch, so that generation can go on there.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from random import Random
 from typing import Any, Generic, TypeVar
 
-from tokenleap.core.files import parsed_json
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from tokenleap.core.files import JsonLines, parsed_json
 from tokenleap.core.params import SamplingParams
-from tokenleap.errors import DataError, RequestError, TokenleapError
-from tokenleap.llm import LLM, Prompt
+from tokenleap.errors import CompatibilityError, DataError, RequestError
+from tokenleap.llm import LLM
+from tokenleap.models.chat_template import rendered
 from tokenleap.outputs import StreamChunk
 
 __all__ = [
@@ -26,16 +31,23 @@ __all__ = [
     "Answerer",
     "Conversation",
     "ConversationFile",
-    "FileData",
+    "Opening",
     "Repeats",
+    "SelfTalk",
     "Talk",
+    "Template",
     "Wanted",
     "Writer",
     "Writing",
     "Written",
     "answered",
+    "authors_of",
+    "first_opening",
     "loop_start",
+    "next_opening",
     "opening",
+    "reads",
+    "topics",
     "usual_temperature",
 ]
 
@@ -58,7 +70,6 @@ class Conversation:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens to learn."""
         return sum(stop - start for start, stop in self.answers)
 
 
@@ -66,35 +77,17 @@ class ConversationFile:
     """A JSONL file of conversations that grows."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, conversations: Iterable[Conversation]) -> None:
-        """Add these at the end, and see that they reach the disk."""
-        lines = "".join(json.dumps(_fields(each)) + "\n" for each in conversations)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def __iter__(self) -> Iterator[Conversation]:
-        """All conversations, in order."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    return  # the process was killed while it wrote this line
-                yield _conversation(line, f"{self.path}, line {number}")
+        self.path, self._lines = path, JsonLines(path)
 
     def mend(self) -> None:
-        """Cut off half a line at the end."""
-        if not self.path.exists():
-            return
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
+        self._lines.mend()
+
+    def append(self, conversations: Iterable[Conversation]) -> None:
+        self._lines.append((json.dumps(_fields(each)) for each in conversations), sync=True)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        for number, line in enumerate(self._lines, 1):
+            yield _conversation(line, f"{self.path}, line {number}")
 
 
 def _fields(conversation: Conversation) -> dict[str, Any]:
@@ -122,11 +115,7 @@ def opening(tokens: Sequence[int], answers: Sequence[tuple[int, int]]) -> Sequen
 
 
 def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int | None:
-    """Where a text begins to repeat itself: the end of the part without an n-gram too many.
-
-    Returns:
-        The index at which some n-gram occurs for the `times` + 1st time; None if none does.
-    """
+    """Index at which some n-gram occurs for the `times` + 1st time; None if none does."""
     repeats = Repeats(length, times)
     for stop, token in enumerate(tokens, 1):
         if repeats.add(token):
@@ -135,8 +124,6 @@ def loop_start(tokens: Sequence[int], length: int = 12, times: int = 2) -> int |
 
 
 class Repeats:
-    """Watches a text that is being written for n-grams that come again and again."""
-
     def __init__(self, length: int = 12, times: int = 2) -> None:
         self._times = times
         self._last: deque[int] = deque(maxlen=length)
@@ -154,8 +141,7 @@ class Repeats:
 
 # Conversations while they are written, and the target's answers in them.
 #
-# `self_data.py` lets the target write the users' messages, too; `prompt_data.py` takes them from
-# files.
+# `SelfTalk` lets the target write the users' messages, too; `collect.FileData` reads files.
 
 
 MOST_TURNS = 3
@@ -176,8 +162,6 @@ def usual_temperature(seed: int) -> float:
 
 @dataclass
 class Talk:
-    """A conversation that is being written."""
-
     seed: int
     temperature: float
     tokens: list[int]
@@ -190,7 +174,6 @@ class Talk:
         return MOST_TURNS * self.seed + len(self.answers)
 
     def answer_params(self) -> SamplingParams:
-        """Of the next answer."""
         if self.temperature == 0:
             return _GREEDY
         changed = {"temperature": self.temperature, "seed": self.noise_seed}
@@ -221,8 +204,6 @@ def answered(talk: Talk, length: int) -> Writing[bool]:
 
 
 class Answerer:
-    """Lets a model answer."""
-
     def __init__(self, llm: LLM) -> None:
         self._writer, self._length = Writer(llm), llm.max_model_len
 
@@ -256,8 +237,6 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Written:
-    """A text that was written."""
-
     tokens: tuple[int, ...]
     finish: str
 
@@ -268,8 +247,6 @@ Writing = Generator[Wanted, Written, _T]
 
 @dataclass
 class _Running(Generic[_T]):
-    """A writing whose current text is being written."""
-
     place: int
     writing: Writing[_T]
     wanted: Wanted
@@ -291,8 +268,6 @@ class _Running(Generic[_T]):
 
 
 class Writer:
-    """Writes with a target."""
-
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.engine
         self._most = 2 * llm.engine.options.max_num_seqs  # so that a row never waits for the next
@@ -332,151 +307,277 @@ class Writer:
         return [results[place] for place in sorted(results)]
 
 
-_ROLES = {
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "human": "user",
-    "system": "system",
-    "user": "user",
-}
+# Conversations that the target writes by itself, with no outside data (Magpie, arXiv 2406.08464).
+#
+# The target is given its chat template up to the place of the user's message, mostly with the
+# message's first words, and samples the rest. Then it answers, greedily or sampled. Some
+# conversations go on for several turns. A drafter trained on this text learns what the target
+# writes, which is what it will have to guess.
+#
+# Some messages contain texts, which the target wrote as answers in other conversations of the same
+# block of seeds. So every conversation follows from its seed alone. A file that is continued holds
+# the same conversations as one written in one go.
 
 
-class FileData:
-    """The data of files, in the order of the files.
+_FEWEST_TOKENS = 4
+"""Of a user's message."""
+
+_GOING_ON = 0.4
+"""Share of the conversations that go on after an answer that was finished."""
+
+_FEWEST_TEXT_TOKENS = 48
+_SHARES_OF_TEXT = (0.1, 0.7)
+"""Least and greatest share of a conversation's length that the texts in its first message have."""
+
+_MARKS_OF_WORDS = "\u0120\u2581"
+"""With these, tokenizers mark a token that begins a word."""
+
+_FEWEST_LETTERS = 4
+"""Of a topic."""
+
+_SEEDS_OF_USERS = 1_000_000_000
+"""Added to the seeds of users' messages, so that no answer is drawn with the same noise."""
+
+_USER = SamplingParams(temperature=1.0, top_p=0.98, top_k=400)
+
+
+def _temperature(seed: int) -> float:
+    """Of the answers of a conversation. Texts that others read are as diverse as messages."""
+    return 1.0 if seed in authors_of(seed) else usual_temperature(seed)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The tokens of a chat template around its messages.
 
     Args:
-        llm: the target; its tokenizer encodes, and its chat template shapes conversations.
-        text_length: most tokens of each piece of a text; prompts that are longer than three
-            quarters of it are left out.
-
-    Attributes:
-        answered: if the answers in the files are learnt: the talks with them.
+        after: from the end of a user's message to the beginning of the answer.
+        between: from the end of an answer to the next user's message.
     """
 
-    def __init__(
-        self, llm: LLM, files: Sequence[Path], text_length: int, *, given_answers: bool = False
-    ) -> None:
-        if llm.tokenizer is None:
-            raise DataError("this model has no tokenizer, so it cannot learn from text.")
-        self._llm, self._text_length = llm, min(text_length, llm.max_model_len - 1)
-        self._shapes = bool(llm.tokenizer.chat_template)
-        self._given_answers = given_answers
-        self.talks: list[Talk] = []
-        self.answered: list[Conversation] = []
-        self.too_long = 0
-        pieces: list[tuple[int, ...]] = []
-        for path in files:
-            for where, fields in _entries(path):
-                if isinstance(text := fields.get("text"), str):
-                    pieces += self._pieces(text)
-                else:
-                    self._add(where, fields)
-        self.texts = [
-            Conversation(piece, ((0, len(piece)),), seed=number - len(pieces))
-            for number, piece in enumerate(pieces)
-        ]
-        if not self.talks and not self.texts:
-            long = f" ({self.too_long} prompts are too long)" if self.too_long else ""
-            raise DataError(f"{', '.join(map(str, files))}: there is nothing to learn from{long}.")
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    between: tuple[int, ...]
 
-    def _add(self, where: str, fields: dict[str, Any]) -> None:
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase | None) -> Template:
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise CompatibilityError(
+                "this model has no chat template, so it cannot write conversations by itself: give "
+                "--data a file of prompts."
+            )
+        marks = ("\x00first\x00", "\x00answer\x00", "\x00second\x00")
+        roles = ("user", "assistant", "user")
+        messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
         try:
-            tokens = self._llm.encode(_prompt(fields, shapes=self._shapes))
-        except TokenleapError as error:
-            raise DataError(f"{where}: {error}") from None
-        if not tokens:
-            raise DataError(f"{where}: the prompt is empty.")
-        if len(tokens) > 3 * self._text_length // 4:
-            self.too_long += 1
-            return
-        number = len(self.talks)
-        self.talks.append(Talk(number, usual_temperature(number), list(tokens)))
-        if self._given_answers:
-            self.answered.append(self._answered(tokens, _answer(where, fields), number))
-
-    def _answered(self, prompt: Sequence[int], answer: str, number: int) -> Conversation:
-        """A prompt with its answer and the token that ends it."""
-        tokenizer = self._llm.tokenizer
-        assert tokenizer is not None
-        end = tokenizer.eos_token_id
-        tokens = [
-            *prompt,
-            *tokenizer.encode(answer, add_special_tokens=False),
-            *([end] if isinstance(end, int) else []),
-        ]
-        return Conversation(tuple(tokens), ((len(prompt), len(tokens)),), number)
-
-    def _pieces(self, text: str) -> list[tuple[int, ...]]:
-        """The tokens of a text, in pieces from which something can be learnt."""
-        assert self._llm.tokenizer is not None
-        tokens = self._llm.tokenizer.encode(text, add_special_tokens=False)
-        starts = range(0, len(tokens), self._text_length)
-        pieces = [tuple(tokens[start : start + self._text_length]) for start in starts]
-        return [piece for piece in pieces if len(piece) > 2]
+            text = rendered(tokenizer, messages)
+        except TemplateError as error:
+            raise CompatibilityError(
+                f"the chat template of this model fails on a plain conversation ({error}): give "
+                "--data a file of prompts."
+            ) from None
+        parts = []
+        for mark in marks:
+            part, found, text = text.partition(mark)
+            if not found or not part:
+                raise CompatibilityError(
+                    "the chat template of this model does not show its messages as they are, each "
+                    "with something in front: give --data a file of prompts."
+                )
+            parts.append(tuple(tokenizer.encode(part, add_special_tokens=False)))
+        return cls(*parts)
 
 
-def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, fields) of each entry of a file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from None
-    if path.suffix != ".jsonl":
-        yield str(path), {"text": text}
-        return
-    # Not `splitlines`: JSON may hold other characters that end lines, such as U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            fields = parsed_json(line)
-        except ValueError as error:
-            raise DataError(f"{where}: not JSON: {error}.") from None
-        if not isinstance(fields, dict):
-            raise DataError(f"{where}: not a JSON object.")
-        yield where, fields
+def topics(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The words of a vocabulary that are one token: something to write about."""
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    words = [token[1:] for token in tokens if token and token[0] in _MARKS_OF_WORDS]
+    return [
+        each for each in words if len(each) >= _FEWEST_LETTERS and each.isascii() and each.isalpha()
+    ]
 
 
-def _prompt(fields: dict[str, Any], *, shapes: bool) -> Prompt:
-    """An entry as `LLM.encode` takes it."""
-    turns = fields.get("turns")
-    prompt = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}] if shapes else prompt
-    messages = fields.get("messages") or fields.get("conversations")
-    if not isinstance(messages, list):
-        raise DataError("has none of 'prompt', 'turns', 'messages', 'conversations' and 'text'.")
-    shaped = [_message(each) for each in messages]
-    while shaped and shaped[-1]["role"] == "assistant":
-        shaped.pop()
-    if not shaped:
-        raise DataError("has no message of a user.")
-    return shaped
+class SelfTalk:
+    def __init__(self, llm: LLM, length: int) -> None:
+        self._template = Template.of(llm.tokenizer)
+        assert llm.tokenizer is not None
+        self._tokenizer, self._ends = llm.tokenizer, llm.eos_token_ids
+        self._topics = topics(llm.tokenizer)
+        self._writer, self._length = Writer(llm), min(length, llm.max_model_len)
 
+    def write(self, seeds: Sequence[int]) -> list[Conversation]:
+        """The conversations of these seeds, without those that are of no use.
 
-def _answer(where: str, fields: dict[str, Any]) -> str:
-    """The answer of an entry whose prompt is well-formed."""
-    found = fields.get("answer")
-    if found is None and (messages := fields.get("messages") or fields.get("conversations")):
-        last = _message(messages[-1])
-        found = last["content"] if last["role"] == "assistant" else None
-    if not isinstance(found, str) or not found:
-        raise DataError(
-            f"{where}: has no answer to learn: give 'answer' beside 'prompt', or end the "
-            "conversation with the assistant's message."
+        Conversations whose texts they read are written, too, and not returned if they are others.
+        """
+        readers = [seed for seed in seeds if reads(seed)]
+        authors = {author for seed in readers for author in authors_of(seed)}
+        writers = sorted(authors.union(seeds).difference(readers))
+        written = self._written(writers, {})
+        texts = {each.seed: self._text(each) for each in written if each.seed in authors}
+        written += self._written(readers, texts)
+        wanted = set(seeds)
+        return sorted((c for c in written if c.seed in wanted), key=lambda each: each.seed)
+
+    def _written(self, seeds: Sequence[int], texts: Mapping[int, str]) -> list[Conversation]:
+        before = self._template.before
+        talks = [Talk(seed, _temperature(seed), list(before)) for seed in seeds]
+        self._writer.run(self._conversation(talk, texts) for talk in talks)
+        return [talk.written() for talk in talks if talk.answers]
+
+    def _conversation(self, talk: Talk, texts: Mapping[int, str]) -> Writing[None]:
+        """Messages and answers in turn, until one is of no use."""
+        given = [texts[seed] for seed in authors_of(talk.seed) if texts.get(seed)]
+        opening = first_opening(talk.seed)
+        for turn in range(1, MOST_TURNS + 1):
+            message = yield from self._message(talk, opening, given)
+            if not self._is_useful(talk, message):
+                return
+            talk.tokens += [*message, *self._template.after]
+            if not (yield from answered(talk, self._length)) or not self._goes_on(talk):
+                return
+            talk.tokens += self._template.between[1:]
+            opening = next_opening(talk.seed, turn)
+
+    def _message(self, talk: Talk, opening: Opening, texts: Sequence[str]) -> Writing[list[int]]:
+        """The next message of the user; empty if it is of no use."""
+        random = Random(f"message {talk.noise_seed}")
+        if opening.reads and not texts:
+            return []
+        message = self._encoded(self._filled(opening, texts, random))
+        if not opening.most:
+            return message
+        if len(talk.tokens) + len(message) >= self._length:
+            return []
+        changed = {"seed": _SEEDS_OF_USERS + talk.noise_seed, "max_tokens": opening.most}
+        wanted = Wanted((*talk.tokens, *message), _USER.model_copy(update=changed), loop=6)
+        written = yield wanted
+        return [] if written.finish == "loop" else [*message, *self._without_end(written.tokens)]
+
+    def _filled(self, opening: Opening, texts: Sequence[str], random: Random) -> str:
+        """The words of an opening, with a topic and texts in their places."""
+        topic = f" {random.choice(self._topics)}" if self._topics else ""
+        parts = self._chosen(texts, random) if opening.reads else []
+        documents = (f"Document {number}:\n{part}" for number, part in enumerate(parts, 1))
+        return opening.words.format(
+            topic=topic, text="\n\n".join(parts), documents="\n\n".join(documents)
         )
+
+    def _chosen(self, texts: Sequence[str], random: Random) -> list[str]:
+        """Some of the texts, in any order; the last one is cut where they get too long."""
+        left = round(random.uniform(*_SHARES_OF_TEXT) * self._length)
+        chosen: list[str] = []
+        for text in random.sample(texts, len(texts)):
+            tokens = self._encoded(text)[:left]
+            if chosen and len(tokens) < _FEWEST_TEXT_TOKENS:
+                break
+            chosen.append(self._decoded(tokens))
+            left -= len(tokens)
+        return chosen
+
+    def _text(self, conversation: Conversation) -> str:
+        """Its first answer; empty if this is short."""
+        start, stop = conversation.answers[0]
+        tokens = self._without_end(conversation.tokens[start:stop])
+        return self._decoded(tokens) if len(tokens) >= _FEWEST_TEXT_TOKENS else ""
+
+    def _goes_on(self, talk: Talk) -> bool:
+        complete = talk.finished and talk.tokens[-1] == self._template.between[0]
+        return complete and Random(f"going on {talk.noise_seed}").random() < _GOING_ON
+
+    def _encoded(self, words: str) -> list[int]:
+        return list(self._tokenizer.encode(words, add_special_tokens=False)) if words else []
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+
+    def _without_end(self, tokens: Sequence[int]) -> list[int]:
+        end = len(tokens)
+        while end and tokens[end - 1] in self._ends:
+            end -= 1
+        return list(tokens[:end])
+
+    def _is_useful(self, talk: Talk, message: Sequence[int]) -> bool:
+        asked = len(talk.tokens) + len(message) + len(self._template.after)
+        return len(message) >= _FEWEST_TOKENS and asked + FEWEST_ANSWER_TOKENS <= self._length
+
+
+# How users' messages begin: words for the target to go on from, and places for texts of its own.
+#
+# A small model that is only given the template mostly asks for the same few things. Most messages
+# therefore begin with words drawn from the lists in `openings.json`, often with a word of the
+# vocabulary as their topic, and the model writes the rest.
+#
+# Conversations come in blocks of consecutive seeds. The first of a block ask for articles, stories
+# and the like. The last ones read what the target answered there: they summarize it, ask about it,
+# or have it rewritten, as one text or as several documents.
+
+
+_BLOCK, _AUTHORS, _READERS = 16, 4, 5
+
+_CHAT_TOKENS, _TEXT_TOKENS, _QUESTION_TOKENS = 160, 448, 48
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a user's message begins.
+
+    Args:
+        words: its first words. `{topic}` stands for a word of the vocabulary, `{text}` for text
+            that the target wrote in other conversations, and `{documents}` for the same as numbered
+            documents.
+        most: most tokens that the target adds; 0 if the message is complete.
+    """
+
+    words: str = ""
+    most: int = _CHAT_TOKENS
+
+    @property
+    def reads(self) -> bool:
+        """Whether there is text in it that the target wrote elsewhere."""
+        return "{text}" in self.words or "{documents}" in self.words
+
+
+def first_opening(seed: int) -> Opening:
+    random, words = Random(f"opening {seed}"), _words()
+    if reads(seed):
+        return random.choice(
+            [Opening(each, 0) for each in words["readings"]]
+            + [Opening(each, _QUESTION_TOKENS) for each in words["reading_questions"]]
+        )
+    if seed % _BLOCK < _AUTHORS:
+        return Opening(random.choice(words["articles"]), _QUESTION_TOKENS)
+    return random.choices(
+        (
+            Opening(),
+            Opening(random.choice(words["questions"])),
+            Opening(random.choice(words["tasks"])),
+            Opening(random.choice(words["problems"])),
+            Opening(f"{random.choice(words['translate'])} {random.choice(words['german'])}"),
+            Opening(random.choice(words["unread"]), _TEXT_TOKENS),
+        ),
+        weights=(6, 5, 4, 4, 3, 1),
+    )[0]
+
+
+@cache
+def _words() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(
+        files(__package__).joinpath("openings.json").read_text(encoding="utf-8")
+    )
     return found
 
 
-def _message(fields: Any) -> dict[str, str]:
-    """A message as chat templates know it."""
-    if not isinstance(fields, dict):
-        raise DataError("a message is not a JSON object with 'role' and 'content'.")
-    role = fields.get("role", fields.get("from"))
-    content = fields.get("content", fields.get("value"))
-    if not isinstance(role, str) or role not in _ROLES:
-        raise DataError(f"a message has the role {role!r}: known are {', '.join(_ROLES)}.")
-    if not isinstance(content, str):
-        raise DataError("a message has no text in 'content' or 'value'.")
-    return {"role": _ROLES[role], "content": content}
+def next_opening(seed: int, turn: int) -> Opening:
+    return Opening(Random(f"opening {seed} {turn}").choice(_words()["next"]))
+
+
+def reads(seed: int) -> bool:
+    """Whether a conversation begins with text that the target wrote in others of its block."""
+    return seed % _BLOCK >= _BLOCK - _READERS
+
+
+def authors_of(seed: int) -> range:
+    """The seeds of the conversations that give such texts to this one."""
+    start = seed - seed % _BLOCK
+    return range(start, start + _AUTHORS)

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
@@ -32,7 +30,7 @@ from accelerate.utils import send_to_device
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import FiniteFloat, model_validator
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -43,22 +41,13 @@ from transformers import (
 )
 
 from tokenleap import models
-from tokenleap.core.config import Config
 from tokenleap.core.files import write_whole
-from tokenleap.drafters.options import write_drafters
+from tokenleap.drafters.heads.probe import Seen
+from tokenleap.drafters.online import LossName
 from tokenleap.errors import CompatibilityError, ConfigError, ModelError, TrainingError, in_one_line
 from tokenleap.llm import LLM
 from tokenleap.models.load import silent
 from tokenleap.models.support import check_supported, context_length
-from tokenleap.training.batches import (
-    FIRST_LEARNT,
-    Batch,
-    BatchSampler,
-    Examples,
-    Joined,
-    TrainingSet,
-    collate,
-)
 from tokenleap.training.conversations import (
     Answerer,
     Conversation,
@@ -67,35 +56,40 @@ from tokenleap.training.conversations import (
     opening,
     usual_temperature,
 )
-from tokenleap.training.features import FeatureCache, compute_features
-from tokenleap.training.method import (
+from tokenleap.training.features import (
+    FIRST_LEARNT,
+    Batch,
+    BatchSampler,
+    Examples,
+    FeatureCache,
+    Joined,
+    TrainingSet,
+    collate,
+    compute_features,
+)
+from tokenleap.training.method import OnPolicy, Plan, TrainingMethod, TrainingSettings
+from tokenleap.training.trainee import (
     LOSSES,
     HeadParts,
     Loss,
-    LossName,
-    OnPolicy,
     Trainee,
-    TrainingMethod,
-    at_roots,
+    at_level,
+    llama_fields,
 )
-from tokenleap.training.settings import TrainingSettings
 
 __all__ = [
     "BoostTraining",
-    "BoostTrainingOptions",
     "DistillTrainee",
     "DistillTraining",
-    "DistillTrainingOptions",
-    "DraftModelTraining",
-    "DraftModelTrainingOptions",
     "OnPolicyRounds",
-    "Sizes",
     "checked",
     "decoder",
     "embedding",
     "first_layers",
+    "lm_logits",
     "loaded",
     "missed",
+    "missed_by",
     "missed_parts",
     "new_lm",
     "output_layer",
@@ -104,6 +98,7 @@ __all__ = [
 ]
 
 SCRATCH, TARGET = "scratch", "target"
+_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
 
 
 class DistillTrainee(Trainee):
@@ -121,20 +116,14 @@ class DistillTrainee(Trainee):
         self.decoder, rows = decoder(lm), output_layer(lm)
         if len(list(rows.parameters())) > 1 or rows.weight is not embedding(lm).weight:
             self.output_layer = rows
+        self.tables = (embedding(lm).weight, rows.weight)
+        self.notes: Mapping[str, Any] = {}
 
     @property
     def lm(self) -> PreTrainedModel:
-        """The whole draft model."""
         return self._lm[0]
 
-    @property
-    def matrices(self) -> list[nn.Parameter]:
-        """See `Trainee.matrices`: without embedding and output rows."""
-        rows = {id(layer(self.lm).weight) for layer in (embedding, output_layer)}
-        return [weight for weight in super().matrices if id(weight) not in rows]
-
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: hidden states of one pass over all tokens."""
         length = batch.tokens.shape[1]
         if length > self._context:
             raise ConfigError(
@@ -143,17 +132,28 @@ class DistillTrainee(Trainee):
         # A token of the target's padding may be beyond the draft model's.
         tokens = batch.tokens.clamp(max=self._own_size - 1)
         # Padding is after all tokens, which do not see it, so there is no mask.
-        states = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        states = self.states(tokens)
         for level in range(num_levels):
-            yield at_roots(states, (batch.roots + 1 + level).clamp(max=length - 1))
+            yield at_level(states, batch, level)
+
+    def states(self, tokens: Tensor, **arguments: Any) -> Tensor:
+        """[B, T] tokens -> [B, T, E] hidden states after the final norm."""
+        found: Tensor = self.decoder(input_ids=tokens, use_cache=False, **arguments)[0]
+        return found
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
-        logits: Tensor = output_layer(self.lm)(outputs)
-        return logits[..., : len(self.draft_tokens)].float()
+        return lm_logits(self.lm, outputs, len(self.draft_tokens))
+
+    def probe(self, seen: Seen) -> Mapping[str, Any]:
+        """Nothing: it reads tokens only."""
+        return {}
+
+    def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
+        write_lm(self.lm, parts.name, folder, {**notes, **self.notes})
 
 
-class DraftModelTrainingOptions(Config):
-    """Options of all methods that train draft models.
+class _DraftModelTraining(TrainingMethod):
+    """Methods that train draft models.
 
     Args:
         start: `scratch` for random weights, `target` for the target's first `num_layers` layers
@@ -177,9 +177,8 @@ class DraftModelTrainingOptions(Config):
 
     @model_validator(mode="after")
     def _sizes_are_not_given(self) -> Self:
-        own = Sizes.__dataclass_fields__
-        usable = {SCRATCH: tuple(own), TARGET: ("num_layers",)}.get(self.start, ())
-        for name in own:
+        usable = {SCRATCH: _SIZES, TARGET: ("num_layers",)}.get(self.start, ())
+        for name in _SIZES:
             if getattr(self, name) is not None and name not in usable:
                 raise ValueError(
                     f"{name}: with start '{self.start}', the model that is there decides: remove "
@@ -187,9 +186,24 @@ class DraftModelTrainingOptions(Config):
                 )
         return self
 
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        reason = "a draft model learns all levels of a draft at once: remove it."
+        return settings.decided(reason, levels=1, first_level_share=0.0, decay=1.0)
 
-class DistillTrainingOptions(DraftModelTrainingOptions):
-    """Options of `tokenleap train distill`, besides those of all draft models.
+    def trainee(self, parts: HeadParts) -> Trainee:
+        return DistillTrainee(self._lm(parts), parts.vocab_size, LOSSES[self.loss])
+
+    def _lm(self, parts: HeadParts) -> PreTrainedModel:
+        if self.start == SCRATCH:
+            sizes = (getattr(self, name) for name in _SIZES)
+            return new_lm(parts.config.get_text_config(), *sizes)
+        if self.start == TARGET:
+            return first_layers(parts.name, self.num_layers)
+        return loaded(self.start, parts.vocab_size, target_tokenizer(parts.name))
+
+
+class DistillTraining(_DraftModelTraining):
+    """One draft model.
 
     Args:
         answers: what is learnt: those that the target writes (`teacher`), those that the draft
@@ -198,6 +212,9 @@ class DistillTrainingOptions(DraftModelTrainingOptions):
         on_policy_share: of `mixed`: the share of the conversations that the draft model answers.
         refresh_every: of `on_policy` and `mixed`: steps after which the draft model writes again.
     """
+
+    name: ClassVar[str] = "distill"
+    summary: ClassVar[str] = "a small model with the target's vocabulary (DistillSpec)"
 
     answers: Literal["teacher", "on_policy", "mixed", "fixed"] = "teacher"
     on_policy_share: Annotated[FiniteFloat, Gt(0), Lt(1)] = 0.5
@@ -219,78 +236,43 @@ class DistillTrainingOptions(DraftModelTrainingOptions):
                 )
         return self
 
-
-class DraftModelTraining(TrainingMethod):
-    """Base of the methods that train draft models."""
-
     @property
-    def _options(self) -> DraftModelTrainingOptions:
-        assert isinstance(self.options, DraftModelTrainingOptions)
-        return self.options
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """See `TrainingMethod.draft_vocab_size`: no token is left out."""
-        return sys.maxsize
-
-    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level."""
-        reason = "a draft model learns all levels of a draft at once: remove it."
-        return settings.decided(reason, levels=1, first_level_share=0.0, decay=1.0)
-
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """See `TrainingMethod.layers`: a draft model reads tokens only."""
-        return ()
-
-    def trainee(self, parts: HeadParts) -> Trainee:
-        vocab_size = parts.embedding.shape[0]
-        return self.of(self._lm(parts, vocab_size), vocab_size)
-
-    def of(self, lm: PreTrainedModel, vocab_size: int) -> DistillTrainee:
-        """A draft model with the loss of the options."""
-        return DistillTrainee(lm, vocab_size, LOSSES[self._options.loss])
-
-    def _lm(self, parts: HeadParts, vocab_size: int) -> PreTrainedModel:
-        options = self._options
-        sizes = Sizes(**{name: getattr(options, name) for name in Sizes.__dataclass_fields__})
-        if options.start == SCRATCH:
-            return new_lm(parts.config.get_text_config(), sizes)
-        if options.start == TARGET:
-            return first_layers(parts.name, sizes)
-        return loaded(options.start, vocab_size, target_tokenizer(parts.name))
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        """See `TrainingMethod.write`: a Hugging Face folder."""
-        assert isinstance(trainee, DistillTrainee)
-        write_lm(trainee.lm, parts.name, folder, notes)
-
-
-class DistillTraining(DraftModelTraining):
-    """One draft model."""
-
-    name: ClassVar[str] = "distill"
-    summary: ClassVar[str] = "a small model with the target's vocabulary (DistillSpec)"
-    Options: ClassVar[type[Config]] = DistillTrainingOptions
-
-    @property
-    def _own(self) -> DistillTrainingOptions:
-        assert isinstance(self.options, DistillTrainingOptions)
-        return self.options
-
-    @property
-    def on_policy(self) -> OnPolicy | None:
-        shares = {"on_policy": 1.0, "mixed": self._own.on_policy_share}
-        share = shares.get(self._own.answers)
-        return None if share is None else OnPolicy(share, self._own.refresh_every)
-
-    @property
-    def learns_given_answers(self) -> bool:
-        return self._own.answers == "fixed"
+    def plan(self) -> Plan:
+        shares = {"on_policy": 1.0, "mixed": self.on_policy_share}
+        share = shares.get(self.answers)
+        return Plan(
+            given_answers=self.answers == "fixed",
+            on_policy=None if share is None else OnPolicy(share, self.refresh_every),
+        )
 
     def serving(self, folder: Path) -> dict[str, Any]:
         return {"method": "draft_model", "model": str(folder)}
+
+
+class BoostTraining(_DraftModelTraining):
+    """Several draft models; each learns what those before it missed.
+
+    Args:
+        drafters: most draft models; there are fewer if nothing is missed any more.
+        sample_length: tokens of a sample, which a drafter has to get right together.
+    """
+
+    name: ClassVar[str] = "boost"
+    summary: ClassVar[str] = "several small models, each tuned on what the others miss (SpecInfer)"
+
+    drafters: Annotated[int, Ge(2), Le(8)] = 2
+    sample_length: Annotated[int, Ge(1)] = 4
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(
+            num_drafters=self.drafters,
+            sample_length=self.sample_length,
+            nodes_per_token=self.drafters,
+        )
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        return {"method": "ensemble", "drafters": str(folder)}
 
 
 # Causal LMs that become draft models: made, checked, and written. `distill.py` trains them.
@@ -300,67 +282,55 @@ _GENERATION = "generation_config.json"
 _SCRATCH = ": start from 'scratch'"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a draft model; None means that they follow from the target's."""
-
-    hidden_size: int | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    intermediate_size: int | None = None
-
-    def layers_for(self, target: PreTrainedConfig) -> int:
-        """Decoder layers; by default an eighth of the target's."""
-        return self.num_layers or max(1, target.num_hidden_layers // 8)
-
-
-def new_lm(target: PreTrainedConfig, sizes: Sizes) -> PreTrainedModel:
+def new_lm(
+    target: PreTrainedConfig,
+    hidden_size: int | None = None,
+    num_layers: int | None = None,
+    num_heads: int | None = None,
+    intermediate_size: int | None = None,
+) -> PreTrainedModel:
     """A Llama with random weights, tied embeddings, and the target's vocabulary and context.
 
-    Args:
-        sizes: by default half of the target's width, in multiples of 64, with its head size and
-            the proportion of its MLPs.
+    By default it has half of the target's width, in multiples of 64, and an eighth of its layers,
+    with its head size and the proportion of its MLPs.
     """
     width = target.hidden_size
     head_dim = getattr(target, "head_dim", None) or width // target.num_attention_heads
-    hidden_size = sizes.hidden_size or max(64, width // 128 * 64)
+    hidden_size = hidden_size or max(64, width // 128 * 64)
     proportion = (getattr(target, "intermediate_size", None) or 4 * width) / width
-    rope = dict(getattr(target, "rope_parameters", None) or {})
     config = LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=sizes.intermediate_size
-        or 64 * max(1, round(hidden_size * proportion / 64)),
-        num_hidden_layers=sizes.layers_for(target),
-        num_attention_heads=sizes.num_heads or max(1, hidden_size // head_dim),
+        intermediate_size=intermediate_size or 64 * max(1, round(hidden_size * proportion / 64)),
+        num_hidden_layers=num_layers or _layers_like(target),
+        num_attention_heads=num_heads or max(1, hidden_size // head_dim),
         head_dim=head_dim,
-        max_position_embeddings=context_length(target, None),
-        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-5),
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        **llama_fields(target),
         tie_word_embeddings=True,
         **_special_tokens(target),
     )
     return _made(LlamaForCausalLM, config)
 
 
+def _layers_like(target: PreTrainedConfig) -> int:
+    return int(max(1, target.num_hidden_layers // 8))
+
+
 def _special_tokens(config: PreTrainedConfig) -> dict[str, Any]:
-    """The ids of the special tokens, for another configuration."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name, None) for name in names}
 
 
 def _made(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights in float32."""
     lm: PreTrainedModel = kind(config).float()
     return lm
 
 
-def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
-    """A copy of a model with only its first layers."""
+def first_layers(name: str, num_layers: int | None) -> PreTrainedModel:
     whole = models.load_model(models.resolve(name), torch.float32, torch.device("cpu"))
     config = deepcopy(whole.config)
     text = config.get_text_config()
-    wanted, there = sizes.layers_for(text), text.num_hidden_layers
+    wanted, there = num_layers or _layers_like(text), text.num_hidden_layers
     if wanted > there:
         raise ConfigError(f"num_layers: the target has {there} layers, got {wanted}.")
     text.num_hidden_layers = wanted
@@ -375,7 +345,6 @@ def first_layers(name: str, sizes: Sizes) -> PreTrainedModel:
 def loaded(
     name: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedModel:
-    """A model to start from."""
     folder = models.resolve(name)
     own = models.load_tokenizer(folder)
     lm = models.load_model(folder, torch.float32, torch.device("cpu"))
@@ -406,18 +375,21 @@ def checked(lm: PreTrainedModel, name: str, advice: str = "") -> PreTrainedModel
 
 
 def decoder(lm: Any) -> Any:
-    """The part of a causal LM that computes hidden states."""
     return lm.get_decoder()
 
 
 def embedding(lm: Any) -> Any:
-    """The part that looks tokens up."""
     return lm.get_input_embeddings()
 
 
 def output_layer(lm: Any) -> Any:
-    """The part that makes logits of them."""
     return lm.get_output_embeddings()
+
+
+def lm_logits(lm: PreTrainedModel, outputs: Tensor, size: int) -> Tensor:
+    """[N, E] -> [N, size] in float32, without those of padding after the vocabulary."""
+    logits: Tensor = output_layer(lm)(outputs)
+    return logits[..., :size].float()
 
 
 def target_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -427,7 +399,6 @@ def target_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 def _folder(name: str) -> Path | None:
-    """Of a target; None if it was not loaded by name."""
     try:
         return models.resolve(name)
     except ModelError:
@@ -490,7 +461,7 @@ def _save(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str, An
 
 
 class OnPolicyRounds:
-    """See `rounds.Rounds`: answers of the draft model, beside those that are there.
+    """See `trainer.Rounds`: answers of the draft model, beside those that are there.
 
     Args:
         plan: how many of them the draft model writes, and how often.
@@ -529,7 +500,6 @@ class OnPolicyRounds:
             pass
 
     def examples(self, number: int) -> Examples:
-        """See `Rounds.examples`."""
         if not self._text(number).exists():
             raise TrainingError(
                 f"{self._text(number)} is gone: delete {self._folder.parent / 'checkpoints'} to "
@@ -566,13 +536,11 @@ class OnPolicyRounds:
         return order
 
     def _is_own(self, index: int) -> bool:
-        """Whether the draft model answers this prompt."""
         return random.Random(f"writer {self._seed} {index}").random() < self._share
 
     # Writing
 
     def _write(self, number: int, trainee: DistillTrainee) -> None:
-        """Write the text of a round, unless it is there."""
         path = self._text(number)
         if path.exists():
             return
@@ -613,51 +581,16 @@ class OnPolicyRounds:
         )
 
 
+# Several draft models: the samples of the text that those before did not get right.
+
+
 _BATCH_TOKENS = 4096
 
 
-class BoostTrainingOptions(DraftModelTrainingOptions):
-    """Options of `tokenleap train boost`.
-
-    Args:
-        drafters: most draft models; there are fewer if nothing is missed any more.
-        sample_length: tokens of a sample, which a drafter has to get right together.
-    """
-
-    drafters: Annotated[int, Ge(2), Le(8)] = 2
-    sample_length: Annotated[int, Ge(1)] = 4
-
-
-class BoostTraining(DraftModelTraining):
-    """Several draft models."""
-
-    name: ClassVar[str] = "boost"
-    summary: ClassVar[str] = "several small models, each tuned on what the others miss (SpecInfer)"
-    Options: ClassVar[type[Config]] = BoostTrainingOptions
-
-    @property
-    def _own(self) -> BoostTrainingOptions:
-        assert isinstance(self.options, BoostTrainingOptions)
-        return self.options
-
-    @property
-    def num_drafters(self) -> int:
-        return self._own.drafters
-
-    def missed(self, folder: Path, parts: HeadParts, data: TrainingSet) -> TrainingSet:
-        """See `TrainingMethod.missed`: the samples that a drafter does not get right."""
-        vocab_size = parts.embedding.shape[0]
-        lm = loaded(str(folder), vocab_size, target_tokenizer(parts.name))
-        trainee = self.of(lm, vocab_size).to(parts.embedding.device)
-        return missed(trainee, data, self._own.sample_length)
-
-    def finish(self, out: Path, folders: Sequence[Path]) -> None:
-        """See `TrainingMethod.finish`: the list of the folders."""
-        write_drafters(out, [each.name for each in folders])
-
-    def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`: their drafts are merged."""
-        return {"method": "ensemble", "drafters": str(folder)}
+def missed_by(folder: Path, parts: HeadParts, data: TrainingSet, length: int) -> TrainingSet:
+    lm = loaded(str(folder), parts.vocab_size, target_tokenizer(parts.name))
+    trainee = DistillTrainee(lm, parts.vocab_size, LOSSES["ce"]).to(parts.embedding.device)
+    return missed(trainee, data, length)
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
-"""EAGLE-3's training: fused hidden states and training-time test (Li et al., arXiv 2503.01840).
+"""Training of EAGLE heads: EAGLE-3, EAGLE-1 and P-EAGLE.
+
+EAGLE-3 (Li et al., arXiv 2503.01840) learns by training-time test:
 
     loss = sum_k decay^k E[KL(p || q_k)]
 
@@ -10,7 +12,6 @@ target's and stay as they are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +24,6 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import FiniteFloat, model_validator
 from torch import Tensor
 
-from tokenleap.core.config import Config
 from tokenleap.drafters.heads.checkpoint import (
     Checkpoint,
     Description,
@@ -44,72 +44,30 @@ from tokenleap.drafters.heads.folder import check_layers
 from tokenleap.drafters.heads.probe import Probe, Seen
 from tokenleap.drafters.heads.shipped import shipped_head
 from tokenleap.errors import CompatibilityError, ConfigError
-from tokenleap.models.support import context_length
-from tokenleap.training.batches import Batch, Levels
-from tokenleap.training.features import dequantize, noisy
-from tokenleap.training.method import (
+from tokenleap.training.features import Batch, Levels, dequantize, noisy
+from tokenleap.training.method import Plan, TrainingMethod, TrainingSettings
+from tokenleap.training.trainee import (
     LOSSES,
     HeadParts,
     Learnt,
     Loss,
     Trainee,
-    TrainingMethod,
-    at_roots,
+    at_level,
+    llama_fields,
 )
-from tokenleap.training.settings import TrainingSettings
 
 __all__ = [
-    "DraftOptions",
     "Eagle1Trainee",
     "Eagle1Training",
-    "Eagle1TrainingOptions",
-    "EagleHeadTraining",
     "EagleTrainee",
     "EagleTraining",
-    "EagleTrainingOptions",
-    "FusedOptions",
-    "NoiseOptions",
+    "HeadTraining",
     "ParallelTrainee",
     "ParallelTraining",
-    "ParallelTrainingOptions",
-    "layer_sizes",
 ]
 
 
-# Options that the training methods of several kinds of heads share.
-
-
-class DraftOptions(Config):
-    """Options of the tokens that are drafted.
-
-    Args:
-        draft_vocab_size: most tokens that the head can draft: those that the target writes most
-            often. None means all.
-        loss: of the drafter's distribution against the target's (docs/training.md).
-    """
-
-    draft_vocab_size: Annotated[int, Ge(1)] | None = 8192
-    loss: Literal["kl", "ce", "tv"] = "kl"
-
-    @property
-    def most_draft_tokens(self) -> int:
-        """`draft_vocab_size` as a number."""
-        return self.draft_vocab_size or sys.maxsize
-
-
-class NoiseOptions(Config):
-    """Options of the noise on hidden states.
-
-    Args:
-        noise: standard deviation of the noise on them, relative to their size.
-    """
-
-    noise: Annotated[FiniteFloat, Ge(0)] = 0.05
-
-
 class EagleTrainee(Trainee):
-    """An EAGLE-3 head that is being trained."""
-
     def __init__(self, net: EagleNet, loss: Loss, noise: float) -> None:
         super().__init__(net.draft_tokens, net.config.vocab_size, loss)
         self.net = net
@@ -142,11 +100,35 @@ class EagleTrainee(Trainee):
     def logits(self, outputs: Tensor, level: int) -> Tensor:
         return self.net.logits(outputs)
 
+    def probe(self, seen: Seen) -> Mapping[str, Any]:
+        return Probe.of(seen, self.net).note()
 
-class FusedOptions(DraftOptions, NoiseOptions):
-    """Options of heads that fuse hidden states of several layers; see those of its bases.
+    def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
+        write_checkpoint(folder, self.net, Description(self.net.config, parts.verifier, notes))
+
+
+class HeadTraining(TrainingMethod):
+    """Heads that are trained for a target.
 
     Args:
+        draft_vocab_size: most tokens that the head can draft: those that the target writes most
+            often. None means all.
+        loss: of the drafter's distribution against the target's (docs/training.md).
+    """
+
+    draft_vocab_size: Annotated[int, Ge(1)] | None = 8192
+    loss: Literal["kl", "ce", "tv"] = "kl"
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(draft_vocab_size=self.draft_vocab_size)
+
+
+class FusedTraining(HeadTraining):
+    """Heads that fuse hidden states of several layers.
+
+    Args:
+        noise: standard deviation of the noise on hidden states, relative to their size.
         layers: ids of the target's layers whose inputs are fused; None means a low, a middle and a
             high one: 2, L // 2 and L - 3.
         qk_norm: whether queries and keys are normalised, as in Qwen3.
@@ -154,20 +136,65 @@ class FusedOptions(DraftOptions, NoiseOptions):
         intermediate_size: of the MLPs; None means the target's.
     """
 
+    noise: Annotated[FiniteFloat, Ge(0)] = 0.05
     layers: Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)] | None = None
     qk_norm: bool = False
     fc_norm: bool = True
     intermediate_size: Annotated[int, Ge(1)] | None = None
 
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        return _checked(self.layers, num_layers)
 
-class EagleTrainingOptions(FusedOptions):
-    """Options of `tokenleap train eagle`, besides those of fused states.
+    def sizes(self, parts: HeadParts) -> dict[str, Any]:
+        """The fields of `EagleConfig` that do not depend on what is fed back."""
+        return {
+            **_layer_sizes(parts, self.intermediate_size),
+            "aux_layers": self.read_layers(parts.num_layers),
+            "fc_norm": self.fc_norm,
+            "qk_norm": self.qk_norm,
+        }
+
+
+def _checked(chosen: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    if not chosen:
+        return default_layers(num_layers)
+    if max(chosen) > num_layers:
+        raise ConfigError(f"layers: this model has layers 0 to {num_layers}, got {chosen}.")
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError(f"layers: name each once, got {chosen}.")
+    return tuple(chosen)
+
+
+def _layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, Any]:
+    """The fields of `EagleConfig` that follow from the target."""
+    config = parts.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": intermediate_size
+        or getattr(config, "intermediate_size", None)
+        or 4 * config.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": len(parts.draft_tokens),
+        **llama_fields(config),
+    }
+
+
+class EagleTraining(FusedTraining):
+    """EAGLE-3 heads.
 
     Args:
         norm_output: whether the state that is fed back is normalised (EAGLE-3.1).
         start: the folder of an EAGLE-3 head that learns on, or the alias of a model with a head in
             the package; None for random weights. Layers, norms and sizes are then that head's.
     """
+
+    name: ClassVar[str] = "eagle"
+    summary: ClassVar[str] = "one decoder layer on the target's fused hidden states (EAGLE-3)"
+    deeper: ClassVar[str] = "learn more levels"
 
     norm_output: bool = True
     start: Annotated[str, MinLen(1)] | None = None
@@ -180,111 +207,34 @@ class EagleTrainingOptions(FusedOptions):
                 raise ValueError(f"{name}: the head in 'start' decides: remove one of the two.")
         return self
 
-
-def layer_sizes(parts: HeadParts, intermediate_size: int | None) -> dict[str, Any]:
-    """The fields of `EagleConfig` that follow from the target."""
-    config = parts.config.get_text_config()
-    heads = config.num_attention_heads
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": intermediate_size
-        or getattr(config, "intermediate_size", None)
-        or 4 * config.hidden_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": len(parts.draft_tokens),
-        "max_position_embeddings": context_length(config, None),
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": rope.get("rope_theta", 10000.0),
-        },
-    }
-
-
-class EagleHeadTraining(TrainingMethod):
-    """Common base of the methods that train EAGLE heads of any form."""
-
-    deeper: ClassVar[str] = "learn more levels"
-
-    @property
-    def draft_vocab_size(self) -> int:
-        assert isinstance(self.options, DraftOptions)
-        return self.options.most_draft_tokens
-
-    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        assert isinstance(trainee, EagleTrainee)
-        return Probe.of(seen, trainee.net).note()
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        assert isinstance(trainee, EagleTrainee)
-        net = trainee.net
-        write_checkpoint(folder, net, Description(net.config, parts.verifier, notes))
-
-
-class EagleTraining(EagleHeadTraining):
-    """EAGLE-3 heads."""
-
-    name: ClassVar[str] = "eagle"
-    summary: ClassVar[str] = "one decoder layer on the target's fused hidden states (EAGLE-3)"
-    Options: ClassVar[type[Config]] = EagleTrainingOptions
-
-    @property
-    def _options(self) -> FusedOptions:
-        assert isinstance(self.options, FusedOptions)
-        return self.options
-
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`."""
         return settings.one_level_alone()
 
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        start = self._start
-        chosen = start.description.config.aux_layers if start else self._options.layers
-        if not chosen:
-            return default_layers(num_layers)
-        if max(chosen) > num_layers:
-            raise ConfigError(f"layers: this model has layers 0 to {num_layers}, got {chosen}.")
-        if len(set(chosen)) < len(chosen):
-            raise ConfigError(f"layers: name each once, got {chosen}.")
-        return chosen
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        if self._start is None:
+            return super().read_layers(num_layers)
+        return _checked(self._start.description.config.aux_layers, num_layers)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`; with `start`, its weights are those of that head."""
-        assert isinstance(self.options, EagleTrainingOptions)
         if self._start:
             net = _learning_on(self._start.for_target(parts.num_layers), parts)
         else:
-            config = EagleConfig(**self.sizes(parts), norm_output=self.options.norm_output)
-            net = _over_target(config, parts)
+            net = _over_target(
+                EagleConfig(**self.sizes(parts), norm_output=self.norm_output), parts
+            )
             net.initialise()
-        return EagleTrainee(net, LOSSES[self._options.loss], self._options.noise)
+        return EagleTrainee(net, LOSSES[self.loss], self.noise)
 
     @cached_property
     def _start(self) -> Checkpoint | None:
-        """The head that learns on."""
-        start = getattr(self.options, "start", None)
-        if start is None:
+        if self.start is None:
             return None
-        found = read_checkpoint(shipped_head(start) or start)
+        found = read_checkpoint(shipped_head(self.start) or self.start)
         if isinstance(found.description.config, FeatureConfig):
-            raise CompatibilityError(f"start: {start} is an EAGLE-1 head: give an EAGLE-3 head.")
+            raise CompatibilityError(
+                f"start: {self.start} is an EAGLE-1 head: give an EAGLE-3 head."
+            )
         return found
-
-    def sizes(self, parts: HeadParts) -> dict[str, Any]:
-        """The fields of `EagleConfig` that do not depend on what is fed back."""
-        options = self._options
-        return {
-            **layer_sizes(parts, options.intermediate_size),
-            "aux_layers": self.layers(parts.num_layers),
-            "fc_norm": options.fc_norm,
-            "qk_norm": options.qk_norm,
-        }
 
 
 def _over_target(config: EagleConfig, parts: HeadParts) -> EagleNet:
@@ -343,7 +293,6 @@ class Eagle1Trainee(EagleTrainee):
         return self.net.fuse(dequantize(batch.hidden, batch.scales))
 
     def fused(self, batch: Batch) -> Tensor:
-        """See `EagleTrainee.fused`: the features, with more noise the shorter a text is."""
         return self._noisy(self.features(batch), batch)
 
     def _noisy(self, features: Tensor, batch: Batch) -> Tensor:
@@ -352,8 +301,7 @@ class Eagle1Trainee(EagleTrainee):
         widths = self._noise * _NOISE_LENGTH / batch.lengths
         return features + (torch.rand_like(features) - 0.5) * widths[:, None, None]
 
-    def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """See `Trainee.forward`: the losses of tokens and features."""
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
         features = self.features(batch)
         outputs = list(self.drafts(self._noisy(features, batch), batch, num_levels))
         found = self.learnt(outputs, batch)
@@ -364,20 +312,15 @@ class Eagle1Trainee(EagleTrainee):
 
 
 def _missed(outputs: Tensor, features: Tensor, level: int, batch: Batch) -> Tensor:
-    """The mean smooth L1 loss of the features [B, Q, E] that one level predicts; a scalar.
-
-    Args:
-        features: [B, T, E] the target's.
-    """
+    """The mean smooth L1 loss of one level: features [B, Q, E], and the target's [B, T, E]."""
     valid = batch.levels.valid[:, level]
-    places = (batch.roots + 1 + level).clamp(max=features.shape[1] - 1)
-    wanted = at_roots(features, places)[valid]
+    wanted = at_level(features, batch, level)[valid]
     missed = F.smooth_l1_loss(outputs[valid].float(), wanted, reduction="sum")
     return missed / max(1, wanted.numel())
 
 
-class Eagle1TrainingOptions(DraftOptions):
-    """Options of `tokenleap train eagle1`; the defaults are those of the authors.
+class Eagle1Training(HeadTraining):
+    """EAGLE-1 heads; the defaults are those of the authors.
 
     Args:
         noise: width of the uniform noise on features, of texts of 512 tokens. It is wider in
@@ -388,6 +331,10 @@ class Eagle1TrainingOptions(DraftOptions):
         intermediate_size: of the MLP; None means the target's.
     """
 
+    name: ClassVar[str] = "eagle1"
+    summary: ClassVar[str] = "one decoder layer on the target's last hidden state (EAGLE-1)"
+    deeper: ClassVar[str] = "learn more levels"
+
     draft_vocab_size: Annotated[int, Ge(1)] | None = None
     noise: Annotated[FiniteFloat, Ge(0)] = 0.2
     feature_weight: Annotated[FiniteFloat, Ge(0)] = 1.0
@@ -395,25 +342,12 @@ class Eagle1TrainingOptions(DraftOptions):
     fc_bias: bool = True
     intermediate_size: Annotated[int, Ge(1)] | None = None
 
-
-class Eagle1Training(EagleHeadTraining):
-    """EAGLE-1 heads."""
-
-    name: ClassVar[str] = "eagle1"
-    summary: ClassVar[str] = "one decoder layer on the target's last hidden state (EAGLE-1)"
-    Options: ClassVar[type[Config]] = Eagle1TrainingOptions
-
-    @property
-    def _options(self) -> Eagle1TrainingOptions:
-        assert isinstance(self.options, Eagle1TrainingOptions)
-        return self.options
-
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level, unless the user asks for more."""
+        """One level, unless the user asks for more."""
         return settings.preferring(levels=1).one_level_alone()
 
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """See `TrainingMethod.layers`: what enters the final norm."""
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The input of the final norm."""
         return (num_layers,)
 
     def trainee(self, parts: HeadParts) -> Trainee:
@@ -422,25 +356,23 @@ class Eagle1Training(EagleHeadTraining):
                 "an EAGLE-1 head reads hidden states after the final norm, and this architecture's "
                 "is not known: train 'eagle'."
             )
-        options = self._options
         config = FeatureConfig(
-            **layer_sizes(parts, options.intermediate_size),
-            aux_layers=self.layers(parts.num_layers),
-            fc_bias=options.fc_bias,
+            **_layer_sizes(parts, self.intermediate_size),
+            aux_layers=self.read_layers(parts.num_layers),
+            fc_bias=self.fc_bias,
         )
         rows = parts.output_rows[parts.draft_tokens]
         net = FeatureNet(config, parts.embedding, rows, parts.draft_tokens, parts.final_norm)
         net.initialise()
-        token_loss, weight = LOSSES[options.loss], options.token_weight
+        token_loss, weight = LOSSES[self.loss], self.token_weight
         return Eagle1Trainee(
             net,
             lambda logits, teacher: weight * token_loss(logits, teacher),
-            options.noise,
-            options.feature_weight,
+            self.noise,
+            self.feature_weight,
         )
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`: the folder tells the form."""
         return {**super().serving(folder), "method": "eagle"}
 
 
@@ -468,9 +400,9 @@ class ParallelTrainee(EagleTrainee):
         self.max_levels = net.config.depths
         self._kept = kept
 
-    def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """See `Trainee.forward`; while it learns, deep levels of some drafts are left out."""
-        return super().forward(self._thinned(batch) if self.training else batch, num_levels)
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
+        """Deep levels of some drafts are left out."""
+        return super().learn(self._thinned(batch), num_levels)
 
     def _thinned(self, batch: Batch) -> Batch:
         """The batch with its roots in random order; of level k only the first ones are valid."""
@@ -489,7 +421,6 @@ class ParallelTrainee(EagleTrainee):
         )
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: all levels at once, of as many drafts as any row needs."""
         used = batch.levels.valid[:, :num_levels].flip(-1).cumsum(-1).flip(-1) > 0
         sizes = used.sum(-1).amax(0).tolist()
         size = batch.roots.shape[1]
@@ -504,8 +435,8 @@ def _ordered(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(2, index.expand_as(x))
 
 
-class ParallelTrainingOptions(FusedOptions):
-    """Options of `tokenleap train parallel`, besides those of fused states.
+class ParallelTraining(FusedTraining):
+    """P-EAGLE heads.
 
     Args:
         depths: most tokens of a draft.
@@ -516,48 +447,35 @@ class ParallelTrainingOptions(FusedOptions):
             token of the target's configuration, or 0.
     """
 
+    name: ClassVar[str] = "parallel"
+    summary: ClassVar[str] = "a head that drafts a block in one pass (P-EAGLE)"
+
     depths: Annotated[int, Ge(2), Le(16)] = 8
     num_layers: Annotated[int, Ge(1), Le(16)] = 2
     keep: Annotated[float, Gt(0), Le(1)] = 0.7
     least_kept: Annotated[float, Gt(0), Le(1)] = 0.2
     mask_token_id: Annotated[int, Ge(0)] | None = None
 
-
-class ParallelTraining(EagleTraining):
-    """P-EAGLE heads."""
-
-    name: ClassVar[str] = "parallel"
-    summary: ClassVar[str] = "a head that drafts a block in one pass (P-EAGLE)"
-    deeper: ClassVar[str] = TrainingMethod.deeper
-    Options: ClassVar[type[Config]] = ParallelTrainingOptions
-
-    @property
-    def _own(self) -> ParallelTrainingOptions:
-        assert isinstance(self.options, ParallelTrainingOptions)
-        return self.options
-
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: all levels are learnt from the first step on."""
         reason = f"'{self.name}' learns all levels from the first step on: set depths."
-        return settings.decided(reason, levels=self._own.depths, first_level_share=0.0)
+        return settings.decided(reason, levels=self.depths, first_level_share=0.0)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        options = self._own
         config = ParallelConfig(
             **self.sizes(parts),
             norm_output=False,
-            num_layers=options.num_layers,
+            num_layers=self.num_layers,
             mask_token_id=self._mask_token(parts),
-            depths=options.depths,
+            depths=self.depths,
         )
         rows = parts.output_rows[parts.draft_tokens]
         net = ParallelNet(config, parts.embedding, rows, parts.draft_tokens)
         net.initialise()
-        kept = [max(options.keep**k, options.least_kept) for k in range(options.depths)]
-        return ParallelTrainee(net, LOSSES[options.loss], options.noise, kept)
+        kept = [max(self.keep**k, self.least_kept) for k in range(self.depths)]
+        return ParallelTrainee(net, LOSSES[self.loss], self.noise, kept)
 
     def _mask_token(self, parts: HeadParts) -> int:
-        chosen, known = self._own.mask_token_id, len(parts.embedding)
+        chosen, known = self.mask_token_id, parts.vocab_size
         if chosen is not None and chosen >= known:
             raise ConfigError(
                 f"mask_token_id: must be 0 to {known - 1} for this model, got {chosen}."

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NamedTuple, NotRequired
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, Sampler
 from typing_extensions import TypedDict
 
 from tokenleap.core.files import read_json, validated, write_whole
@@ -39,12 +42,21 @@ from tokenleap.training.conversations import Conversation
 
 __all__ = [
     "ENCODED",
+    "FIRST_LEARNT",
     "INDEX",
     "TOP_K",
+    "Batch",
+    "BatchSampler",
+    "Current",
+    "Examples",
     "FeatureCache",
     "Features",
+    "Joined",
+    "Levels",
+    "TrainingSet",
     "array_shapes",
     "bytes_per_token",
+    "collate",
     "compute_features",
     "dequantize",
     "draft_vocabulary",
@@ -52,7 +64,6 @@ __all__ = [
     "passes",
     "quantize",
 ]
-
 
 TOP_K = 16
 """Most probable next tokens that are kept of the target's distribution."""
@@ -153,8 +164,6 @@ class _Index(TypedDict):
 
 
 class FeatureCache:
-    """The features of some conversations."""
-
     def __init__(self, folder: Path) -> None:
         try:
             self.index: Mapping[str, Any] = validated(_Index, read_json(folder / INDEX))
@@ -175,7 +184,6 @@ class FeatureCache:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each conversation."""
         lengths: Sequence[int] = self.index["lengths"]
         return lengths
 
@@ -294,7 +302,6 @@ def _is_complete(folder: Path, index: str) -> bool:
 def _new_arrays(
     folder: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, np.memmap[Any, Any]]:
-    """Empty arrays in a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
@@ -318,7 +325,6 @@ def _allocated(path: Path, kind: str, shape: tuple[int, ...]) -> np.memmap[Any, 
 def _features(
     target: Target, conversation: Conversation, layers: Sequence[int]
 ) -> dict[str, Tensor]:
-    """File name -> what is kept of the n tokens of a conversation."""
     need = Need(hidden=tuple(sorted(layers)))
     outputs = passes(target, conversation.tokens, need, conversation.source)
     parts = [_kept(output, layers) for output in outputs]
@@ -369,14 +375,10 @@ def draft_vocabulary(
     training: FeatureCache,
     held_out: FeatureCache,
     ends: Collection[int],
-    size: int,
+    size: int | None,
     vocab_size: int,
 ) -> tuple[torch.Tensor, float]:
-    """Choose the tokens that a head can draft.
-
-    Returns:
-        [Vd] ids, ascending; and their share of what is held out.
-    """
+    """[Vd] tokens that a head can draft, ascending; and their share of what is held out."""
     counts = training.counts(vocab_size)
     counts[list(ends)] = np.iinfo(np.int64).max
     most = np.argsort(-counts, kind="stable")[:size]
@@ -384,3 +386,264 @@ def draft_vocabulary(
     others = held_out.counts(vocab_size)
     coverage = float(others[tokens].sum() / max(1, others.sum()))
     return torch.from_numpy(tokens), coverage
+
+
+FIRST_LEARNT = 2
+"""The first token that a draft can guess: a pair comes before it."""
+
+
+_WINDOW = 32
+"""Batches whose conversations are sorted by length together."""
+
+
+class Levels(NamedTuple):
+    """Examples to learn: L levels of the drafts of Q roots in each of B conversations.
+
+    Args:
+        inputs: [B, L, Q] the last token before the one to guess.
+        labels: [B, L, Q] the token to guess.
+        teacher_tokens: [B, L, Q, K] the target's most probable tokens there.
+        teacher_logprobs: [B, L, Q, K] their log-probabilities.
+        valid: [B, L, Q] whether there is something to learn; false after an answer's end, and for
+            padding.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    teacher_tokens: Tensor
+    teacher_logprobs: Tensor
+    valid: Tensor
+
+
+class Batch(NamedTuple):
+    """B conversations of at most T pairs.
+
+    Args:
+        hidden: [B, T, A, E] the target's hidden states at position t, in int8.
+        scales: [B, T, A, G] their scales.
+        tokens: [B, T + 1] all tokens.
+        lengths: [B] pairs of each conversation.
+        roots: [B, Q] the pairs from which drafts start, ascending; padded with 0.
+        sources: [B, S] what an encoder-decoder read, padded with 0; S is 0 for other models.
+        source_lengths: [B].
+        encoded: [B, S, E] what its encoder made of them, in half precision; S is 0 if no drafter
+            reads it.
+    """
+
+    hidden: Tensor
+    scales: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    roots: Tensor
+    levels: Levels
+    sources: Tensor = torch.zeros(0, 0, dtype=torch.long)
+    source_lengths: Tensor = torch.zeros(0, dtype=torch.long)
+    encoded: Tensor = torch.zeros(0, 0, 0, dtype=torch.float16)
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """[B, T] the token at t + 1."""
+        return self.tokens[:, 1:]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+class Examples(Dataset[Features]):
+    """Conversations that have something to learn."""
+
+    sizes: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+class Joined(Examples):
+    """Some of these and some of those conversations."""
+
+    def __init__(self, *parts: tuple[Examples, Sequence[int]]) -> None:
+        self._places = [(examples, number) for examples, numbers in parts for number in numbers]
+        self.sizes = [examples.sizes[number] for examples, number in self._places]
+
+    def __getitem__(self, index: int) -> Features:
+        examples, number = self._places[index]
+        features: Features = examples[number]
+        return features
+
+
+class Current(Examples):
+    """The examples that are learnt now."""
+
+    def __init__(self, now: Examples) -> None:
+        self.use(now)
+
+    def use(self, now: Examples) -> None:
+        self._now, self.sizes = now, now.sizes
+
+    def __getitem__(self, index: int) -> Features:
+        features: Features = self._now[index]
+        return features
+
+
+class TrainingSet(Examples):
+    """The conversations of a cache that have something to learn in their first tokens.
+
+    Args:
+        length: most tokens of a conversation; the rest is cut off.
+        answers: for each conversation of the cache, [start, stop) of each part to learn; None for
+            all of its answers.
+    """
+
+    def __init__(
+        self,
+        cache: FeatureCache,
+        length: int,
+        answers: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
+        self._cache, self._length = cache, length
+        self._answers = cache.index["answers"] if answers is None else answers
+        sizes = [min(size, length) for size in cache.lengths]
+        self._numbers = [
+            number
+            for number, parts in enumerate(self._answers)
+            if any(max(first, FIRST_LEARNT) < min(stop, sizes[number]) for first, stop in parts)
+        ]
+        self._kept = [sizes[number] for number in self._numbers]
+        self.sizes = [max(sizes[number], len(cache.source(number))) for number in self._numbers]
+
+    def __getitem__(self, index: int) -> Features:
+        each, size = self._cache[self._numbers[index]], self._kept[index]
+        names = ("tokens", "hidden", "scales", "top_tokens", "top_logprobs")
+        cut: dict[str, Any] = {name: getattr(each, name)[:size] for name in names}
+        return replace(each, answers=self._parts(index), **cut)
+
+    def _parts(self, index: int) -> list[tuple[int, int]]:
+        """[start, stop) of each part to learn of a conversation."""
+        size = self._kept[index]
+        parts = self._answers[self._numbers[index]]
+        return [(first, min(stop, size)) for first, stop in parts if first < size]
+
+    @property
+    def num_learnt(self) -> int:
+        parts = (part for index in range(len(self)) for part in self._parts(index))
+        return sum(max(0, stop - max(FIRST_LEARNT, first)) for first, stop in parts)
+
+    def only(self, parts: Mapping[int, Sequence[tuple[int, int]]]) -> TrainingSet:
+        answers: list[Sequence[tuple[int, int]]] = [()] * len(self._cache)
+        for index, chosen in parts.items():
+            answers[self._numbers[index]] = chosen
+        return TrainingSet(self._cache, self._length, answers)
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Batches of similar conversations, in an order that follows from seed and epoch.
+
+    Args:
+        sizes: tokens of each conversation; they may be replaced between two epochs.
+        batch_tokens: most tokens of a batch, padding included; a longer conversation has a batch of
+            its own.
+        seed: of the order; None keeps the conversations sorted by length.
+        multiple_of: the number of batches is a multiple of this, so that as many processes get
+            the same number; what is left over is skipped in this epoch.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_tokens: int,
+        seed: int | None = None,
+        multiple_of: int = 1,
+    ) -> None:
+        self.sizes, self._batch_tokens, self._seed = sizes, batch_tokens, seed
+        self._multiple_of = multiple_of
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches())
+
+    def __len__(self) -> int:
+        return len(self._batches())
+
+    def _batches(self) -> list[list[int]]:
+        numbers = list(range(len(self.sizes)))
+        if self._seed is None:
+            return self._filled(sorted(numbers, key=self.sizes.__getitem__))
+        order = random.Random(self._seed * 1_000_003 + self._epoch)
+        order.shuffle(numbers)
+        mean = sum(self.sizes) / max(1, len(self.sizes))
+        window = max(1, round(_WINDOW * self._batch_tokens / max(1, mean)))
+        batches: list[list[int]] = []
+        for start in range(0, len(numbers), window):
+            part = sorted(numbers[start : start + window], key=self.sizes.__getitem__)
+            batches += self._filled(part)
+        order.shuffle(batches)
+        return batches[: len(batches) - len(batches) % self._multiple_of]
+
+    def _filled(self, numbers: Sequence[int]) -> list[list[int]]:
+        batches: list[list[int]] = []
+        for number in numbers:
+            fits = batches and (len(batches[-1]) + 1) * self.sizes[number] <= self._batch_tokens
+            if fits:
+                batches[-1].append(number)
+            else:
+                batches.append([number])
+        return batches
+
+
+def collate(conversations: Sequence[Features], num_levels: int, first: int = FIRST_LEARNT) -> Batch:
+    """One batch of these conversations, to learn `num_levels` levels of drafting.
+
+    Args:
+        first: see `Trainee.first_learnt`. The roots of the batch are so many tokens before
+            the first ones that their drafts guess.
+    """
+    made = [_pairs(each, num_levels, first) for each in conversations]
+    columns = dict(zip(Batch._fields, map(list, zip(*made, strict=True)), strict=True))
+    levels = columns.pop("levels")
+    numbers = {name: torch.cat(columns.pop(name)) for name in ("lengths", "source_lengths")}
+    return Batch(
+        levels=Levels(*(_padded_roots(each) for each in zip(*levels, strict=True))),
+        **numbers,
+        **{name: pad_sequence(each, batch_first=True) for name, each in columns.items()},
+    )
+
+
+def _padded_roots(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors [L, Q, ...] with different Q as one [B, L, Q, ...]."""
+    return pad_sequence([each.transpose(0, 1) for each in tensors], batch_first=True).transpose(
+        1, 2
+    )
+
+
+def _pairs(each: Features, num_levels: int, first_learnt: int) -> Batch:
+    """One conversation, without the axis of conversations."""
+    size = len(each.tokens)
+    learnt = torch.zeros(size + num_levels, dtype=torch.bool)
+    for first, stop in each.answers:
+        learnt[first:stop] = True
+    roots = learnt[first_learnt:size].nonzero().flatten()
+    level = torch.arange(num_levels)[:, None]
+    ahead = roots + first_learnt + level  # [L, Q] positions of the labels
+    at = ahead.clamp(max=size - 1)
+    levels = Levels(
+        inputs=each.tokens[at - 1],
+        labels=each.tokens[at],
+        teacher_tokens=each.top_tokens[at - 1],
+        teacher_logprobs=each.top_logprobs[at - 1],
+        valid=learnt[ahead].cumprod(0).bool(),
+    )
+    return Batch(
+        hidden=each.hidden[:-1],
+        scales=each.scales[:-1],
+        tokens=each.tokens,
+        lengths=torch.tensor([size - 1]),
+        roots=roots,
+        levels=levels,
+        sources=each.source,
+        source_lengths=torch.tensor([len(each.source)]),
+        encoded=each.encoded,
+    )

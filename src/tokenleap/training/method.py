@@ -1,461 +1,270 @@
-"""`TrainingMethod`: the interface between the trainer and one kind of drafter."""
+"""`TrainingMethod`: what can be trained, with its settings, and the registry of all methods.
+
+A method is a frozen value: its fields are its options, and it makes a network with its loss
+(`trainee`). This module needs no PyTorch, so that help pages are fast.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import FiniteFloat, model_validator
 
-from tokenleap.core.config import Config
-from tokenleap.drafters.heads.folder import Verifier
-from tokenleap.drafters.heads.probe import Seen
-from tokenleap.drafters.online import LossName
-from tokenleap.training.batches import FIRST_LEARNT, Batch, Examples, TrainingSet
-from tokenleap.training.features import Features
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.core.config import Config, nearest
+from tokenleap.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenleap.training.trainee import HeadParts, Trainee
 
 __all__ = [
-    "LOSSES",
-    "REST",
-    "Current",
-    "HeadParts",
-    "Learnt",
-    "Loss",
-    "LossName",
+    "TRAINABLE",
+    "DataSettings",
     "OnPolicy",
-    "OwnRate",
-    "Rounds",
-    "Teacher",
-    "Trainee",
+    "Plan",
     "TrainingMethod",
-    "at_roots",
+    "TrainingSettings",
+    "check_trainable",
+    "training_class",
+    "training_method",
+    "training_methods",
 ]
 
 
-# `Trainee`: a drafter with its loss, the module that the trainer wraps.
-#
-# Heads differ in what their levels compute (`outputs`) and in the weights that make logits of it
-# (`logits`). What a level is to learn, and how often it is right, is the same for all.
-
-
-_PLACES = 512
-"""Places whose logits are in memory at a time, where they are computed again for the gradients."""
-
-
-class Learnt(NamedTuple):
-    """Results of one batch.
-
-    Args:
-        losses: [L] mean loss of each level.
-        right: [B, L, Q] whether the most probable token of the draft is the one that the target
-            wrote; false where there is nothing to learn.
-        counts: [L] places of each level.
-    """
-
-    losses: Tensor
-    right: Tensor
-    counts: Tensor
-
-
-class OwnRate(NamedTuple):
-    """Weights that learn at a rate of their own: those of a target that is trained, too."""
-
-    weights: list[nn.Parameter]
-    learning_rate: float
-
-
-def at_roots(x: Tensor, roots: Tensor) -> Tensor:
-    """[B, T, ...] at the indices [B, Q] -> [B, Q, ...]."""
-    return x[torch.arange(len(x), device=x.device).unsqueeze(-1), roots]
-
-
-class Trainee(nn.Module, ABC):
-    """A drafter that is being trained.
-
-    Args:
-        draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
-        max_levels: most levels of a draft; None if there is no limit.
-    """
-
-    places: Tensor
-    draft_tokens: Tensor
-
-    keeps_logits: ClassVar[bool] = True
-    """Whether logits are kept for the gradients. Else they are computed twice, in parts."""
-
-    first_learnt: ClassVar[int] = FIRST_LEARNT
-    """Index of the first token of a text that a draft can guess."""
-
-    evaluated_levels: ClassVar[int] = 5
-    """Levels whose acceptance is measured, if the drafter has as many; training may have fewer."""
-
-    uses_all_weights: ClassVar[bool] = True
-    """Whether every weight gets a gradient in every step."""
-
-    reads_encoder: bool = False
-    """Whether it reads what the target's encoder makes of the sources, `Batch.encoded`."""
-
-    def __init__(
-        self, draft_tokens: Tensor, vocab_size: int, loss: Loss, max_levels: int | None = None
-    ) -> None:
-        super().__init__()
-        self.max_levels = max_levels
-        places = torch.full((vocab_size,), -1)
-        places[draft_tokens] = torch.arange(len(draft_tokens))
-        self.register_buffer("places", places, persistent=False)
-        self.register_buffer("draft_tokens", draft_tokens, persistent=False)
-        self._loss = loss
-
-    @property
-    def matrices(self) -> list[nn.Parameter]:
-        """The weights that multiply states; embeddings only look rows up. See `optimizers`."""
-        return [
-            weight for weight in self.parameters() if weight.requires_grad and weight.dim() == 2
-        ]
-
-    @property
-    def own_rate(self) -> OwnRate | None:
-        """The weights that learn at a rate of their own; they are not in `matrices`."""
-        return None
-
-    def at_step(self, step: int, total: int) -> None:
-        """Called before each step with its number, from 0, and the total.
-
-        It does nothing by default.
-        """
-
-    @abstractmethod
-    def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """For each level [B, Q, E]: what `logits` is computed of, for every root."""
-
-    @abstractmethod
-    def logits(self, outputs: Tensor, level: int) -> Tensor:
-        """[N, E] outputs of a level -> [N, Vd] in float32."""
-
-    def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """Losses and hits of the first levels of all drafts of a batch."""
-        return self.learnt(self.outputs(batch, num_levels), batch)
-
-    def learnt(self, outputs: Iterable[Tensor], batch: Batch) -> Learnt:
-        """Losses and hits of levels whose outputs are [B, Q, E] each."""
-        found = [self.level(each, level, batch) for level, each in enumerate(outputs)]
-        losses, hits = zip(*found, strict=True)
-        right = torch.stack(hits, dim=1)
-        counts = batch.levels.valid[:, : right.shape[1]].sum((0, 2))
-        return Learnt(torch.stack(losses), right, counts)
-
-    def level(self, outputs: Tensor, level: int, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The mean loss of one level, and where it is right.
-
-        Args:
-            outputs: [B, Q, E].
-
-        Returns:
-            A scalar, and [B, Q] as in `Learnt`.
-        """
-        valid, levels = batch.levels.valid[:, level], batch.levels
-        labels, tokens, logprobs = (
-            each[:, level][valid]
-            for each in (levels.labels, levels.teacher_tokens, levels.teacher_logprobs)
-        )
-        count = max(1, len(labels))
-        size = count if self.keeps_logits else _PLACES
-        given = (outputs[valid], labels, tokens, logprobs)
-        parts = zip(*(torch.split(each, size) for each in given), strict=True)
-        losses, guesses = zip(*(self._parts(level, *part) for part in parts), strict=True)
-        right = torch.zeros_like(valid)
-        right[valid] = torch.cat(guesses) == labels
-        return torch.stack(losses).sum() / count, right
-
-    def _parts(self, level: int, *given: Tensor) -> tuple[Tensor, Tensor]:
-        """See `_places`; their logits are kept for the gradients, or computed again."""
-        if self.keeps_logits:
-            return self._places(level, *given)
-        found: tuple[Tensor, Tensor] = checkpoint(self._places, level, *given, use_reentrant=False)
-        return found
-
-    def _places(
-        self, level: int, outputs: Tensor, labels: Tensor, tokens: Tensor, logprobs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of N places, and [N] the most probable token of each."""
-        logits = self.logits(outputs, level)
-        teacher = Teacher.of(labels, tokens, logprobs, self.places)
-        return self._loss(logits, teacher).sum(), self.draft_tokens[logits.detach().argmax(-1)]
+_Share = Annotated[FiniteFloat, Ge(0), Le(1)]
+_Beta = Annotated[FiniteFloat, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True)
-class HeadParts:
-    """Parts that a drafter is made of.
+class DataSettings:
+    """Settings of the data.
 
     Args:
-        embedding: [V, E] the target's.
-        output_rows: [V, E] of the target's output layer.
-        draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
-        final_norm: the target's norm before the output layer; None if it is not known.
-        reload: loads the target's Transformers model once more; None if that is not possible.
-        logits_bias: [V] that the target adds to what its output rows give; None if it adds nothing.
+        files: the user's own data; empty means that the target writes by itself.
+        parallel: two files for an encoder-decoder, in place of `files`: a source and its output in
+            each line.
     """
 
-    config: PretrainedConfig
-    name: str
-    embedding: Tensor
-    output_rows: Tensor
-    draft_tokens: Tensor
-    num_layers: int
-    final_norm: nn.Module | None
-    reload: Callable[[], PreTrainedModel] | None = None
-    logits_bias: Tensor | None = None
+    files: tuple[Path, ...] = ()
+    tokens: int = 1_000_000
+    held_out_tokens: int = 40_000
+    unseen: tuple[Path, ...] = ()
+    parallel: tuple[Path, ...] = ()
 
-    @property
-    def verifier(self) -> Verifier:
-        """The target, for the drafter's file."""
-        architectures = tuple(self.config.architectures or ())
-        return Verifier(self.name, architectures, self.num_layers)
+
+class TrainingSettings(Config):
+    """How any drafter is trained.
+
+    Args:
+        epochs: passes over the data.
+        max_steps: steps of the optimizer, in place of `epochs`; None means that those decide.
+            `spec_drafter` takes 300,000 times its `size`.
+        batch_tokens: most tokens of a batch, padding included, on each device.
+        accumulation: batches per step of the optimizer; 4 for `spec_drafter`.
+        max_length: most tokens of a conversation; the rest is cut off.
+        levels: levels of a draft that are learnt; 1 for `eagle1`.
+        first_level_share: share of the steps in which only the first level is learnt. It costs a
+            third of three levels, and the others learn fast once it is good.
+        decay: weight of a level's loss, relative to the level before.
+        optimizer: of the matrices: Muon, or AdamW. All other weights have AdamW,
+            embeddings and output rows too.
+        betas: of AdamW; 0.9 and 0.999 for `spec_drafter`.
+        learning_rate: of the matrices; 0.0002 for `early_exit` and `pad`, 0.0005 for
+            `spec_drafter`.
+        vector_learning_rate: of all other weights; 0.0001 for `early_exit` and `pad`, 0.003 for
+            `pass`, 0.0005 for `spec_drafter`.
+        weight_decay: of the matrices.
+        schedule: how the learning rates fall after they have risen: as a `cosine` to 0, or as one
+            over the square root of the step, as for `spec_drafter`.
+        warmup: share of the steps in which the learning rates rise.
+        warmup_steps: the number of these steps, in place of `warmup`; None means that decides.
+            `spec_drafter` takes 10,000 times its `size`.
+        max_grad_norm: gradients are clipped to this norm; 5 for `spec_drafter`.
+        evaluate_every: steps between two evaluations, and between two checkpoints; 1,000 times
+            `size`, and at least 100, for `spec_drafter`.
+        average: the weights after the last so many evaluations are averaged at the end, and are
+            the drafter if it is better; 1 means that nothing is averaged. 10 for
+            `spec_drafter`.
+        patience: training stops after so many evaluations without a better drafter; 0 means never,
+            as for `spec_drafter`.
+        mixed_precision: of the matrix products: `bf16`, `no`, or on a GPU `fp16`.
+        seed: of weights, noise and the order of the data.
+    """
+
+    epochs: Annotated[FiniteFloat, Gt(0)] = 3.0
+    max_steps: Annotated[int, Ge(1)] | None = None
+    batch_tokens: Annotated[int, Ge(16)] = 4096
+    accumulation: Annotated[int, Ge(1)] = 1
+    max_length: Annotated[int, Ge(8)] = 1024
+    levels: Annotated[int, Ge(1), Le(32)] = 3
+    first_level_share: _Share = 0.4
+    decay: Annotated[FiniteFloat, Gt(0), Le(1)] = 0.8
+    optimizer: Literal["muon", "adamw"] = "muon"
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    learning_rate: Annotated[FiniteFloat, Gt(0)] = 1.5e-3
+    vector_learning_rate: Annotated[FiniteFloat, Gt(0)] = 3e-4
+    weight_decay: Annotated[FiniteFloat, Ge(0)] = 0.01
+    schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
+    warmup: Annotated[FiniteFloat, Ge(0), Lt(1)] = 0.04
+    warmup_steps: Annotated[int, Ge(1)] | None = None
+    max_grad_norm: Annotated[FiniteFloat, Gt(0)] = 1.0
+    evaluate_every: Annotated[int, Ge(1)] = 100
+    average: Annotated[int, Ge(1), Le(100)] = 1
+    patience: Annotated[int, Ge(0)] = 8
+    mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
+    seed: Annotated[int, Ge(0)] = 0
+
+    @model_validator(mode="after")
+    def _given_once(self) -> Self:
+        for name, other in (("max_steps", "epochs"), ("warmup_steps", "warmup")):
+            if getattr(self, name) is not None and other in self.model_fields_set:
+                raise ValueError(f"{name}: takes the place of {other}: give one of the two.")
+        return self
+
+    def steps(self, batches: int) -> int:
+        """Steps of the optimizer, with so many batches in the data."""
+        return self.max_steps or max(1, round(math.ceil(batches / self.accumulation) * self.epochs))
+
+    def rising_steps(self, total: int) -> float:
+        return self.warmup * total if self.warmup_steps is None else self.warmup_steps
+
+    def preferring(self, **fields: Any) -> Self:
+        """The settings with other defaults: fields that the user has not given."""
+        given = self.model_fields_set
+        left = {name: value for name, value in fields.items() if name not in given}
+        return self.model_copy(update=left)
+
+    def one_level_alone(self) -> Self:
+        """The settings, without those for more than one level if there is only one."""
+        if self.levels > 1:
+            return self
+        return self.decided(
+            "it is for several levels: remove it.", first_level_share=0.0, decay=1.0
+        )
+
+    def decided(self, reason: str, **fields: Any) -> Self:
+        self.refuse(reason, *fields)
+        return self.model_copy(update=fields)
+
+    def refuse(self, reason: str, *names: str) -> None:
+        for name in names:
+            if name in self.model_fields_set:
+                raise ConfigError(f"{name}: {reason}")
 
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Text that the drafter writes while it learns."""
+    """Text that the drafter writes while it learns: its share, and the steps of a round."""
 
     share: float
     every: int
 
 
-class TrainingMethod(ABC):
-    """How one kind of drafter is made, trained and written."""
+@dataclass(frozen=True)
+class Plan:
+    """How a training goes that is not as usual.
+
+    Args:
+        draft_vocab_size: most tokens of the draft vocabulary; None for all.
+        given_answers: whether the answers in the user's files are learnt instead of the target's.
+        beam_width: of the search by which an encoder-decoder writes what is learnt; 1 is greedy.
+        on_policy: text that the drafter writes; None for none.
+        reads_encoder: whether it reads what the target's encoder makes of the sources.
+        num_drafters: how many drafters are trained, one after the other.
+        sample_length: tokens of the samples, of which a later one learns those that were missed.
+        served_tokens: tokens of the drafts with which the result is measured.
+        nodes_per_token: nodes of such a draft for each of its tokens.
+    """
+
+    draft_vocab_size: int | None = None
+    given_answers: bool = False
+    beam_width: int = 1
+    on_policy: OnPolicy | None = None
+    reads_encoder: bool = False
+    num_drafters: int = 1
+    sample_length: int = 1
+    served_tokens: int = 4
+    nodes_per_token: int = 1
+
+
+class TrainingMethod(Config, ABC):
+    """One kind of drafter, with its options as fields."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    Options: ClassVar[type[Config]]
+
     tunes_target: ClassVar[bool] = False
     """Whether it writes a target of its own, for which the drafts are."""
+
     deeper: ClassVar[str] = "learn for more epochs"
-    """The advice if later positions of drafts are much worse than the first."""
+    """Advice if later positions of drafts are much worse than the first."""
 
     for_sources: ClassVar[bool | None] = False
     """Whether it trains for encoder-decoders, or for decoder-only models; None for both."""
 
-    def __init__(self, options: Config | None = None) -> None:
-        self.options = self.Options() if options is None else options
-
-    @property
-    @abstractmethod
-    def draft_vocab_size(self) -> int:
-        """Most tokens of the draft vocabulary."""
-
-    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """The settings as this method needs them; the default keeps them."""
-        return settings
-
-    @property
-    def on_policy(self) -> OnPolicy | None:
-        """The part of the text that the drafter writes; None for nothing."""
-        return None
-
-    @property
-    def num_drafters(self) -> int:
-        """How many drafters are trained, one after the other."""
-        return 1
-
-    @property
-    def nodes_per_token(self) -> int:
-        """Nodes of a draft for each of its tokens, when chains of four are measured."""
-        return self.num_drafters
-
-    def missed(self, folder: Path, parts: HeadParts, data: TrainingSet) -> TrainingSet:
-        """The data that the next drafter is to learn; by default all of it."""
-        return data
-
-    def finish(self, out: Path, folders: Sequence[Path]) -> None:
-        """Write what serving needs beside the folders of several drafters; by default nothing."""
-        assert list(folders) == [out]
-
-    @property
-    def learns_given_answers(self) -> bool:
-        """Whether the answers in the user's files are learnt instead of the target's."""
-        return False
-
-    @property
-    def served_tokens(self) -> int:
-        """Tokens of the drafts with which the result is measured."""
-        return 4
-
-    @property
-    def beam_width(self) -> int:
-        """Width of the search by which an encoder-decoder writes what is learnt; 1 is greedy."""
-        return 1
-
-    @property
-    def reads_encoder(self) -> bool:
-        """Whether it reads what the target's encoder makes of the sources."""
-        return False
-
-    @abstractmethod
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """Ids of the target's layers whose hidden states it reads."""
-
     @abstractmethod
     def trainee(self, parts: HeadParts) -> Trainee:
-        """A new drafter with random weights, drawn from PyTorch's generator."""
+        """A new network with its loss; random weights are drawn from PyTorch's generator."""
 
-    @abstractmethod
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        """Write the drafter as `speculative_config` reads it; each file complete or not at all."""
+    @property
+    def plan(self) -> Plan:
+        return Plan()
 
-    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """Notes by which serving tells the target and its layers; see `heads.probe`."""
-        return {}
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Ids of the target's layers whose hidden states it reads; by default it reads tokens."""
+        return ()
+
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        return settings
 
     def serving(self, folder: Path) -> dict[str, Any]:
         """The `speculative_config` that uses a written drafter."""
         return {"method": self.name, "model": str(folder)}
 
 
-# Losses between a draft's distribution q and the target's p, of which the top K tokens are known.
-#
-#     kl:  KL(p || q) = sum_x p(x) (log p(x) - log q(x))
-#     rkl: KL(q || p) = sum_x q(x) (log q(x) - log p(x))
-#     jsd: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2
-#     ce:  -log q(y) of the token y that the target wrote
-#     tv:  1 - sum_x min(p(x), q(x)), the probability of a rejection (Leviathan et al., theorem 3.5)
-#
-# p is the target's distribution at temperature 1 over those of the K tokens that are in the draft
-# vocabulary, normalised. A place whose K tokens are all outside it teaches nothing.
-#
-# So p is 0 for all other tokens. For kl, ce and tv they have no term. In jsd each has
-# q(x) log 2 / 2. In rkl they would be infinite: all of them together count as one token whose p is
-# `REST`, which draws q back to the K tokens and does not tell which of the others are worse.
+TRAINABLE: Mapping[str, str] = {
+    "eagle": "eagle.EagleTraining",
+    "eagle1": "eagle.Eagle1Training",
+    "parallel": "eagle.ParallelTraining",
+    "medusa": "state_heads.MedusaTraining",
+    "hydra": "state_heads.HydraTraining",
+    "blockwise": "state_heads.BlockwiseTraining",
+    "mlp_speculator": "state_heads.MlpSpeculatorTraining",
+    "distill": "distill.DistillTraining",
+    "boost": "distill.BoostTraining",
+    "early_exit": "tuned.EarlyExitTraining",
+    "pad": "tuned.PadTraining",
+    "pass": "tuned.PassTraining",
+    "spec_drafter": "spec_drafter.SpecDrafterTraining",
+    "medusa_2": "state_heads.TunedMedusaTraining",
+    "blockwise_tuned": "state_heads.TunedBlockwiseTraining",
+}
+"""The registry: METHOD of `tokenleap train` -> its class, in a file of this package."""
 
 
-REST = 1e-3
-"""For rkl: p of all tokens together that the target is not known to write."""
-
-_TINY = 1e-9
-"""In place of 0 in a logarithm."""
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The target's knowledge about N places, in ids of the draft vocabulary.
-
-    Args:
-        labels: [N] the token it wrote; -1 outside the draft vocabulary.
-        tokens: [N, K] its most probable tokens; -1 outside the draft vocabulary.
-        probs: [N, K] p, normalised; 0 for tokens outside.
-    """
-
-    labels: Tensor
-    tokens: Tensor
-    probs: Tensor
-
-    @classmethod
-    def of(cls, labels: Tensor, tokens: Tensor, logprobs: Tensor, places: Tensor) -> Teacher:
-        """In ids of the draft vocabulary.
-
-        Args:
-            labels: [N] ids of the target.
-            tokens: [N, K] ids of the target.
-            logprobs: [N, K].
-            places: [V] the target's id -> id in the draft vocabulary, or -1.
-        """
-        inside = places[tokens]
-        probs = logprobs.exp().masked_fill(inside < 0, 0)
-        total = probs.sum(-1, keepdim=True)
-        return cls(places[labels], inside, probs / total.clamp(min=_TINY))
+def check_trainable(name: str) -> None:
+    if name not in TRAINABLE:
+        known = nearest(name, list(TRAINABLE))
+        raise ConfigError(f"nothing can be trained as '{name}': {known}")
 
 
-Loss = Callable[[Tensor, Teacher], Tensor]
-"""Logits [N, Vd] in float32 and what the target knows -> [N] losses; 0 where it knows nothing."""
+def training_class(name: str) -> type[TrainingMethod]:
+    check_trainable(name)
+    file, _, kind = TRAINABLE[name].partition(".")
+    module = import_module(f"{__package__}.{file}")
+    return cast(type[TrainingMethod], getattr(module, kind))
 
 
-def _log_q(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[N, K] log-probabilities of draft tokens; those of -1 are meaningless."""
-    chosen = logits.gather(1, tokens.clamp(min=0))
-    return chosen - logits.logsumexp(-1, keepdim=True)
+def training_methods() -> dict[str, type[TrainingMethod]]:
+    """All of them, by name; this imports PyTorch."""
+    return {name: training_class(name) for name in TRAINABLE}
 
 
-def kl(logits: Tensor, teacher: Teacher) -> Tensor:
-    """See the module."""
-    p = teacher.probs
-    return (p * (p.clamp(min=_TINY).log() - _log_q(logits, teacher.tokens))).sum(-1)
-
-
-def _of_known(logits: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """[N, K] log q and q; where p is 0, q is 0, too."""
-    log_q = _log_q(logits, teacher.tokens).masked_fill(teacher.probs == 0, 0)
-    return log_q, log_q.exp() * (teacher.probs > 0)
-
-
-def rkl(logits: Tensor, teacher: Teacher) -> Tensor:
-    """See the module."""
-    log_q, q = _of_known(logits, teacher)
-    known = (q * (log_q - teacher.probs.clamp(min=_TINY).log())).sum(-1)
-    rest = (1 - q.sum(-1)).clamp(min=_TINY)
-    return (known + rest * (rest / REST).log()) * (teacher.probs.sum(-1) > 0)
-
-
-def jsd(logits: Tensor, teacher: Teacher) -> Tensor:
-    """See the module."""
-    p, (log_q, q) = teacher.probs, _of_known(logits, teacher)
-    log_m = ((p + q) / 2).clamp(min=_TINY).log()
-    of_p = (p * (p.clamp(min=_TINY).log() - log_m)).sum(-1)
-    of_q = (q * (log_q - log_m)).sum(-1) + (1 - q.sum(-1)) * math.log(2)
-    return (of_p + of_q) / 2 * (p.sum(-1) > 0)
-
-
-def ce(logits: Tensor, teacher: Teacher) -> Tensor:
-    """See the module."""
-    known = teacher.labels >= 0
-    return -(_log_q(logits, teacher.labels.unsqueeze(-1)).squeeze(-1) * known)
-
-
-def tv(logits: Tensor, teacher: Teacher) -> Tensor:
-    """See the module."""
-    q = _log_q(logits, teacher.tokens).exp()
-    known = teacher.probs.sum(-1) > 0
-    return (1 - torch.minimum(teacher.probs, q).sum(-1)) * known
-
-
-LOSSES: dict[str, Loss] = {"kl": kl, "rkl": rkl, "jsd": jsd, "ce": ce, "tv": tv}
-
-
-# Text that changes while a drafter is trained: every so many steps there is other text.
-
-
-class Rounds(Protocol):
-    """Data that changes from round to round."""
-
-    steps: int
-
-    def begin(self, number: int, trainee: Trainee) -> None:
-        """Prepare a round: called at its first step, and again if training continues there."""
-        ...
-
-    def examples(self, number: int) -> Examples:
-        """The examples of a round, which was prepared, perhaps by another process."""
-        ...
-
-
-class Current(Examples):
-    """The examples that are learnt now."""
-
-    def __init__(self, now: Examples) -> None:
-        self.use(now)
-
-    def use(self, now: Examples) -> None:
-        """Learn from this."""
-        self._now, self.sizes = now, now.sizes
-
-    def __getitem__(self, index: int) -> Features:
-        features: Features = self._now[index]
-        return features
+def training_method(name: str, options: Mapping[str, Any]) -> TrainingMethod:
+    return training_class(name)(**options)

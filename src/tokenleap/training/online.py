@@ -39,13 +39,12 @@ from tokenleap.drafters.online import Learnable, OnlineOptions, OnlineReport
 from tokenleap.errors import CompatibilityError, ConfigError, TrainingError, in_one_line
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
-from tokenleap.training.batches import Batch, Levels
 from tokenleap.training.distill import DistillTrainee, checked, write_lm
 from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee
-from tokenleap.training.features import TOP_K, quantize
-from tokenleap.training.method import LOSSES, Trainee
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.features import TOP_K, Batch, Levels, quantize
+from tokenleap.training.method import TrainingSettings
 from tokenleap.training.state_heads import StateTrainee
+from tokenleap.training.trainee import LOSSES, Trainee
 from tokenleap.training.trainer import optimizers_of
 
 __all__ = ["Buffer", "Mark", "OnlineLearner", "Pace", "Recorder", "Window", "marks_of"]
@@ -121,7 +120,6 @@ class OnlineLearner:
         self._watch(lambda: self._keep(self._recorder.observe_prefill(request, start, hidden)))
 
     def release(self, request: Request) -> None:
-        """See `Learner.release`; the text of a request that failed is not learnt."""
         self._watch(lambda: self._forget(request))
 
     def _forget(self, request: Request) -> None:
@@ -135,7 +133,6 @@ class OnlineLearner:
             self._positions += len(window.roots)
 
     def _watch(self, act: Callable[[], None]) -> None:
-        """Do this unless learning has ended, and count the time."""
         if self._failure is not None:
             return
         before = self._pace.learning
@@ -165,7 +162,6 @@ class OnlineLearner:
                     return
 
     def _slice(self) -> bool:
-        """Do one thing; False if there is nothing to do."""
         if self._new_updates >= self._options.swap_every:
             self._swap()
         elif self._gathered >= self._options.batch_size:
@@ -178,7 +174,6 @@ class OnlineLearner:
         return True
 
     def _learn(self, window: Window) -> None:
-        """Add the gradient of one window."""
         device, dtype = self._target.device, self._target.dtype
         batch = window.batch(device)
         low = dtype in (torch.bfloat16, torch.float16)
@@ -236,7 +231,6 @@ def _gradients() -> Iterator[None]:
 
 
 def _trainee(net: nn.Module, options: OnlineOptions, target: Target) -> Trainee:
-    """The network with its loss, without the noise and dropout of training from scratch."""
     loss = LOSSES[options.loss]
     trainee: Trainee
     if isinstance(net, FeatureNet):
@@ -373,7 +367,6 @@ class Window:
 
     @property
     def num_levels(self) -> int:
-        """Levels of drafting that its marks need."""
         return int(self.levels.max()) + 1
 
     def batch(self, device: torch.device) -> Batch:
@@ -395,8 +388,6 @@ class Window:
 
 
 class _Text:
-    """The end of a request's text."""
-
     def __init__(self, first: int) -> None:
         self.first = self.stop = first  # tokens whose hidden states are known
         self.marks: list[Mark] = []
@@ -422,7 +413,6 @@ class _Text:
             self.first += more
 
     def hidden(self, layers: Sequence[int], size: int) -> Tensor:
-        """[n, A, E] all hidden states."""
         if not layers:
             return torch.zeros(len(self), 0, size)
         every = [torch.cat([part[layer] for _, part in self._parts]) for layer in layers]
@@ -458,7 +448,6 @@ class Recorder:
         return self._keep(request, start, len(hidden[self._layers[0]]), hidden)
 
     def observe(self, outcome: Outcome) -> Window | None:
-        """Keep what a step has committed; returns the window that is full."""
         count, hidden = len(outcome.committed), outcome.hidden if self._layers else {}
         count = min(count, 1 + len(outcome.accepted.path))
         kept = {layer: states[:count] for layer, states in hidden.items()}
@@ -469,7 +458,6 @@ class Recorder:
         return window
 
     def release(self, request: Request) -> Window | None:
-        """Forget a request; what is left of its text is a window."""
         text = self._texts.pop(request.key, None)
         return None if text is None else self._made(request, text)
 
@@ -532,14 +520,12 @@ class Buffer:
         self.num_tokens = 0
 
     def add(self, window: Window) -> None:
-        """Keep a window."""
         self._windows.append((window, 0))
         self.num_tokens += len(window)
         while self.num_tokens > self._size:
             self._drop(0)
 
     def draw(self) -> Window | None:
-        """One of the windows; None if there is none."""
         if not self._windows:
             return None
         place = self._dice.randrange(len(self._windows))
@@ -557,8 +543,6 @@ class Buffer:
 
 
 class Pace:
-    """Says when a slice of learning is due."""
-
     def __init__(self, options: OnlineOptions) -> None:
         self._rate = options.share / (1 - options.share)
         self._every = options.every
@@ -568,7 +552,6 @@ class Pace:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time inside as learning."""
         began = clock.now()
         try:
             yield
@@ -578,7 +561,6 @@ class Pace:
             self._credit -= seconds
 
     def served(self, seconds: float) -> None:
-        """A step took so long, without learning."""
         self.serving += seconds
         self._credit += self._rate * seconds
         self._steps += 1

@@ -5,8 +5,10 @@ Every part continues where it stopped. The command line calls it (`cli/train.py`
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,16 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from tokenleap.core.files import read_json, validated, write_whole
 from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.heads.folder import vocabulary_weights
 from tokenleap.drafters.heads.probe import LENGTH, look
+from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import CompatibilityError, ConfigError, DataError, TrainingError
 from tokenleap.llm import LLM, Prompt
-from tokenleap.training.batches import TrainingSet
-from tokenleap.training.checkpoints import DrafterFolder, Evaluation, TrainingFolder, save_curves
 from tokenleap.training.collect import (
     Chooser,
+    FileData,
     FileSource,
     PairData,
     PairSource,
@@ -33,32 +36,38 @@ from tokenleap.training.collect import (
     diversity,
     texts_in,
 )
-from tokenleap.training.conversations import Conversation, ConversationFile, FileData, opening
-from tokenleap.training.distill import OnPolicyRounds
-from tokenleap.training.estimate import Estimate, estimate, measure_speeds, training_bytes
+from tokenleap.training.conversations import Conversation, ConversationFile, opening
+from tokenleap.training.distill import OnPolicyRounds, missed_by
 from tokenleap.training.features import (
+    INDEX,
     FeatureCache,
+    TrainingSet,
     bytes_per_token,
     compute_features,
     draft_vocabulary,
 )
-from tokenleap.training.method import HeadParts, Rounds, Trainee, TrainingMethod
+from tokenleap.training.method import DataSettings, Plan, TrainingMethod, TrainingSettings
 from tokenleap.training.report import (
+    Estimate,
     Perplexity,
     Reporter,
     Served,
     TrainingReport,
     advice,
+    estimate,
     evaluation_text,
     measure,
+    measure_speeds,
+    save_curves,
     served_alike,
     step_text,
+    training_bytes,
     usage_text,
 )
-from tokenleap.training.settings import DataSettings, TrainingSettings
-from tokenleap.training.trainer import Trainer, processes
+from tokenleap.training.trainee import HeadParts, Trainee
+from tokenleap.training.trainer import Evaluation, Rounds, Trainer, checkpoints_in, processes
 
-__all__ = ["DrafterSeries", "TrainingRun", "TrainingText"]
+__all__ = ["DrafterFolder", "DrafterSeries", "TrainingFolder", "TrainingRun", "TrainingText"]
 
 
 _ROWS = 32
@@ -67,9 +76,28 @@ _ROWS = 32
 _SERVED_PROMPTS = 12
 
 
-class TrainingRun:
-    """One training."""
+@dataclass(frozen=True)
+class _Job:
+    """The parts that a training's text and drafters share."""
 
+    llm: LLM
+    method: TrainingMethod
+    data: DataSettings
+    settings: TrainingSettings
+    folder: TrainingFolder
+    reporter: Reporter
+    processes: PartialState
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        return self.method.read_layers(self.llm.engine.target.network.num_layers)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.method.plan
+
+
+class TrainingRun:
     def __init__(
         self,
         llm: LLM,
@@ -81,15 +109,14 @@ class TrainingRun:
         reporter: Reporter,
     ) -> None:
         _check_kind(method, llm)
-        self._llm, self._name, self._method = llm, name, method
-        self._data, self._settings, self._reporter = data, method.adapted(settings), reporter
-        self._folder = TrainingFolder(folder)
-        self._layers = method.layers(llm.engine.target.network.num_layers)
+        self._name, self._folder = name, TrainingFolder(folder)
+        self._llm, self._method, self._data, self._reporter = llm, method, data, reporter
+        self._settings = method.adapted(settings)
         self._processes = processes(on_cpu=llm.device.type == "cpu")
+        self._job = _Job(llm, method, data, self._settings, self._folder, reporter, self._processes)
+        self._layers, self._plan = self._job.layers, self._job.plan
         self._folder.check(self._wanted())
-        self._text = TrainingText(
-            llm, method, data, self._settings.max_length, _ROWS, self._folder, reporter
-        )
+        self._text = TrainingText(self._job)
 
     @property
     def has_begun(self) -> bool:
@@ -104,7 +131,6 @@ class TrainingRun:
 
     @property
     def num_processes(self) -> int:
-        """Processes that train together."""
         return int(self._processes.num_processes)
 
     @property
@@ -113,7 +139,6 @@ class TrainingRun:
         return bool(self._processes.is_main_process)
 
     def _wanted(self) -> dict[str, Any]:
-        """The settings of the folder, for `settings.json`."""
         data, target = asdict(self._data), self._llm.engine.target
         for name in ("files", "unseen", "parallel"):
             data[name] = [str(file) for file in data[name]]
@@ -121,7 +146,7 @@ class TrainingRun:
             del data["parallel"]
         return {
             "method": self._method.name,
-            "options": self._method.options.model_dump(mode="json"),
+            "options": self._method.model_dump(mode="json"),
             "model": self._name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "quantization": target.quantization,
@@ -132,18 +157,15 @@ class TrainingRun:
     # Beforehand
 
     def estimate(self) -> Estimate:
-        """How long it will take, and how much disk; measured in a few seconds."""
         if self._processes.num_processes > 1:
             raise ConfigError("an estimate is for one process: ask without `accelerate launch`.")
-        target, plan = self._llm.engine.target, self._method.on_policy
-        vocab_size = min(self._method.draft_vocab_size, target.vocab_size)
+        target, encoder = self._llm.engine.target, self._plan.reads_encoder
+        layers, size = self._layers, target.hidden_size
+        vocab_size = min(self._plan.draft_vocab_size or target.vocab_size, target.vocab_size)
         new_trainee = self._drafters(torch.arange(vocab_size)).trainee
-        needed = training_bytes(
-            new_trainee(), len(self._layers), target.hidden_size, self._settings
-        )
-        encoder = self._method.reads_encoder
+        needed = training_bytes(new_trainee(), len(layers), size, self._settings, encoder=encoder)
         speeds = measure_speeds(
-            self._llm, new_trainee, self._layers, self._settings, _ROWS, encoder=encoder
+            self._llm, new_trainee, layers, self._settings, _ROWS, encoder=encoder
         )
         answers = self._data.tokens + self._data.held_out_tokens
         there = sum(
@@ -155,13 +177,10 @@ class TrainingRun:
             speeds,
             answers,
             max(0, answers - there),
-            len(self._layers),
-            target.hidden_size,
+            bytes_per_token(len(layers), size, encoder=encoder),
             self._settings,
+            self._plan,
             needed,
-            encoder=encoder,
-            on_policy_share=plan.share if plan else 0.0,
-            num_drafters=self._method.num_drafters,
         )
         free = self._folder.free_bytes
         if not self._folder.has_features and found.disk_bytes > free:
@@ -186,7 +205,8 @@ class TrainingRun:
         if not self._processes.is_main_process:
             return None
         self._reporter.say("Measuring the drafter in the engine that will serve it ...")
-        new = self._new_target()
+        tuned = self._method.tunes_target  # then the folder is a model in place of the target
+        new = served_alike(self._llm, self._folder.out) if tuned else None
         served = self._serve(new or self._llm, held_out)
         changed = Perplexity.of(self._llm, new, held_out) if new else None
         report = TrainingReport(
@@ -207,7 +227,7 @@ class TrainingRun:
         held_out = self._text.conversations("held_out", self._data.held_out_tokens)
         training = self._text.conversations("train", self._data.tokens, held_out)
         for name, chosen in (("train", training), ("held_out", held_out)):
-            self._text.compute_features(name, chosen, self._layers)
+            self._text.compute_features(name, chosen)
         return training, held_out
 
     def _draft_tokens(self) -> tuple[torch.Tensor, float]:
@@ -216,7 +236,7 @@ class TrainingRun:
             FeatureCache(self._folder.features("train")),
             FeatureCache(self._folder.features("held_out")),
             self._llm.eos_token_ids,
-            self._method.draft_vocab_size,
+            self._plan.draft_vocab_size,
             self._llm.engine.target.vocab_size,
         )
         self._reporter.say(
@@ -224,53 +244,23 @@ class TrainingRun:
         )
         return tokens, coverage
 
-    def _parts(self, draft_tokens: torch.Tensor) -> HeadParts:
-        target = self._llm.engine.target
-        embedding, rows = self._vocabulary_weights
-        return HeadParts(
-            target.config,
-            self._name,
-            embedding,
-            rows,
-            draft_tokens,
-            target.network.num_layers,
-            target.final_norm,
-            target.reload,
-            target.logits_bias,
-        )
-
     @cached_property
     def _vocabulary_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's embedding and output rows; [V, E] each. They may have to be loaded again."""
         return vocabulary_weights(self._llm.engine.target)
 
     def _drafters(self, draft_tokens: torch.Tensor) -> DrafterSeries:
-        return DrafterSeries(
-            self._llm,
-            self._method,
-            self._parts(draft_tokens),
-            self._settings,
-            self._folder,
-            self._reporter,
-            self._processes,
-            _ROWS,
-        )
-
-    def _new_target(self) -> LLM | None:
-        """The model that the method has written in place of the target, if it writes one."""
-        tuned = self._method.tunes_target
-        return served_alike(self._llm, self._folder.out) if tuned else None
+        target, weights = self._llm.engine.target, self._vocabulary_weights
+        return DrafterSeries(self._job, HeadParts.of(target, self._name, weights, draft_tokens))
 
     def _serve(self, llm: LLM, held_out: Sequence[Conversation]) -> Served:
         prompted = [each for each in held_out if each.answers[0][0]] or held_out
         prompts = [_prompt(each) for each in prompted[:_SERVED_PROMPTS]]
-        method = self._method
-        config = method.serving(self._folder.out)
-        return measure(llm, config, prompts, method.served_tokens, method.nodes_per_token)
+        config, plan = self._method.serving(self._folder.out), self._plan
+        return measure(llm, config, prompts, plan.served_tokens, plan.nodes_per_token)
 
 
 def _check_kind(method: TrainingMethod, llm: LLM) -> None:
-    """Refuse a method that is for another kind of target."""
     reads = llm.engine.target.reads_source
     if method.for_sources is None or method.for_sources == reads:
         return
@@ -298,54 +288,47 @@ _FEW = 20
 
 
 class DrafterSeries:
-    """Trains the drafters of a method."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        method: TrainingMethod,
-        parts: HeadParts,
-        settings: TrainingSettings,
-        folder: TrainingFolder,
-        reporter: Reporter,
-        processes: PartialState,
-        rows: int,
-    ) -> None:
-        self._llm, self._method, self._parts, self._settings = llm, method, parts, settings
-        self._folder, self._reporter, self._processes = folder, reporter, processes
-        self._rows = rows
+    def __init__(self, job: _Job, parts: HeadParts) -> None:
+        self._job, self._parts, self._plan = job, parts, job.plan
+        self._settings, self._folder, self._reporter = job.settings, job.folder, job.reporter
+        self._is_main = job.processes.is_main_process
 
     def trainee(self, number: int = 0) -> Trainee:
         """A new drafter, by its number from 0; its random weights follow from the seed."""
         torch.manual_seed(self._settings.seed + number)
-        return self._method.trainee(self._parts).to(self._llm.device)
+        return self._job.method.trainee(self._parts).to(self._job.llm.device)
 
     def train(self) -> Evaluation:
         """Train all of them; each continues where it stopped."""
         training, held_out = self._examples("train"), self._examples("held_out")
-        number = self._method.num_drafters
+        number, length = self._plan.num_drafters, self._plan.sample_length
         trained = [self._folder.drafter(0, number)]
         best = self._train(self.trainee(), training, held_out, trained[0])
         for at in range(1, number):
             total, before = training.num_learnt, trained[-1].out
-            training = self._method.missed(before, self._parts, training)
+            training = missed_by(before, self._parts, training, length)
             if not training:
                 break
-            held_out = self._method.missed(before, self._parts, held_out) or held_out
+            held_out = missed_by(before, self._parts, held_out, length) or held_out
             self._reporter.say(
                 f"Drafter {at + 1} of {number} learns what the one before it missed: "
                 f"{training.num_learnt:,} of {total:,} tokens."
             )
             trained.append(self._folder.drafter(at, number))
             self._train(self.trainee(at), training, held_out, trained[-1])
-        if len(trained) < min(2, number):
+        if number > 1:
+            self._finish([each.out for each in trained])
+        return best
+
+    def _finish(self, folders: Sequence[Path]) -> None:
+        """Write the list of several drafters, which serving needs."""
+        if len(folders) < 2:
             raise TrainingError(
-                f"the draft model in {trained[0].out} misses nothing that another could learn: use "
+                f"the draft model in {folders[0]} misses nothing that another could learn: use "
                 "it alone, as a draft_model, or learn more tokens."
             )
-        if self._processes.is_main_process:
-            self._method.finish(self._folder.out, [each.out for each in trained])
-        return best
+        if self._is_main:
+            write_drafters(self._folder.out, [each.name for each in folders])
 
     def _examples(self, name: str) -> TrainingSet:
         length = self._settings.max_length
@@ -360,15 +343,12 @@ class DrafterSeries:
     def _train(
         self, trainee: Trainee, training: TrainingSet, held_out: TrainingSet, folder: DrafterFolder
     ) -> Evaluation:
-        """Train one of them."""
-        layers = self._method.layers(self._parts.num_layers)
-        seen = look(self._llm.engine.target, _probe_text(held_out), layers)
+        seen = look(self._job.llm.engine.target, _probe_text(held_out), self._job.layers)
 
         def save_best(best: Trainee, found: Evaluation) -> None:
             seed = self._settings.seed
             notes = {"seed": seed, "step": found.step, "mean_length": found.score}
-            probed = self._method.probed(best, seen)
-            self._method.write(best, self._parts, folder.out, {**notes, **probed})
+            best.write(self._parts, folder.out, {**notes, **best.probe(seen)})
 
         trainer = Trainer(
             trainee,
@@ -383,7 +363,7 @@ class DrafterSeries:
             remark, evaluated = "", -1
             for event in trainer.run():
                 if isinstance(event, Evaluation):
-                    if self._processes.is_main_process:
+                    if self._is_main:
                         save_curves(folder.work, trainer.history)
                     averaged = event.step == evaluated
                     beginning = "mean of the last weights, " if averaged else ""
@@ -395,16 +375,16 @@ class DrafterSeries:
 
     def _rounds(self, training: TrainingSet, folder: DrafterFolder) -> Rounds | None:
         """Text that the drafter writes itself, if the method asks for it."""
-        if (plan := self._method.on_policy) is None:
+        if (plan := self._plan.on_policy) is None:
             return None
         return OnPolicyRounds(
-            self._llm,
+            self._job.llm,
             training,
             plan,
             self._settings,
-            self._processes.num_processes,
+            self._job.processes.num_processes,
             folder.rounds,
-            self._rows,
+            _ROWS,
             self._reporter.say,
         )
 
@@ -429,23 +409,14 @@ def _probe_text(held_out: TrainingSet) -> list[int]:
 class TrainingText:
     """The conversations of one training."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        method: TrainingMethod,
-        data: DataSettings,
-        max_length: int,
-        rows: int,
-        folder: TrainingFolder,
-        reporter: Reporter,
-    ) -> None:
-        self._llm, self._method, self._data = llm, method, data
-        self._max_length, self._rows = max_length, rows
-        self._folder, self._reporter = folder, reporter
+    def __init__(self, job: _Job) -> None:
+        self._llm, self._data, self._plan = job.llm, job.data, job.plan
+        self._folder, self._reporter = job.folder, job.reporter
+        self._layers, self._max_length = job.layers, job.settings.max_length
         self._source = self._made_source()
 
     def _made_source(self) -> Source:
-        given = self._method.learns_given_answers
+        given = self._plan.given_answers
         if self._llm.engine.target.reads_source:
             return self._pairs(given)
         if self._data.parallel:
@@ -454,14 +425,13 @@ class TrainingText:
         if not self._data.files:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
-            return SelfSource(self._llm, self._rows, length)
+            return SelfSource(self._llm, _ROWS, length)
         found = FileData(self._llm, self._data.files, length, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
-        return FileSource(self._llm, found, self._rows)
+        return FileSource(self._llm, found, _ROWS)
 
     def _pairs(self, given: bool) -> PairSource:
-        """The sources of an encoder-decoder, which it answers."""
         if not (self._data.files or self._data.parallel):
             raise ConfigError(
                 "an encoder-decoder cannot write sources by itself: give --data FILE, or --source."
@@ -472,9 +442,9 @@ class TrainingText:
         params = SamplingParams(
             temperature=0,
             max_tokens=self._max_length,
-            beam_width=self._method.beam_width,
+            beam_width=self._plan.beam_width,
         )
-        return PairSource(self._llm, found, self._rows, params, given_answers=given)
+        return PairSource(self._llm, found, _ROWS, params, given_answers=given)
 
     def conversations(
         self, name: str, tokens: int, others: Sequence[Conversation] = ()
@@ -506,15 +476,102 @@ class TrainingText:
         encode = self._llm.tokenizer.encode
         return Unseen(encode(text, add_special_tokens=False) for text in texts)
 
-    def compute_features(
-        self, name: str, conversations: Sequence[Conversation], layers: Sequence[int]
-    ) -> None:
+    def compute_features(self, name: str, conversations: Sequence[Conversation]) -> None:
         """Run the target over conversations; complete features stay as they are."""
         target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
-        encoder = self._method.reads_encoder
+        encoder, layers = self._plan.reads_encoder, self._layers
         size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)
         doing = f"Features ({size / 1e9:.2f} GB)"
         folder = self._folder.features(name)
         with self._reporter.stage(doing, total) as done:
             for count in compute_features(target, conversations, layers, folder, encoder=encoder):
                 done(count, f"{count:,} tokens")
+
+
+# `TrainingFolder`: the files of one training.
+#
+# OUT/config.json, OUT/model.safetensors    the best drafter so far
+# OUT/training/settings.json                what it is made with
+# OUT/training/data/*.jsonl                 conversations
+# OUT/training/features/                    what training needs of the target's passes
+# OUT/training/checkpoints/                 where to continue
+# OUT/training/curves.csv, curves.png       the course
+# OUT/training/report.json                  what it brings
+#
+# If several drafters are trained one after the other, number N is in OUT/drafter-N, and its
+# checkpoints and curves are in OUT/training/drafter-N.
+
+
+@dataclass(frozen=True)
+class DrafterFolder:
+    out: Path
+    work: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.work / "checkpoints"
+
+    @property
+    def rounds(self) -> Path:
+        return self.work / "on_policy"
+
+
+class TrainingFolder:
+    """Where everything is. The data are called "train" and "held_out"."""
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.work = out, out / "training"
+        self.report = self.work / "report.json"
+        self._settings = self.work / "settings.json"
+
+    def drafter(self, number: int, of: int) -> DrafterFolder:
+        """Where a drafter is, by its number from 0, if so many are trained."""
+        if of == 1:
+            return DrafterFolder(self.out, self.work)
+        name = f"drafter-{number + 1}"
+        return DrafterFolder(self.out / name, self.work / name)
+
+    def conversations(self, name: str) -> Path:
+        return self.work / "data" / f"{name}.jsonl"
+
+    def features(self, name: str) -> Path:
+        return self.work / "features" / name
+
+    @property
+    def has_features(self) -> bool:
+        return all((self.features(name) / INDEX).exists() for name in ("train", "held_out"))
+
+    @property
+    def has_begun(self) -> bool:
+        return any(checkpoints_in(each) for each in self.work.rglob("checkpoints"))
+
+    @property
+    def free_bytes(self) -> int:
+        """Space on its disk; the folder need not exist."""
+        folder = self.work.resolve()
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        return shutil.disk_usage(there).free
+
+    def check(self, wanted: dict[str, Any]) -> None:
+        """Refuse a folder that has another training, or a drafter of another one."""
+        if self._settings.exists():
+            try:
+                found = validated(dict[str, Any], read_json(self._settings))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{self._settings} is damaged: {error}: delete {self.work}."
+                ) from None
+            if found != wanted:
+                changed = {*found, *wanted}
+                other = next(k for k in sorted(changed) if found.get(k) != wanted.get(k))
+                raise ConfigError(
+                    f"{self.out} has a training with another '{other}': choose another folder, "
+                    f"or delete {self.work}."
+                )
+        elif (self.out / "config.json").exists():
+            raise ConfigError(f"{self.out} already has a drafter: choose another folder.")
+
+    def claim(self, wanted: dict[str, Any]) -> None:
+        text = json.dumps(wanted, indent=2) + "\n"
+        self.work.mkdir(parents=True, exist_ok=True)
+        write_whole(self._settings, lambda to: to.write_text(text))

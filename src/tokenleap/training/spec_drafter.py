@@ -1,12 +1,21 @@
-"""Training of Spec-Drafters (Xia et al., arXiv 2203.16487): how one is made, and its settings.
+"""Training of Spec-Drafters (SpecDec, Xia et al., arXiv 2203.16487, equations 5 to 7).
 
-Published values are those in the code of the authors. `spec_drafter.py` has the loss.
+    loss = -mean over j of log P(y_(p + j) | y_1 ... y_p, x), j = 1 ... k
+
+for a prefix of p tokens, drawn uniformly for each text and step, and k masks after it, which are
+predicted at once. Labels end with the text; masks after it learn nothing. The loss is smoothed.
+Beyond the paper, a step can learn from several prefixes of a text, each with masks of its own, and
+with `Transitions`, y_(p + j - 1) is given, too.
+
+Training glances (GLAT, Qian et al., arXiv 2008.07905): of the masks, as many as a share of those
+that were wrong in a first pass, drawn at random, get their label in place of the mask and leave
+the loss. The share falls from 0.5 to 0.3. Both, and the published values of the options, are as
+in the code of the authors.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,22 +31,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel
 
-from tokenleap.core.config import Config
 from tokenleap.drafters.blocks import Transitions, save_transitions
-from tokenleap.drafters.heads.probe import Probe, Seen
 from tokenleap.drafters.spec_drafter import SpecDrafterNotes
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.seq2seq.structure import position_table
-from tokenleap.training.batches import Batch
 from tokenleap.training.distill import output_layer, write_lm
-from tokenleap.training.method import LOSSES, HeadParts, Learnt, Trainee, TrainingMethod
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.features import Batch
+from tokenleap.training.method import Plan, TrainingMethod, TrainingSettings
+from tokenleap.training.trainee import LOSSES, HeadParts, Learnt, Trainee, block_mask
 
 __all__ = [
     "MaskRows",
     "SpecDrafterTrainee",
     "SpecDrafterTraining",
-    "SpecDrafterTrainingOptions",
     "copy_target",
     "mask_rows",
     "mask_states",
@@ -45,6 +51,137 @@ __all__ = [
     "some_of",
     "some_prefixes",
 ]
+
+
+_HALVED_BELOW = 0.25
+_LOGITS = 1 << 25
+"""Logits of one part of a step; those of a batch of the published size are one part if there are
+few tokens."""
+_PLACES = 8192
+"""Tokens and masks of a pass, when all prefixes of a batch are evaluated."""
+
+_Share = Annotated[FiniteFloat, Ge(0), Lt(1)]
+
+_UPDATES, _WARMUP = 300_000, 10_000
+"""Published steps."""
+
+
+class SpecDrafterTraining(TrainingMethod):
+    """An encoder-decoder that fills blocks of masks.
+
+    Args:
+        num_masks: k, the tokens of a block: most tokens of a draft.
+        shape: layers of the drafter, for a target with E encoder and D decoder layers: `full` is
+            2E + 2, `balanced` E + 1 and D + 1, `small` E + 2.
+        encoder: `own`, or the `target`'s: then the drafter is a decoder alone, as wide as the
+            target's, and reads what the target's encoder has made of the source.
+        size: scales the number of steps. Below 0.25, it halves the widths of a drafter with an
+            encoder of its own.
+        from_target: whether it starts from the target's encoder, embeddings, and some of its
+            decoder layers.
+        answers: who writes what is learnt: the target `greedy` or by `beam` search of width 5, or
+            the user (`fixed`).
+        dropout: of its layers.
+        label_smoothing: share of the loss that all tokens have alike.
+        fewer_masks: whether blocks of 1 to `num_masks` masks are learnt; the number is
+            drawn for each batch, short ones more often. Then short drafts take fewer masks, and
+            less time.
+        transitions: whether a token of a draft also depends on the one before it, see
+            `Transitions`. In the paper it does not.
+        prefixes: how many prefixes of a text a step learns from, each with a block of its own; the
+            paper's is one. A text teaches more with more of them, and is computed once for all.
+            With `fewer_masks`, there are more of them where blocks are shorter: a text always has
+            about `prefixes` times `num_masks` masks.
+        glancing: the share of wrong masks that are shown, at the first and at the last step.
+    """
+
+    name: ClassVar[str] = "spec_drafter"
+    summary: ClassVar[str] = "an encoder-decoder that fills a block of masks (SpecDec)"
+    for_sources: ClassVar[bool | None] = True
+
+    num_masks: Annotated[int, Ge(1), Le(256)] = 25
+    shape: Literal["full", "balanced", "small"] = "full"
+    encoder: Literal["own", "target"] = "own"
+    size: Annotated[FiniteFloat, Gt(0), Le(1)] = 1.0
+    from_target: bool = False
+    answers: Literal["greedy", "beam", "fixed"] = "greedy"
+    dropout: _Share = 0.1
+    label_smoothing: _Share = 0.1
+    fewer_masks: bool = False
+    transitions: bool = False
+    prefixes: Annotated[int, Ge(1), Le(256)] = 1
+    glancing: tuple[_Share, _Share] = (0.5, 0.3)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.from_target and self.halved:
+            raise ValueError(
+                f"from_target: needs the target's widths, and sizes below {_HALVED_BELOW} halve "
+                "them: raise size and lower max_steps, or set it to false."
+            )
+        return self
+
+    @property
+    def halved(self) -> bool:
+        return self.size < _HALVED_BELOW and self.encoder == "own"
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(
+            given_answers=self.answers == "fixed",
+            beam_width=5 if self.answers == "beam" else 1,
+            reads_encoder=self.encoder == "target",
+            served_tokens=self.num_masks,
+        )
+
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        """The published values, scaled by `size`."""
+        reason = "a block of masks is learnt at once: remove it."
+        given, size = settings.model_fields_set, self.size
+        steps = {} if "epochs" in given else {"max_steps": max(1, round(_UPDATES * size))}
+        if "warmup" not in given:
+            steps["warmup_steps"] = max(1, round(_WARMUP * size))
+        return settings.decided(reason, levels=1, first_level_share=0.0).preferring(
+            optimizer="adamw",
+            betas=(0.9, 0.999),
+            learning_rate=5e-4,
+            vector_learning_rate=5e-4,
+            schedule="inverse_sqrt",
+            accumulation=4,
+            max_grad_norm=5.0,
+            evaluate_every=max(100, round(1000 * size)),
+            average=10,
+            patience=0,
+            **steps,
+        )
+
+    def trainee(self, parts: HeadParts) -> SpecDrafterTrainee:
+        vocab_size = parts.vocab_size
+        lm = new_masked_lm(
+            parts.config,
+            vocab_size,
+            self.num_masks,
+            self.shape,
+            halved=self.halved,
+            dropout=self.dropout,
+            own_encoder=self.encoder == "own",
+        )
+        if parts.embedding.device.type == "cpu":
+            # The gradients of PyTorch's fused attention take three times as long on a CPU.
+            lm.set_attn_implementation("eager")
+        if self.from_target:
+            if parts.reload is None:
+                raise ConfigError("from_target: load the target by name, or set it to false.")
+            copy_target(parts.reload(), lm)
+        notes = SpecDrafterNotes(
+            self.num_masks,
+            vocab_size,
+            vocab_size,
+            self.encoder,
+            fewer_masks=self.fewer_masks,
+            transitions=self.transitions,
+        )
+        return SpecDrafterTrainee(lm, notes, self)
 
 
 # The networks of Spec-Drafters: encoder-decoders with a token for masks.
@@ -185,97 +322,13 @@ def _spread(count: int, depth: int) -> list[int]:
     return [round(place * (depth - 1) / max(1, count - 1)) for place in range(count)]
 
 
-# What a Spec-Drafter learns (SpecDec, Xia et al., arXiv 2203.16487, equations 5 to 7).
-#
-#     loss = -mean over j of log P(y_(p + j) | y_1 ... y_p, x), j = 1 ... k
-#
-# for a prefix of p tokens, drawn uniformly for each text and step, and k masks after it, which are
-# predicted at once. Labels end with the text; masks after it learn nothing. The loss is smoothed.
-# Beyond the paper, a step can learn from several prefixes of a text, each with masks of its own
-# (`spec_drafter.py`), and with `Transitions`, y_(p + j - 1) is given, too.
-#
-# Training glances (GLAT, Qian et al., arXiv 2008.07905): of the masks, as many as a share of those
-# that were wrong in a first pass, drawn at random, get their label in place of the mask and leave
-# the loss. The share falls from 0.5 to 0.3. Both, and the published values of the options, are as
-# in the code of the authors.
-
-
-_HALVED_BELOW = 0.25
-_LOGITS = 1 << 25
-"""Logits of one part of a step; those of a batch of the published size are one part if there are
-few tokens."""
-_PLACES = 8192
-"""Tokens and masks of a pass, when all prefixes of a batch are evaluated."""
-
-_Share = Annotated[FiniteFloat, Ge(0), Lt(1)]
-
-
-class SpecDrafterTrainingOptions(Config):
-    """Options of `tokenleap train spec_drafter`.
-
-    Args:
-        num_masks: k, the tokens of a block: most tokens of a draft.
-        shape: layers of the drafter, for a target with E encoder and D decoder layers: `full` is
-            2E + 2, `balanced` E + 1 and D + 1, `small` E + 2.
-        encoder: `own`, or the `target`'s: then the drafter is a decoder alone, as wide as the
-            target's, and reads what the target's encoder has made of the source.
-        size: scales the number of steps. Below 0.25, it halves the widths of a drafter with an
-            encoder of its own.
-        from_target: whether it starts from the target's encoder, embeddings, and some of its
-            decoder layers.
-        answers: who writes what is learnt: the target `greedy` or by `beam` search of width 5, or
-            the user (`fixed`).
-        dropout: of its layers.
-        label_smoothing: share of the loss that all tokens have alike.
-        fewer_masks: whether blocks of 1 to `num_masks` masks are learnt; the number is
-            drawn for each batch, short ones more often. Then short drafts take fewer masks, and
-            less time.
-        transitions: whether a token of a draft also depends on the one before it, see
-            `Transitions`. In the paper it does not.
-        prefixes: how many prefixes of a text a step learns from, each with a block of its own; the
-            paper's is one. A text teaches more with more of them, and is computed once for all.
-            With `fewer_masks`, there are more of them where blocks are shorter: a text always has
-            about `prefixes` times `num_masks` masks.
-        glancing: the share of wrong masks that are shown, at the first and at the last step.
-    """
-
-    num_masks: Annotated[int, Ge(1), Le(256)] = 25
-    shape: Literal["full", "balanced", "small"] = "full"
-    encoder: Literal["own", "target"] = "own"
-    size: Annotated[FiniteFloat, Gt(0), Le(1)] = 1.0
-    from_target: bool = False
-    answers: Literal["greedy", "beam", "fixed"] = "greedy"
-    dropout: _Share = 0.1
-    label_smoothing: _Share = 0.1
-    fewer_masks: bool = False
-    transitions: bool = False
-    prefixes: Annotated[int, Ge(1), Le(256)] = 1
-    glancing: tuple[_Share, _Share] = (0.5, 0.3)
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.from_target and self.halved:
-            raise ValueError(
-                f"from_target: needs the target's widths, and sizes below {_HALVED_BELOW} halve "
-                "them: raise size and lower max_steps, or set it to false."
-            )
-        return self
-
-    @property
-    def halved(self) -> bool:
-        """Whether the drafter's widths are half of the target's."""
-        return self.size < _HALVED_BELOW and self.encoder == "own"
-
-
 class SpecDrafterTrainee(Trainee):
-    """A Spec-Drafter that is being trained."""
-
     first_learnt: ClassVar[int] = 1
     evaluated_levels: ClassVar[int] = 10
     keeps_logits: ClassVar[bool] = False
 
     def __init__(
-        self, lm: PreTrainedModel, notes: SpecDrafterNotes, options: SpecDrafterTrainingOptions
+        self, lm: PreTrainedModel, notes: SpecDrafterNotes, options: SpecDrafterTraining
     ) -> None:
         vocabulary = torch.arange(notes.vocab_size)
         super().__init__(vocabulary, notes.vocab_size, LOSSES["ce"], notes.num_masks)
@@ -284,13 +337,11 @@ class SpecDrafterTrainee(Trainee):
         self.transitions = (
             Transitions(output_layer(lm).weight.shape[1]) if notes.transitions else None
         )
+        self.tables = [each.weight for each in lm.modules() if isinstance(each, nn.Embedding)]
         self.notes, self._options = notes, options
-        self.reads_encoder = notes.encoder == "target"
-        self.shown = options.glancing[0]
 
     @property
     def lm(self) -> PreTrainedModel:
-        """The drafter."""
         return self._lm[0]
 
     def train(self, mode: bool = True) -> Self:
@@ -305,22 +356,12 @@ class SpecDrafterTrainee(Trainee):
         return self
 
     @property
-    def matrices(self) -> list[nn.Parameter]:
-        """See `Trainee.matrices`: without embeddings, and output rows that are tied to them."""
-        tables = {
-            id(layer.weight) for layer in self.lm.modules() if isinstance(layer, nn.Embedding)
-        }
-        return [weight for weight in super().matrices if id(weight) not in tables]
+    def shown(self) -> float:
+        """Share of the wrong masks whose labels are shown: fewer and fewer."""
+        (first, last), (step, total) = self._options.glancing, self.step
+        return first + (last - first) * step / total
 
-    def at_step(self, step: int, total: int) -> None:
-        """See `Trainee.at_step`: fewer and fewer labels are shown."""
-        first, last = self._options.glancing
-        self.shown = first + (last - first) * step / total
-
-    def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """Of some prefixes of each text in training; see `Trainee.forward` for evaluations."""
-        if not self.training:
-            return super().forward(batch, num_levels)
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
         count = self._count()
         # Shorter blocks leave room for more prefixes.
         most = self._options.prefixes * self.notes.num_masks // count
@@ -362,7 +403,6 @@ class SpecDrafterTrainee(Trainee):
         return F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
 
     def _parts_of(self, states: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """States and labels of so many masks that their logits fit `_LOGITS`."""
         size = max(1, _LOGITS // self.notes.vocab_size)
         return list(zip(torch.split(states, size), torch.split(labels, size), strict=True))
 
@@ -379,11 +419,9 @@ class SpecDrafterTrainee(Trainee):
         return states
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        """[..., E] the output layer's rows of tokens."""
         return F.embedding(tokens, output_layer(self.lm).weight)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: states of the masks after every prefix that is a root."""
         states, mask = self._encoded(batch)
         rows, places = batch.levels.valid[:, 0].nonzero(as_tuple=True)
         prefixes = batch.roots[rows, places] + 1
@@ -406,7 +444,7 @@ class SpecDrafterTrainee(Trainee):
             yield states
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
-        """See `Trainee.logits`: without that of the mask."""
+        """Without that of the mask."""
         layer, size = output_layer(self.lm), self.notes.vocab_size
         more = getattr(self.lm, "final_logits_bias", None)
         biases = [layer.bias, None if more is None else more[0]]
@@ -414,11 +452,20 @@ class SpecDrafterTrainee(Trainee):
         bias = sum(given[1:], given[0]) if given else None
         return F.linear(outputs, layer.weight[:size], bias).float()
 
+    def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
+        write_lm(
+            self.lm,
+            parts.name,
+            folder,
+            {**self.notes.note(), **notes},
+            [partial(save_transitions, self.transitions)] if self.transitions else (),
+        )
+
     def _encoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[B, S, E] what the encoder makes of the sources, and [B, S] where they are."""
         columns = torch.arange(batch.sources.shape[1], device=batch.sources.device)
         mask = (columns < batch.source_lengths[:, None]).long()
-        if self.reads_encoder:
+        if self.notes.encoder == "target":
             return batch.encoded.float(), mask
         lm: Any = self.lm
         states: Tensor = lm.get_encoder()(batch.sources, attention_mask=mask).last_hidden_state
@@ -470,115 +517,6 @@ def some_of(places: Tensor, counts: Tensor) -> Tensor:
     return (ranks < counts[..., None]) & places
 
 
-_UPDATES, _WARMUP = 300_000, 10_000
-
-
-class SpecDrafterTraining(TrainingMethod):
-    """An encoder-decoder that fills blocks of masks."""
-
-    name: ClassVar[str] = "spec_drafter"
-    summary: ClassVar[str] = "an encoder-decoder that fills a block of masks (SpecDec)"
-    Options: ClassVar[type[Config]] = SpecDrafterTrainingOptions
-    for_sources: ClassVar[bool | None] = True
-
-    @property
-    def _options(self) -> SpecDrafterTrainingOptions:
-        assert isinstance(self.options, SpecDrafterTrainingOptions)
-        return self.options
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """See `TrainingMethod.draft_vocab_size`: no token is left out."""
-        return sys.maxsize
-
-    @property
-    def served_tokens(self) -> int:
-        """See `TrainingMethod.served_tokens`: a block."""
-        return self._options.num_masks
-
-    @property
-    def learns_given_answers(self) -> bool:
-        return self._options.answers == "fixed"
-
-    @property
-    def beam_width(self) -> int:
-        return 5 if self._options.answers == "beam" else 1
-
-    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: the published values, scaled by `size`."""
-        reason = "a block of masks is learnt at once: remove it."
-        given, size = settings.model_fields_set, self._options.size
-        steps = {} if "epochs" in given else {"max_steps": max(1, round(_UPDATES * size))}
-        if "warmup" not in given:
-            steps["warmup_steps"] = max(1, round(_WARMUP * size))
-        return settings.decided(reason, levels=1, first_level_share=0.0).preferring(
-            optimizer="adamw",
-            betas=(0.9, 0.999),
-            learning_rate=5e-4,
-            vector_learning_rate=5e-4,
-            schedule="inverse_sqrt",
-            accumulation=4,
-            max_grad_norm=5.0,
-            evaluate_every=max(100, round(1000 * size)),
-            average=10,
-            patience=0,
-            **steps,
-        )
-
-    @property
-    def reads_encoder(self) -> bool:
-        return self._options.encoder == "target"
-
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """See `TrainingMethod.layers`: it reads tokens only."""
-        return ()
-
-    def trainee(self, parts: HeadParts) -> SpecDrafterTrainee:
-        """See `TrainingMethod.trainee`."""
-        options, vocab_size = self._options, parts.embedding.shape[0]
-        lm = new_masked_lm(
-            parts.config,
-            vocab_size,
-            options.num_masks,
-            options.shape,
-            halved=options.halved,
-            dropout=options.dropout,
-            own_encoder=options.encoder == "own",
-        )
-        if parts.embedding.device.type == "cpu":
-            # The gradients of PyTorch's fused attention take three times as long on a CPU.
-            lm.set_attn_implementation("eager")
-        if options.from_target:
-            if parts.reload is None:
-                raise ConfigError("from_target: load the target by name, or set it to false.")
-            copy_target(parts.reload(), lm)
-        notes = SpecDrafterNotes(
-            options.num_masks,
-            vocab_size,
-            vocab_size,
-            options.encoder,
-            fewer_masks=options.fewer_masks,
-            transitions=options.transitions,
-        )
-        return SpecDrafterTrainee(lm, notes, options)
-
-    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        return Probe.of(seen).note()
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        """See `TrainingMethod.write`: a Hugging Face folder."""
-        assert isinstance(trainee, SpecDrafterTrainee)
-        write_lm(
-            trainee.lm,
-            parts.name,
-            folder,
-            {**trainee.notes.note(), **notes},
-            [partial(save_transitions, trainee.transitions)] if trainee.transitions else (),
-        )
-
-
 # Rows of texts with blocks of masks after several prefixes of each, for Spec-Drafters.
 #
 # A row has the columns of its text, and after them k masks for each prefix. Text is causal, and
@@ -619,18 +557,12 @@ def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) 
     rows, blocks = prefixes.shape
     text = tokens[:, : int(prefixes.max())]
     size, masks = text.shape[1], blocks * count
-    columns = torch.arange(size + masks, device=tokens.device)
-    number = (columns - size).div(count, rounding_mode="floor")  # of the block; below 0 in the text
-    places = prefixes[:, :, None] + columns[:count]
-    positions = torch.cat([columns[:size].expand(rows, -1), places.flatten(1)], 1)
-    # Text sees the text up to itself, and a mask the tokens before its block.
-    last = torch.cat([columns[:size].expand(rows, -1) + 1, prefixes.repeat_interleave(count, 1)], 1)
-    in_text = (number < 0) & (columns < last[:, :, None])
-    in_block = (number >= 0) & (number == number[:, None])
+    places = prefixes[:, :, None] + torch.arange(count, device=tokens.device)
+    own = torch.arange(size, device=tokens.device)
     return MaskRows(
         torch.cat([text, text.new_full((rows, masks), mask_token_id)], 1),
-        positions,
-        (in_text | in_block)[:, None],
+        torch.cat([own.expand(rows, -1), places.flatten(1)], 1),
+        block_mask(prefixes, size, count, causal=False),
         places,
     )
 
@@ -656,7 +588,6 @@ def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -
 
 
 def _additive_mask(sees: Tensor) -> Tensor:
-    """The mask that attention adds to its scores."""
     device = sees.device.type
     low = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if low else torch.float32

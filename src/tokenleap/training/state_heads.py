@@ -9,17 +9,19 @@ rows are the target's, frozen, over a draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from annotated_types import Ge, Le
+import torch.nn.functional as F
+from annotated_types import Ge, Gt, Le
+from pydantic import FiniteFloat
 from torch import Tensor, nn
 
-from tokenleap.core.config import Config
-from tokenleap.drafters.heads.probe import Probe, Seen
+from tokenleap.drafters.heads.probe import Seen
 from tokenleap.drafters.heads.state import write_state_file
 from tokenleap.drafters.heads.state_net import (
     BlockwiseNet,
@@ -30,27 +32,35 @@ from tokenleap.drafters.heads.state_net import (
     normed,
 )
 from tokenleap.errors import CompatibilityError
-from tokenleap.training.batches import Batch
-from tokenleap.training.eagle import DraftOptions, NoiseOptions
-from tokenleap.training.features import dequantize, noisy
-from tokenleap.training.method import LOSSES, HeadParts, Loss, Trainee, TrainingMethod, at_roots
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.distill import output_layer, write_lm
+from tokenleap.training.eagle import HeadTraining
+from tokenleap.training.features import Batch, dequantize, noisy
+from tokenleap.training.method import TrainingSettings
+from tokenleap.training.trainee import (
+    LOSSES,
+    HeadParts,
+    Learnt,
+    Loss,
+    OwnRate,
+    Trainee,
+    at_roots,
+)
+from tokenleap.training.tuned import TargetTrainee, copy_of_target
 
 __all__ = [
+    "HEADS",
     "BlockwiseTraining",
-    "HeadOptions",
     "HydraTraining",
     "MedusaTraining",
     "MlpSpeculatorTraining",
     "StateTrainee",
-    "StateTraining",
-    "head_outputs",
+    "TunedBlockwiseTraining",
+    "TunedMedusaTraining",
+    "TunedTrainee",
 ]
 
 
 class StateTrainee(Trainee):
-    """A head without attention that is being trained."""
-
     def __init__(self, net: StateNet, norm: nn.Module, loss: Loss, noise: float) -> None:
         super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
         self.net = net
@@ -58,7 +68,6 @@ class StateTrainee(Trainee):
         self._noise = noise
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: what the heads give on the last hidden states."""
         hidden = dequantize(
             at_roots(batch.hidden, batch.roots), at_roots(batch.scales, batch.roots)
         )
@@ -66,14 +75,17 @@ class StateTrainee(Trainee):
             hidden = noisy(hidden, self._noise)
         with torch.no_grad():
             last = normed(self._norm[0], hidden.squeeze(2))  # of the only layer
-        return head_outputs(self.net, last, batch, num_levels)
+        return _head_outputs(self.net, last, batch, num_levels)
 
     def logits(self, outputs: Tensor, level: int) -> Tensor:
         logits: Tensor = self.net.output_layer(level)(outputs)
         return logits.float()
 
+    def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
+        write_state_file(folder, self.net, parts.verifier, notes)
 
-def head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+
+def _head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
     """A head's output for each level; [B, Q, E].
 
     Args:
@@ -86,64 +98,33 @@ def head_outputs(net: StateNet, last: Tensor, batch: Batch, num_levels: int) -> 
         yield net.outputs(states, level)
 
 
-class HeadOptions(DraftOptions):
-    """Options of all heads without attention.
+class _NetTraining(HeadTraining):
+    """Heads of a `StateNet`.
 
     Args:
         num_heads: most tokens of a draft.
     """
 
-    num_heads: Annotated[int, Ge(1), Le(32)] = 4
-
-
-class StateTrainingOptions(HeadOptions, NoiseOptions):
-    """Options of heads on the hidden states of a target that stays as it is."""
-
-
-class StateTraining(TrainingMethod):
-    """Common base of the methods that train heads on the last hidden state."""
-
-    Options: ClassVar[type[Config]] = StateTrainingOptions
-    for_sources: ClassVar[bool | None] = None
     Net: ClassVar[type[StateNet]]
 
-    @property
-    def head_options(self) -> HeadOptions:
-        """The method's options."""
-        assert isinstance(self.options, HeadOptions)
-        return self.options
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.head_options.most_draft_tokens
+    num_heads: Annotated[int, Ge(1), Le(32)] = 4
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: all heads are learnt from the first step on."""
         reason = f"'{self.name}' learns all of its heads from the first step on: set num_heads."
-        return settings.decided(reason, levels=self.head_options.num_heads, first_level_share=0.0)
-
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """See `TrainingMethod.layers`: what enters the final norm."""
-        return (num_layers,)
-
-    def trainee(self, parts: HeadParts) -> Trainee:
-        net, options = self.net(parts), self.options
-        assert parts.final_norm is not None
-        assert isinstance(options, StateTrainingOptions)
-        return StateTrainee(net, parts.final_norm, LOSSES[options.loss], options.noise)
+        return settings.decided(reason, levels=self.num_heads, first_level_share=0.0)
 
     def net(self, parts: HeadParts) -> StateNet:
-        """A new head."""
         if parts.final_norm is None:
             raise CompatibilityError(
                 f"method '{self.name}' reads hidden states after the final norm, and this "
                 "architecture's is not known: train 'eagle'."
             )
+        vocab_size, hidden_size = parts.embedding.shape
         sizes: dict[str, Any] = {
-            "hidden_size": parts.embedding.shape[1],
-            "vocab_size": parts.embedding.shape[0],
+            "hidden_size": hidden_size,
+            "vocab_size": vocab_size,
             "draft_vocab_size": len(parts.draft_tokens),
-            "num_heads": self.head_options.num_heads,
+            "num_heads": self.num_heads,
         }
         config = self.Net.Config(**sizes, **self.own_sizes(parts))
         net = self.Net(config, parts.embedding, parts.output_rows, parts.draft_tokens)
@@ -153,84 +134,262 @@ class StateTraining(TrainingMethod):
 
     def own_sizes(self, parts: HeadParts) -> dict[str, Any]:
         """The fields of the head's configuration that other kinds do not have."""
-        own = {each.name for each in fields(self.Net.Config)} - set(HeadOptions.model_fields)
-        return self.options.model_dump(include=own)
-
-    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        return Probe.of(seen).note()
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        assert isinstance(trainee, StateTrainee)
-        write_state_file(folder, trainee.net, parts.verifier, notes)
+        own = {each.name for each in fields(self.Net.Config)} - set(_NetTraining.model_fields)
+        return self.model_dump(include=own)
 
 
-class _LayeredOptions(StateTrainingOptions):
-    """Options of `tokenleap train medusa` and `hydra`, besides those of all such heads.
+class _StateTraining(_NetTraining):
+    """Heads on the hidden states of a target that stays as it is.
+
+    Args:
+        noise: standard deviation of the noise on hidden states, relative to their size.
+    """
+
+    for_sources: ClassVar[bool | None] = None
+
+    noise: Annotated[FiniteFloat, Ge(0)] = 0.05
+
+    def read_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The input of the final norm."""
+        return (num_layers,)
+
+    def trainee(self, parts: HeadParts) -> Trainee:
+        net = self.net(parts)
+        assert parts.final_norm is not None
+        return StateTrainee(net, parts.final_norm, LOSSES[self.loss], self.noise)
+
+
+class MedusaTraining(_StateTraining):
+    """Medusa-1 heads.
 
     Args:
         num_layers: blocks of each head.
     """
 
+    name: ClassVar[str] = "medusa"
+    summary: ClassVar[str] = "independent heads, one for each position (Medusa-1)"
+    Net: ClassVar[type[StateNet]] = MedusaNet
+
     num_layers: Annotated[int, Ge(1)] = 1
 
 
-class MedusaTraining(StateTraining):
-    """Medusa-1 heads."""
+class HydraTraining(_StateTraining):
+    """Hydra heads.
 
-    name: ClassVar[str] = "medusa"
-    summary: ClassVar[str] = "independent heads, one for each position (Medusa-1)"
-    Options: ClassVar[type[Config]] = _LayeredOptions
-    Net: ClassVar[type[StateNet]] = MedusaNet
-
-
-class HydraTraining(StateTraining):
-    """Hydra heads."""
+    Args:
+        num_layers: blocks of each head.
+    """
 
     name: ClassVar[str] = "hydra"
     summary: ClassVar[str] = "heads that read the tokens drafted before (Hydra)"
-    Options: ClassVar[type[Config]] = _LayeredOptions
     Net: ClassVar[type[StateNet]] = HydraNet
 
+    num_layers: Annotated[int, Ge(1)] = 1
 
-class _InnerOptions(StateTrainingOptions):
-    """Options of `tokenleap train blockwise`, besides those of all such heads.
+
+class BlockwiseTraining(_StateTraining):
+    """Blockwise heads.
 
     Args:
         inner_size: width of each head's hidden layer.
     """
 
+    name: ClassVar[str] = "blockwise"
+    summary: ClassVar[str] = "feed-forward heads on the output layer (Stern et al.)"
+    Net: ClassVar[type[StateNet]] = BlockwiseNet
+
     inner_size: Annotated[int, Ge(1)] = 1024
 
 
-class BlockwiseTraining(StateTraining):
-    """Blockwise heads."""
-
-    name: ClassVar[str] = "blockwise"
-    summary: ClassVar[str] = "feed-forward heads on the output layer (Stern et al.)"
-    Options: ClassVar[type[Config]] = _InnerOptions
-    Net: ClassVar[type[StateNet]] = BlockwiseNet
-
-
-class _MlpOptions(StateTrainingOptions):
-    """Options of `tokenleap train mlp_speculator`, besides those of all such heads.
+class MlpSpeculatorTraining(_StateTraining):
+    """MLP speculators, as wide as the target.
 
     Args:
         tie_weights: whether all depths share their weights.
     """
 
-    tie_weights: bool = True
-
-
-class MlpSpeculatorTraining(StateTraining):
-    """MLP speculators."""
-
     name: ClassVar[str] = "mlp_speculator"
     summary: ClassVar[str] = "a recurrent MLP over the drafted tokens (IBM's MLP speculator)"
-    Options: ClassVar[type[Config]] = _MlpOptions
     Net: ClassVar[type[StateNet]] = MlpSpeculatorNet
 
+    tie_weights: bool = True
+
     def own_sizes(self, parts: HeadParts) -> dict[str, Any]:
-        """See `StateTraining.own_sizes`: states are as wide as the target's embedding."""
         return {**super().own_sizes(parts), "inner_size": parts.embedding.shape[1]}
+
+
+# Heads that are trained together with a copy of the target.
+#
+# Medusa-2 (Cai et al., arXiv 2401.10774, section 2.2.2) learns
+#
+#     loss = L_own + lambda_0 sum_k decay^k L_k
+#
+# with L_k = E[loss(p, q_k)] of head k, and L_own = E[loss(p, q)] for the distribution q of the copy
+# of the target itself. The heads learn first, alone; then both, the copy at a lower rate. Heads
+# that know nothing would otherwise change it for the worse.
+#
+# Fine-tuned blockwise heads (Stern et al., arXiv 1811.03115, section 6) learn one of the K + 1
+# losses L_own, L_1, ... L_K in each batch, drawn uniformly.
+#
+# In both papers the losses are `ce`. With `kl` the target is the teacher (see `tuned.py`). Output
+# rows are those of the copy; the heads' losses do not change them.
+
+
+HEADS = "heads"
+"""The folder of the heads in that of their target."""
+
+
+class TunedTrainee(Trainee):
+    """Heads and the copy of the target whose hidden states they read."""
+
+    keeps_logits = False
+    uses_all_weights = False
+
+    def __init__(self, net: StateNet, own: TargetTrainee, loss: Loss, learning_rate: float) -> None:
+        super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
+        self.net, self.own = net, own
+        self.own_rate = OwnRate(list(own.parameters()), learning_rate)
+
+    @abstractmethod
+    def weights(self, num_heads: int) -> Sequence[float]:
+        """The weights of the losses of a batch: of the copy's own, and of each head's."""
+
+    def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+        return self._drafts(self.own.states(batch.tokens), batch, num_levels)
+
+    def _drafts(self, states: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+        return _head_outputs(self.net, at_roots(states, batch.roots), batch, num_levels)
+
+    def logits(self, outputs: Tensor, level: int) -> Tensor:
+        layer = output_layer(self.own.lm)
+        rows: Tensor = layer.weight.detach()[self.draft_tokens]
+        bias = None if layer.bias is None else layer.bias.detach()[self.draft_tokens]
+        return F.linear(outputs.to(rows.dtype), rows, bias).float()
+
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
+        """Beside the heads, losses[0] has the copy's own."""
+        of_own, *of_heads = self.weights(num_levels)
+        with torch.set_grad_enabled(self._learns_own):
+            states = self.own.states(batch.tokens)
+        losses, hits = [], []
+        for level, outputs in enumerate(self._drafts(states, batch, num_levels)):
+            with torch.set_grad_enabled(of_heads[level] > 0):
+                loss, right = self.level(outputs, level, batch)
+            losses.append(of_heads[level] * loss)
+            hits.append(right)
+        if of_own:
+            own, _ = self.own.level(at_roots(states, batch.roots + 1), 0, batch)
+            losses[0] = losses[0] + of_own * own
+        counts = batch.levels.valid[:, :num_levels].sum((0, 2))
+        return Learnt(torch.stack(losses), torch.stack(hits, dim=1), counts)
+
+    @property
+    def _learns_own(self) -> bool:
+        """Whether the copy learns now."""
+        return True
+
+    def probe(self, seen: Seen) -> Mapping[str, Any]:
+        """The heads are for the copy, as it is now."""
+        logits = self.own.logits(self.own.states(seen.tokens.unsqueeze(0))[0], 0)
+        return super().probe(replace(seen, follows=logits.argmax(-1)))
+
+    def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
+        of_lm = {name: note for name, note in notes.items() if name != "probe"}
+        write_lm(self.own.lm, parts.name, folder, of_lm)
+        verifier = replace(parts.verifier, name_or_path=str(folder))
+        write_state_file(folder / HEADS, self.net, verifier, notes)
+
+
+class _MedusaTrainee(TunedTrainee):
+    """Medusa-2; in the first share `heads_first` of the steps, only the heads learn."""
+
+    def __init__(self, *arguments: Any, draft_weight: float, heads_first: float) -> None:
+        super().__init__(*arguments)
+        self._draft_weight, self._heads_first = draft_weight, heads_first
+
+    @property
+    def _learns_own(self) -> bool:
+        step, total = self.step
+        return step >= self._heads_first * total
+
+    def weights(self, num_heads: int) -> Sequence[float]:
+        """Without the decay, which is the trainer's."""
+        if not self._learns_own:
+            return [0.0, *[1.0] * num_heads]
+        return [1.0, *[self._draft_weight] * num_heads]
+
+
+class _BlockwiseTrainee(TunedTrainee):
+    def weights(self, num_heads: int) -> Sequence[float]:
+        chosen = int(torch.randint(num_heads + 1, ()))
+        return [float(number == chosen) for number in range(num_heads + 1)]
+
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
+        found = super().learn(batch, num_levels)
+        losses = torch.zeros_like(found.losses)
+        losses[0] = found.losses.sum()
+        return found._replace(losses=losses)
+
+
+class _TunedTraining(_NetTraining):
+    """Heads with their target.
+
+    Args:
+        target_learning_rate: of the copy of the target, with AdamW.
+    """
+
+    tunes_target: ClassVar[bool] = True
+
+    target_learning_rate: Annotated[FiniteFloat, Gt(0)] = 1e-4
+
+    def copied(self, parts: HeadParts) -> tuple[StateNet, TargetTrainee, Loss, float]:
+        """New heads and a copy of the target, as `TunedTrainee` takes them."""
+        net, loss = self.net(parts), LOSSES[self.loss]
+        own = TargetTrainee(copy_of_target(parts), parts.vocab_size, loss)
+        return net, own, loss, self.target_learning_rate
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        return {"method": self.Net.METHOD, "model": str(folder / HEADS)}
+
+
+class TunedMedusaTraining(_TunedTraining):
+    """Medusa-2.
+
+    Args:
+        num_layers: blocks of each head.
+        draft_weight: weight of the heads' losses, relative to the copy's own.
+        heads_first: share of the steps in which only the heads learn.
+    """
+
+    name: ClassVar[str] = "medusa_2"
+    summary: ClassVar[str] = "heads of `medusa`, together with the target (Medusa-2)"
+    Net: ClassVar[type[StateNet]] = MedusaNet
+
+    num_layers: Annotated[int, Ge(1)] = 1
+    draft_weight: Annotated[FiniteFloat, Gt(0)] = 0.2
+    heads_first: Annotated[FiniteFloat, Ge(0), Le(1)] = 0.25
+
+    def trainee(self, parts: HeadParts) -> Trainee:
+        more = {"draft_weight": self.draft_weight, "heads_first": self.heads_first}
+        return _MedusaTrainee(*self.copied(parts), **more)
+
+
+class TunedBlockwiseTraining(_TunedTraining):
+    """Fine-tuned blockwise heads.
+
+    Args:
+        inner_size: width of each head's hidden layer.
+    """
+
+    name: ClassVar[str] = "blockwise_tuned"
+    summary: ClassVar[str] = "heads of `blockwise`, together with the target (Stern et al.)"
+    Net: ClassVar[type[StateNet]] = BlockwiseNet
+
+    inner_size: Annotated[int, Ge(1)] = 1024
+
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        reason = f"'{self.name}' learns one loss at a time: remove it."
+        return super().adapted(settings).decided(reason, decay=1.0)
+
+    def trainee(self, parts: HeadParts) -> Trainee:
+        return _BlockwiseTrainee(*self.copied(parts))

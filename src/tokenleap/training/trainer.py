@@ -1,44 +1,145 @@
-"""`Trainer`: the loop that trains any drafter, on Accelerate.
+"""`Trainer`: the loop that trains any drafter, on Accelerate, and its checkpoints.
 
 It goes over batches, evaluates on held-out conversations, keeps the best drafter, and stops early.
 Its state is saved at every evaluation and when it is interrupted. A run that was killed continues
 from there and gets the same weights as one that was not: batches follow from the seed, and the
 state has that of the random number generators.
-
-The text may change on the way (`method.py`).
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 
 from tokenleap.core.files import write_whole
 from tokenleap.engine.turns import Uninterrupted
 from tokenleap.errors import ConfigError, TrainingError, in_one_line
-from tokenleap.training.batches import Batch, BatchSampler, Examples, collate
-from tokenleap.training.checkpoints import Checkpoints, Evaluation, Progress, Step
-from tokenleap.training.method import Current, Learnt, Rounds, Trainee
-from tokenleap.training.settings import TrainingSettings
+from tokenleap.training.features import Batch, BatchSampler, Current, Examples, collate
+from tokenleap.training.method import TrainingSettings
+from tokenleap.training.trainee import Learnt, Trainee
 
-__all__ = ["Acceptance", "Averages", "Trainer", "optimizers_of", "processes", "schedules"]
+__all__ = [
+    "Acceptance",
+    "Averages",
+    "Checkpoints",
+    "Evaluation",
+    "Progress",
+    "Rounds",
+    "Step",
+    "Trainer",
+    "checkpoints_in",
+    "optimizers_of",
+    "processes",
+    "schedules",
+]
+
+
+_SCORED_LENGTH = 4
+"""Chains of this length decide which drafter is the best."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the optimizer.
+
+    Args:
+        accuracy: for each of them, the share of its places whose token was right.
+    """
+
+    step: int
+    total: int
+    tokens: int
+    seconds: float
+    losses: tuple[float, ...]
+    accuracy: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results on held-out conversations after a step.
+
+    Args:
+        by_position: for each level, the probability that it is accepted if those before were.
+        mean_lengths: mean acceptance lengths of chains of 1 to L tokens.
+    """
+
+    step: int
+    loss: float
+    by_position: tuple[float, ...]
+    mean_lengths: tuple[float, ...]
+    best: bool
+
+    @property
+    def score(self) -> float:
+        """The score by which the best drafter is chosen."""
+        return self.mean_lengths[min(_SCORED_LENGTH, len(self.mean_lengths)) - 1]
+
+
+@dataclass
+class Progress:
+    """Where training stands; a part of checkpoints."""
+
+    step: int = 0
+    epoch: int = 0
+    batches: int = 0
+    """Batches of this epoch that are done."""
+    round: int = 0
+    """See `Rounds`."""
+    losses: list[float] = field(default_factory=list)
+    """Of the steps since the last evaluation."""
+    history: list[Evaluation] = field(default_factory=list)
+    finished: bool = False
+    averaged: bool = False
+    """Whether the last weights were averaged."""
+
+    @property
+    def evaluated(self) -> int:
+        """The last step after which there was an evaluation; 0 if there was none."""
+        return self.history[-1].step if self.history else 0
+
+    @property
+    def since_best(self) -> int:
+        """Evaluations after the best one."""
+        best = [index for index, each in enumerate(self.history) if each.best]
+        return len(self.history) - 1 - best[-1] if best else 0
+
+
+class Rounds(Protocol):
+    """Text that changes while a drafter is trained: every so many steps there is other text."""
+
+    steps: int
+
+    def begin(self, number: int, trainee: Trainee) -> None:
+        """Prepare a round: called at its first step, and again if training continues there."""
+        ...
+
+    def examples(self, number: int) -> Examples:
+        """The examples of a round, which was prepared, perhaps by another process."""
+        ...
 
 
 class Trainer:
@@ -107,7 +208,6 @@ class Trainer:
 
     @property
     def history(self) -> Sequence[Evaluation]:
-        """All evaluations so far."""
         return self._progress.history
 
     def _check_batches(self) -> None:
@@ -155,7 +255,6 @@ class Trainer:
 
     @property
     def _round(self) -> int:
-        """The round of the next step."""
         return self._progress.step // self._rounds.steps if self._rounds else 0
 
     def _enter_round(self) -> None:
@@ -183,7 +282,6 @@ class Trainer:
         self._check_batches()
 
     def _due_evaluation(self) -> Iterator[Evaluation]:
-        """Evaluate and save the state, if it is time."""
         progress, settings = self._progress, self._settings
         last = progress.step == self.total_steps
         is_time = progress.step > 0 and progress.step % settings.evaluate_every == 0
@@ -215,7 +313,6 @@ class Trainer:
         yield found
 
     def _step_batches(self) -> Iterator[list[Batch]]:
-        """The batches of each step that is left in this epoch."""
         for loader in (self._batches, self._sampler):
             loader.set_epoch(self._progress.epoch)
         left = self._accelerator.skip_first_batches(self._batches, self._progress.batches)
@@ -231,7 +328,7 @@ class Trainer:
     def _step(self, batches: Sequence[Batch]) -> Step:
         began, num_levels, progress = time.perf_counter(), self._num_levels(), self._progress
         self._trainee.train()
-        self._accelerator.unwrap_model(self._trainee).at_step(progress.step, self.total_steps)
+        self._accelerator.unwrap_model(self._trainee).step = (progress.step, self.total_steps)
         found = []
         for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
             with self._accelerator.no_sync(self._trainee) if left else nullcontext():
@@ -253,7 +350,6 @@ class Trainer:
         )
 
     def _learn(self, batch: Batch, num_levels: int, num_batches: int) -> Learnt:
-        """Add the gradients of one batch."""
         with self._accelerator.autocast():
             found: Learnt = self._trainee(batch, num_levels)
         weights = self._settings.decay ** torch.arange(num_levels, device=found.losses.device)
@@ -296,7 +392,6 @@ class Trainer:
         return found
 
     def _count(self) -> Acceptance:
-        """The acceptance of drafts for held-out conversations."""
         trainee = self._accelerator.unwrap_model(self._trainee)  # waits for no other process
         trainee.eval()
         counts = Acceptance(self._levels)
@@ -361,7 +456,6 @@ def schedules(
 
 
 def _rate(step: int, rising: float, fall: Callable[[int], float]) -> float:
-    """The learning rate of a step, relative to its highest value."""
     return min(1.0, (step + 1) / rising) * fall(step)
 
 
@@ -377,20 +471,18 @@ def _root(step: int, rising: float) -> float:
 # `Averages`: the weights of the last evaluations, and their mean (checkpoint averaging).
 #
 # Vaswani et al., "Attention Is All You Need" (2017), section 6.1. The weights are files beside the
-# checkpoints, so a run that was killed finds them again.
+# checkpoints, so a run that was killed finds them again. PyTorch's `AveragedModel` cannot forget:
+# it averages from its first update on, and which evaluations are the last is not known then.
 
 
 _SUFFIX = ".safetensors"
 
 
 class Averages:
-    """Keeps the weights of the last evaluations."""
-
     def __init__(self, folder: Path, number: int) -> None:
         self._folder, self._number = folder, number
 
     def _files(self) -> list[Path]:
-        """In the order of their steps."""
         return sorted(self._folder.glob(f"*{_SUFFIX}"), key=lambda path: int(path.stem))
 
     def keep(self, step: int, weights: Mapping[str, Tensor]) -> None:
@@ -406,7 +498,6 @@ class Averages:
             old.unlink()
 
     def mean(self) -> dict[str, Tensor]:
-        """The mean of what is kept, in float32."""
         files = self._files()
         total = {name: each.float() for name, each in load_file(files[0]).items()}
         for file in files[1:]:
@@ -416,7 +507,6 @@ class Averages:
 
     @torch.no_grad()
     def load_into(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite weights with the mean."""
         for name, mean in self.mean().items():
             weights[name].copy_(mean)
 
@@ -474,6 +564,204 @@ def _passes(accepted: Sequence[int], length: int) -> int:
         at += min(accepted[at], length) + 1
         passes += 1
     return passes
+
+
+# `Checkpoints`: the states of a training on the disk, from which it continues.
+#
+#     state.safetensors        weights, optimizers, schedules and progress
+#     random-0.safetensors     random number generators of process 0, and so on
+#
+# Tensors are in safetensors, and everything else is JSON in their headers. Accelerate's own
+# checkpoints hold pickle files, which can run code, so neither they nor its `ProjectConfiguration`,
+# which deletes old ones of that kind, are used.
+
+
+_PREFIX, _OLD = "checkpoint-", "-old"
+_STATE = "state.safetensors"
+
+
+class Checkpoints:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[LRScheduler],
+        progress: Progress,
+    ) -> None:
+        self._accelerator, self._folder, self._module = accelerator, folder, module
+        self._optimizers, self._schedules, self._progress = optimizers, schedules, progress
+
+    def load(self) -> None:
+        if not (found := checkpoints_in(self._folder)):
+            return
+        place = found[-1]
+        again = f"delete {self._folder} to begin the training again"
+        if not (place / _STATE).exists():
+            raise TrainingError(
+                f"{place} is of an older version: it has pickle files, which are never loaded "
+                f"because they can run code; {again}."
+            )
+        try:
+            self._use(_read(place / _STATE))
+            _restore_random(_read(place / self._random))
+        except Exception as error:  # a damaged file has states that PyTorch stumbles over somewhere
+            raise TrainingError(f"{place} cannot be read: {in_one_line(error)}; {again}.") from None
+
+    def save(self, step: int) -> None:
+        """Save the state after a step; the one before is deleted when this one is complete."""
+        beside = self._folder / "saving"
+        if self._accelerator.is_main_process:
+            shutil.rmtree(beside, ignore_errors=True)
+        self._accelerator.wait_for_everyone()
+        try:
+            beside.mkdir(parents=True, exist_ok=True)
+            if self._accelerator.is_main_process:
+                _write(beside / _STATE, self._state())
+            _write(beside / self._random, _random_state())
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise TrainingError(
+                f"{beside} cannot be written: {in_one_line(error)}. The checkpoint before is kept."
+            ) from None
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            _replace(beside, self._folder / f"{_PREFIX}{step}")
+
+    @property
+    def _random(self) -> str:
+        return f"random-{self._accelerator.process_index}.safetensors"
+
+    def _state(self) -> dict[str, Any]:
+        scaler = self._accelerator.scaler
+        return {
+            "weights": self._module.state_dict(),
+            "optimizers": [each.state_dict() for each in self._optimizers],
+            "schedules": [each.state_dict() for each in self._schedules],
+            "progress": asdict(self._progress),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def _use(self, state: dict[str, Any]) -> None:
+        progress = TypeAdapter(Progress).validate_python(state["progress"])
+        self._module.load_state_dict(state["weights"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            _check_moments(optimizer, saved)
+            optimizer.load_state_dict(saved)
+        for schedule, saved in zip(self._schedules, state["schedules"], strict=True):
+            if saved.keys() != schedule.state_dict().keys():
+                raise ValueError("its schedules are of another kind")
+            schedule.load_state_dict(saved)
+        if self._accelerator.scaler is not None:
+            self._accelerator.scaler.load_state_dict(state["scaler"])
+        vars(self._progress).update(vars(progress))
+
+
+def _check_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Refuse an optimizer's state that is not one of its weights, which PyTorch does not check."""
+    shapes = [each.shape for group in optimizer.param_groups for each in group["params"]]
+    for number, moments in saved["state"].items():
+        shape = shapes[number]
+        for name, tensor in moments.items():
+            if name != "step" and tensor.shape != shape:
+                raise ValueError(f"{name} of weight {number} has the shape {list(tensor.shape)}")
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _write(path: Path, state: Any) -> None:
+    """Write nested dictionaries, lists and tuples of tensors, numbers and texts."""
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+
+    def kept(tensor: Tensor) -> int:
+        """The number of a tensor; safetensors refuses several that share memory."""
+        whole = tensor.detach().cpu().contiguous()
+        if (storage := whole.untyped_storage().data_ptr()) in storages:
+            whole = whole.clone()
+        storages.add(storage)
+        tensors[str(len(tensors))] = whole
+        return len(tensors) - 1
+
+    def plain(value: Any) -> Any:
+        """A value in JSON. Dictionaries are lists of pairs, because their keys may be numbers."""
+        match value:
+            case Tensor():
+                return {"tensor": kept(value)}
+            case dict():
+                return {"dict": [[key, plain(each)] for key, each in value.items()]}
+            case tuple():
+                return {"tuple": [plain(each) for each in value]}
+            case list():
+                return [plain(each) for each in value]
+        return value
+
+    text = json.dumps(plain(state))
+    save_file(tensors, path, {"state": text})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file of `_write`."""
+    with safe_open(path, "pt") as file:
+        text = (file.metadata() or {})["state"]
+
+        def value(found: dict[str, Any]) -> Any:
+            """The value that an object of JSON stands for."""
+            ((kind, content),) = found.items()
+            made: dict[str, Callable[[Any], Any]] = {
+                "tensor": lambda number: file.get_tensor(str(number)),
+                "dict": dict,
+                "tuple": tuple,
+            }
+            return made[kind](content)
+
+        state = json.loads(text, object_hook=value)
+    assert isinstance(state, dict)
+    return state
+
+
+def _replace(new: Path, place: Path) -> None:
+    """Rename a checkpoint to its place, and delete all others.
+
+    One of the same step is renamed first, so that there is a complete one at any time.
+    """
+    if place.exists():
+        old = place.with_name(f"{place.name}{_OLD}")
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    new.rename(place)
+    for each in checkpoints_in(place.parent):
+        if each != place:
+            shutil.rmtree(each)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Complete checkpoints, the last one at the end."""
+    found = folder.glob(f"{_PREFIX}*")
+    return sorted(found, key=_age)
+
+
+def _age(checkpoint: Path) -> tuple[int, bool]:
+    """Its step, and whether it is in its place: one that was to be replaced is older."""
+    name = checkpoint.name.removeprefix(_PREFIX)
+    return int(name.removesuffix(_OLD)), not name.endswith(_OLD)
 
 
 # The processes of one training, as `accelerate launch` starts them; usually there is only one.

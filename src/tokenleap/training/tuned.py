@@ -1,70 +1,74 @@
-"""Training that changes the target: a copy of it learns to be easy to draft for.
+"""Training through a copy of the target: early exits, and blocks of padding after the text.
 
-They write a new model. Drafts for it are lossless with respect to it, not to the target that it was
-made of. That one stays as it is and is the teacher: its own text and its most probable tokens are
-what the copy learns, so that the copy changes little (self-distillation; Cai et al., arXiv
-2401.10774, section 2.3.2).
+`early_exit` and `pad` change the copy and write it as a new model. Drafts for it are lossless with
+respect to it, not to the target that it was made of. That one stays as it is and is the teacher:
+its own text and its most probable tokens are what the copy learns, so that the copy changes little
+(self-distillation; Cai et al., arXiv 2401.10774, section 2.3.2). `pass` learns a few embeddings
+through a frozen copy.
 """
 
 from __future__ import annotations
 
-import sys
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import FiniteFloat, model_validator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from tokenleap.core.config import Config
-from tokenleap.drafters.heads.probe import Probe, Seen
-from tokenleap.drafters.heads.state import write_state_file
-from tokenleap.drafters.heads.state_net import BlockwiseNet, MedusaNet, StateNet
+from tokenleap.drafters.online import LossName
+from tokenleap.drafters.padding import MOST_PADDING, block_nodes, write_pass_tokens
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.cpu import decoder_layers
+from tokenleap.runtime.inputs import FULL, ExtendedEmbedding, windows_by_kind
 from tokenleap.runtime.target import final_norm
-from tokenleap.training.batches import Batch
-from tokenleap.training.distill import DistillTrainee, checked, output_layer, write_lm
-from tokenleap.training.method import (
+from tokenleap.training.distill import (
+    DistillTrainee,
+    checked,
+    decoder,
+    embedding,
+    lm_logits,
+    target_tokenizer,
+)
+from tokenleap.training.features import Batch, Levels
+from tokenleap.training.method import Plan, TrainingMethod, TrainingSettings
+from tokenleap.training.trainee import (
     LOSSES,
     HeadParts,
     Learnt,
     Loss,
-    LossName,
-    OwnRate,
     Trainee,
-    TrainingMethod,
+    at_level,
     at_roots,
+    block_mask,
 )
-from tokenleap.training.settings import TrainingSettings
-from tokenleap.training.state_heads import HeadOptions, StateTraining, head_outputs
 
 __all__ = [
-    "HEADS",
     "TUNING_RATES",
     "EarlyExitTrainee",
     "EarlyExitTraining",
-    "EarlyExitTrainingOptions",
+    "PadTrainee",
+    "PadTraining",
+    "PassTrainee",
+    "PassTraining",
     "Schedule",
     "TargetTrainee",
-    "TunedBlockwiseTraining",
-    "TunedMedusaTraining",
-    "TunedTrainee",
-    "TuningMethod",
     "copy_of_target",
+    "padding_token",
 ]
 
 
 TUNING_RATES = {"learning_rate": 2e-4, "vector_learning_rate": 1e-4}
 """The default learning rates of a model that has learnt already; see `TrainingSettings`."""
+
+_EMBEDDING_RATE = 3e-3
+"""That of a few embeddings: there are so few weights that each may go far."""
 
 
 class TargetTrainee(DistillTrainee):
@@ -76,11 +80,6 @@ class TargetTrainee(DistillTrainee):
 
     keeps_logits = False
 
-    def states(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """[B, T] tokens -> [B, T, E] hidden states after the final norm."""
-        found: Tensor = self.decoder(input_ids=tokens, use_cache=False, **arguments)[0]
-        return found
-
 
 def copy_of_target(parts: HeadParts) -> PreTrainedModel:
     """The target's Transformers model once more, in float32 and ready to be trained."""
@@ -91,36 +90,6 @@ def copy_of_target(parts: HeadParts) -> PreTrainedModel:
         )
     lm: Any = parts.reload()
     return checked(lm.float().requires_grad_(True), parts.name)
-
-
-class TuningMethod(TrainingMethod):
-    """A method that writes a model which drafts for itself."""
-
-    tunes_target: ClassVar[bool] = True
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """See `TrainingMethod.draft_vocab_size`: no token is left out."""
-        return sys.maxsize
-
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """See `TrainingMethod.layers`: the copy computes its hidden states itself."""
-        return ()
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        """See `TrainingMethod.write`: a Hugging Face folder."""
-        assert isinstance(trainee, TargetTrainee)
-        write_lm(trainee.lm, parts.name, folder, {**notes, **self.notes(trainee)})
-
-    def notes(self, trainee: TargetTrainee) -> dict[str, Any]:
-        """Notes for serving, in `config.json`; by default none."""
-        return {}
-
-    def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`: the target is the folder."""
-        return {"method": self.name}
 
 
 # Training of a target whose first layers draft: LayerSkip (Elhoushi et al., arXiv 2404.16710).
@@ -158,7 +127,6 @@ class Schedule:
     rotation: int | None
 
     def dropout(self, step: int, total: int) -> Tensor:
-        """[L] the probabilities p(l, t)."""
         layers = torch.arange(self.num_layers, dtype=torch.float32)
         over_layers = (layers * log(2) / max(1, self.num_layers - 1)).exp() - 1
         over_time = 2 ** (step / max(1, total - 1)) - 1 if self.grows else 1.0
@@ -179,8 +147,6 @@ class Schedule:
 
 
 class EarlyExitTrainee(TargetTrainee):
-    """A copy of the target whose layers learn to be exits."""
-
     def __init__(
         self,
         lm: PreTrainedModel,
@@ -191,25 +157,15 @@ class EarlyExitTrainee(TargetTrainee):
     ) -> None:
         super().__init__(lm, vocab_size, loss)
         self._schedule, self._exit_layer = schedule, exit_layer
-        self._step = (0, 1)
-
-    def at_step(self, step: int, total: int) -> None:
-        """See `Trainee.at_step`: the schedule depends on it."""
-        self._step = (step, total)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        """See `Trainee.outputs`: what the first layers draft."""
         drafts = self._exits(batch.tokens, [self._exit_layer - 1])[0]
-        last = batch.tokens.shape[1] - 1
         for level in range(num_levels):
-            yield at_roots(drafts, (batch.roots + 1 + level).clamp(max=last))
+            yield at_level(drafts, batch, level)
 
-    def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """See `Trainee.forward`; what is learnt in a step is the loss of all of its exits."""
-        if not self.training:
-            return super().forward(batch, num_levels)
-        weights = self._schedule.exits(*self._step)
-        dropout = self._schedule.dropout(*self._step)
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
+        weights = self._schedule.exits(*self.step)
+        dropout = self._schedule.dropout(*self.step)
         wanted = [self._exit_layer - 1, *weights]
         drafts, *exits = (
             at_roots(each, batch.roots + 1) for each in self._exits(batch.tokens, wanted, dropout)
@@ -228,7 +184,7 @@ class EarlyExitTrainee(TargetTrainee):
         """[B, T, E] after the final norm, after each of these layers."""
         norm, stack = final_norm(self.lm), decoder_layers(self.lm)
         assert norm is not None
-        with _behind(stack, _dropped(dropout, len(tokens))) as found:
+        with _recorded(stack, _dropped(dropout, len(tokens))) as found:
             self.states(tokens)
         return [norm(found[layer]) for layer in layers]
 
@@ -239,7 +195,7 @@ def _dropped(dropout: Tensor | None, size: int) -> Tensor | None:
 
 
 @contextmanager
-def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tensor]]:
+def _recorded(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tensor]]:
     """While a model runs, leave layers out for some conversations, and record what follows each.
 
     Args:
@@ -247,7 +203,7 @@ def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tenso
     """
     found: list[Tensor] = []
 
-    def behind(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         entered = args[0] if args else kwargs["hidden_states"]
         left = output[0] if isinstance(output, tuple) else output
         if dropped is not None:
@@ -256,7 +212,7 @@ def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tenso
         found.append(left)
         return (left, *output[1:]) if isinstance(output, tuple) else left
 
-    hooks = [layer.register_forward_hook(behind, with_kwargs=True) for layer in stack]
+    hooks = [layer.register_forward_hook(after, with_kwargs=True) for layer in stack]
     try:
         yield found
     finally:
@@ -264,8 +220,8 @@ def _behind(stack: nn.ModuleList, dropped: Tensor | None) -> Iterator[list[Tenso
             hook.remove()
 
 
-class EarlyExitTrainingOptions(Config):
-    """Options of `tokenleap train early_exit`.
+class EarlyExitTraining(TrainingMethod):
+    """Targets whose first layers draft.
 
     Args:
         exit_layer: layers that will draft; None means half of them, as in method `early_exit`.
@@ -281,6 +237,10 @@ class EarlyExitTrainingOptions(Config):
         loss: of the drafter's distribution against the target's (docs/training.md).
     """
 
+    name: ClassVar[str] = "early_exit"
+    summary: ClassVar[str] = "the target itself, so that its first layers draft (LayerSkip)"
+    tunes_target: ClassVar[bool] = True
+
     exit_layer: Annotated[int, Ge(1)] | None = None
     max_dropout: Annotated[FiniteFloat, Ge(0), Lt(1)] = 0.1
     dropout_growth: Literal["constant", "exponential"] = "constant"
@@ -295,30 +255,15 @@ class EarlyExitTrainingOptions(Config):
             raise ValueError("rotation: the exits are 'gradual': remove it.")
         return self
 
-
-class EarlyExitTraining(TuningMethod):
-    """Targets whose first layers draft."""
-
-    name: ClassVar[str] = "early_exit"
-    summary: ClassVar[str] = "the target itself, so that its first layers draft (LayerSkip)"
-    Options: ClassVar[type[Config]] = EarlyExitTrainingOptions
-
-    @property
-    def _options(self) -> EarlyExitTrainingOptions:
-        assert isinstance(self.options, EarlyExitTrainingOptions)
-        return self.options
-
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: one level."""
         reason = "all levels of a draft come from the same exit: remove it."
         decided = settings.decided(reason, levels=1, first_level_share=0.0, decay=1.0)
         return decided.preferring(**TUNING_RATES)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        """See `TrainingMethod.trainee`."""
-        options, count = self._options, parts.num_layers
+        count = parts.num_layers
         for name in ("exit_layer", "rotation"):
-            if (getattr(options, name) or 1) >= count:
+            if (getattr(self, name) or 1) >= count:
                 raise ConfigError(
                     f"{name}: must be below the {count} layers of the target: lower it."
                 )
@@ -326,252 +271,305 @@ class EarlyExitTraining(TuningMethod):
             raise CompatibilityError(
                 "early exits need the final norm, and this architecture's is not known."
             )
-        rotation = options.rotation or max(1, count // 4)
-        grows = options.dropout_growth == "exponential"
+        rotation = self.rotation or max(1, count // 4)
         schedule = Schedule(
             count,
-            options.max_dropout,
-            grows,
-            options.exit_scale,
-            rotation if options.exits == "rotational" else None,
+            self.max_dropout,
+            self.dropout_growth == "exponential",
+            self.exit_scale,
+            rotation if self.exits == "rotational" else None,
         )
         return EarlyExitTrainee(
             copy_of_target(parts),
-            parts.embedding.shape[0],
-            LOSSES[options.loss],
+            parts.vocab_size,
+            LOSSES[self.loss],
             schedule,
-            options.exit_layer or count // 2,
+            self.exit_layer or count // 2,
         )
 
     def serving(self, folder: Path) -> dict[str, Any]:
-        chosen = self._options.exit_layer
-        return super().serving(folder) | ({} if chosen is None else {"exit_layer": chosen})
+        chosen = {} if self.exit_layer is None else {"exit_layer": self.exit_layer}
+        return {"method": self.name, **chosen}
 
 
-# Heads that are trained together with the target.
+# Blocks of padding after many places of a text, in one pass of a language model.
 #
-# Medusa-2 (Cai et al., arXiv 2401.10774, section 2.2.2) learns
+# After the text up to position t, k padding tokens have positions t + 1 to t + k. The i-th of them
+# learns the distribution p of the target for position t + 1 + i. `pad` trains the whole copy, as in
+# semi-autoregressive fine-tuning (SPACE, Yi et al., arXiv 2402.11809):
 #
-#     loss = L_own + lambda_0 sum_k decay^k L_k
+#     loss = L_own + lambda sum_k decay^k L_k
 #
-# with L_k = E[loss(p, q_k)] of head k, and L_own = E[loss(p, q)] for the distribution q of the copy
-# of the target itself. The heads learn first, alone; then both, the copy at a lower rate. Heads
-# that know nothing would otherwise change it for the worse.
+# for the loss L_own of the copy's own distribution, and L_k of the k-th padding token. `pass`
+# (PaSS, Monea et al., arXiv 2311.13581) learns the embeddings of k look-ahead tokens only:
 #
-# Fine-tuned blockwise heads (Stern et al., arXiv 1811.03115, section 6) learn one of the K + 1
-# losses L_own, L_1, ... L_K in each batch, drawn uniformly.
+#     loss = sum_k decay^k E[loss(p, q_k)]
 #
-# In both papers the losses are `ce`. With `kl` the target is the teacher (see `tuned.py`). Output
-# rows are those of the copy; the heads' losses do not change them.
+# Each padding token sees the text up to the root and the padding before it, as it will when it
+# drafts. A pass has blocks after some of the roots, so that they are together about as long as the
+# text.
 
 
-HEADS = "heads"
-"""The folder of the heads in that of their target."""
+class _States(Protocol):
+    """A language model: [B, N] tokens -> [B, N, E] hidden states after the final norm."""
+
+    def __call__(self, tokens: Tensor, **arguments: Any) -> Tensor: ...
 
 
-class TunedTrainee(Trainee):
-    """Heads and the copy of the target whose hidden states they read."""
+def _block_levels(
+    states: _States, config: PreTrainedConfig, batch: Batch, padding: Tensor
+) -> Iterator[Tensor]:
+    """The states at the padding after every root, computed in several passes.
 
-    keeps_logits = False
-    uses_all_weights = False
+    Args:
+        padding: [k] the tokens of a block.
+    """
+    apart = _apart(batch, len(padding))
+    passes = [
+        _pass_with_blocks(states, config, _some(batch, n, apart), padding)[1] for n in range(apart)
+    ]
+    found = passes[0].new_zeros(*batch.roots.shape, *passes[0].shape[2:])
+    for first, each in enumerate(passes):
+        found[:, first::apart] = each
+    yield from found.unbind(2)
 
-    def __init__(self, net: StateNet, own: TargetTrainee, loss: Loss, learning_rate: float) -> None:
-        super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
-        self.net, self.own = net, own
-        self._learning_rate = learning_rate
 
-    @property
-    def matrices(self) -> list[nn.Parameter]:
-        """See `Trainee.matrices`: those of the heads."""
-        return [weight for weight in self.net.parameters() if weight.dim() == 2]
+def _some_blocks(batch: Batch, num_pads: int) -> Batch:
+    """The same text with as many of its roots, drawn at random, as one pass has blocks for."""
+    apart = _apart(batch, num_pads)
+    return _some(batch, int(torch.randint(apart, ())), apart)
 
-    @property
-    def own_rate(self) -> OwnRate:
-        """See `Trainee.own_rate`: the copy."""
-        return OwnRate(list(self.own.parameters()), self._learning_rate)
 
-    @abstractmethod
-    def weights(self, num_heads: int) -> Sequence[float]:
-        """The weights of the losses of a batch: of the copy's own, and of each head's."""
+def _pass_with_blocks(
+    states: _States, config: PreTrainedConfig, batch: Batch, padding: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[B, T + 1, E] states of the text, and [B, Q, k, E] of the blocks [k] after the roots."""
+    size, (rows, blocks) = batch.tokens.shape[1], batch.roots.shape
+    own = torch.arange(size, device=batch.tokens.device)
+    ahead = 1 + torch.arange(len(padding), device=own.device)
+    # Beyond the last token there is nothing to learn, and perhaps no position.
+    after = (batch.roots.unsqueeze(-1) + ahead).clamp(max=size - 1).flatten(1)
+    pads = padding.to(own.device).repeat(blocks).expand(rows, -1)
+    positions = torch.cat([own.expand(rows, -1), after], dim=1)
+    mask = block_mask(batch.roots + 1, size, len(padding), causal=True)
+    found = states(
+        torch.cat([batch.tokens, pads], dim=1),
+        position_ids=positions,
+        attention_mask=_masks(mask, positions, config),
+    )
+    padded = found[:, size:]
+    return found[:, :size], padded.reshape(rows, blocks, len(padding), padded.shape[-1])
+
+
+def _apart(batch: Batch, num_pads: int) -> int:
+    """How many roots apart the blocks of a pass are: so that they are as long as the text."""
+    return max(1, min(num_pads, batch.roots.shape[1]))
+
+
+def _some(batch: Batch, first: int, apart: int) -> Batch:
+    levels = Levels(*(each[:, :, first::apart] for each in batch.levels))
+    return batch._replace(roots=batch.roots[:, first::apart], levels=levels)
+
+
+def _masks(mask: Tensor, positions: Tensor, config: PreTrainedConfig) -> Tensor | dict[str, Tensor]:
+    """A mask for layers that see everything, or one for each kind of layers.
+
+    Args:
+        mask: [B, 1, S, S] who sees whom without windows.
+        positions: [B, S] of all tokens.
+    """
+    windows = windows_by_kind(config)
+    if not windows:
+        return mask
+    keys = positions[:, None, None, :]
+    near = {
+        kind: mask & (keys >= window.first(positions)[:, None, :, None])
+        for kind, window in windows.items()
+    }
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # all layers have the same window
+        (found,) = near.values()
+        return found
+    return {kind: near.get(kind, mask) for kind in (FULL, *kinds)}
+
+
+class PadTrainee(TargetTrainee):
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        vocab_size: int,
+        loss: Loss,
+        pad: int,
+        num_pads: int,
+        weight: float,
+    ) -> None:
+        super().__init__(lm, vocab_size, loss)
+        self.pad, self.max_levels, self._weight = pad, num_pads, weight
+        self.notes = {"pad_token_id": pad}
+        lm.set_attn_implementation("sdpa")  # it takes masks that say true and false
+        self._config = lm.config.get_text_config()
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        return self._drafts(self.own.states(batch.tokens), batch, num_levels)
+        return _block_levels(self.states, self._config, batch, self._padding(num_levels))
 
-    def _drafts(self, states: Tensor, batch: Batch, num_levels: int) -> Iterator[Tensor]:
-        return head_outputs(self.net, at_roots(states, batch.roots), batch, num_levels)
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
+        """Blocks after some roots, and the whole text."""
+        some, padding = _some_blocks(batch, num_levels), self._padding(num_levels)
+        text, blocks = _pass_with_blocks(self.states, self._config, some, padding)
+        found = self.learnt(blocks.unbind(2), some)
+        own, _ = self.level(at_roots(text, batch.roots + 1), 0, batch)
+        first = torch.eye(num_levels, device=own.device)[0]
+        return found._replace(losses=self._weight * found.losses + own * first)
 
-    def logits(self, outputs: Tensor, level: int) -> Tensor:
-        layer = output_layer(self.own.lm)
-        rows: Tensor = layer.weight.detach()[self.draft_tokens]
-        bias = None if layer.bias is None else layer.bias.detach()[self.draft_tokens]
-        return F.linear(outputs.to(rows.dtype), rows, bias).float()
-
-    def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """See `Trainee.forward`; in training, losses[0] has the copy's own, too."""
-        if not self.training:
-            return super().forward(batch, num_levels)
-        of_own, *of_heads = self.weights(num_levels)
-        with torch.set_grad_enabled(self._learns_own):
-            states = self.own.states(batch.tokens)
-        losses, hits = [], []
-        for level, outputs in enumerate(self._drafts(states, batch, num_levels)):
-            with torch.set_grad_enabled(of_heads[level] > 0):
-                loss, right = self.level(outputs, level, batch)
-            losses.append(of_heads[level] * loss)
-            hits.append(right)
-        if of_own:
-            own, _ = self.own.level(at_roots(states, batch.roots + 1), 0, batch)
-            losses[0] = losses[0] + of_own * own
-        counts = batch.levels.valid[:, :num_levels].sum((0, 2))
-        return Learnt(torch.stack(losses), torch.stack(hits, dim=1), counts)
-
-    @property
-    def _learns_own(self) -> bool:
-        """Whether the copy learns now."""
-        return True
+    def _padding(self, count: int) -> Tensor:
+        return torch.full((count,), self.pad)
 
 
-class _MedusaTrainee(TunedTrainee):
-    """See the module.
+def padding_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> int:
+    """A token that stands for padding and does not occur in text.
+
+    It is the mask or padding token, if it does not end sequences; or the last special token that
+    has no other use. Without a tokenizer it is the last one of the vocabulary.
+    """
+    if tokenizer is None:
+        return vocab_size - 1
+    named: Any = tokenizer
+    used = {named.bos_token_id, named.eos_token_id, named.unk_token_id}
+    added = named.added_tokens_decoder.items()
+    special = sorted((number for number, token in added if token.special), reverse=True)
+    for token in (named.mask_token_id, named.pad_token_id, *special):
+        if token is not None and token not in used and token < vocab_size:
+            return int(token)
+    raise ConfigError(
+        "pad_token_id: the tokenizer has no padding token of its own: choose a token that does not "
+        "occur in your text."
+    )
+
+
+class _BlockTraining(TrainingMethod):
+    """Drafters that draft by blocks of padding.
 
     Args:
-        heads_first: share of the steps in which only the heads learn.
+        loss: of the drafter's distribution against the target's (docs/training.md).
     """
 
-    def __init__(self, *arguments: Any, draft_weight: float, heads_first: float) -> None:
-        super().__init__(*arguments)
-        self._draft_weight, self._heads_first = draft_weight, heads_first
-        self._joint = not heads_first
-
-    def at_step(self, step: int, total: int) -> None:
-        """See `Trainee.at_step`: the heads learn first."""
-        self._joint = step >= self._heads_first * total
+    loss: LossName = "kl"
 
     @property
-    def _learns_own(self) -> bool:
-        return self._joint
-
-    def weights(self, num_heads: int) -> Sequence[float]:
-        """See `TunedTrainee.weights`; the trainer has the decay."""
-        return (
-            [1.0, *[self._draft_weight] * num_heads] if self._joint else [0.0, *[1.0] * num_heads]
-        )
+    def plan(self) -> Plan:
+        """A block stands after the root and every token."""
+        return Plan(nodes_per_token=block_nodes(4) // 4)
 
 
-class _BlockwiseTrainee(TunedTrainee):
-    """See the module."""
-
-    def weights(self, num_heads: int) -> Sequence[float]:
-        """See `TunedTrainee.weights`: one of them is 1."""
-        chosen = int(torch.randint(num_heads + 1, ()))
-        return [float(number == chosen) for number in range(num_heads + 1)]
-
-    def forward(self, batch: Batch, num_levels: int) -> Learnt:
-        """See `Trainee.forward`; in training, losses[0] is the one that is learnt."""
-        found = super().forward(batch, num_levels)
-        if not self.training:
-            return found
-        losses = torch.zeros_like(found.losses)
-        losses[0] = found.losses.sum()
-        return found._replace(losses=losses)
-
-
-class TunedOptions(HeadOptions):
-    """Options of heads that are trained together with a copy of the target.
+class PadTraining(_BlockTraining):
+    """Targets that predict after padding.
 
     Args:
-        target_learning_rate: of the copy of the target, with AdamW.
+        pad_token_id: the padding token; None takes the mask or padding token unless it ends
+            texts, or else the last special token without another use.
+        num_pads: most tokens of a draft.
+        draft_weight: weight of the losses after padding, relative to the copy's own.
     """
 
-    target_learning_rate: Annotated[FiniteFloat, Gt(0)] = 1e-4
-
-
-class _TunedTraining(StateTraining):
-    """Common base of the methods that train heads together with the target."""
-
-    Options: ClassVar[type[Config]] = TunedOptions
-    Kind: ClassVar[type[TunedTrainee]]
+    name: ClassVar[str] = "pad"
+    summary: ClassVar[str] = "the target itself, so that padding after the text drafts"
     tunes_target: ClassVar[bool] = True
-    for_sources: ClassVar[bool | None] = False
 
-    def layers(self, num_layers: int) -> tuple[int, ...]:
-        """See `TrainingMethod.layers`: the copy computes its hidden states itself."""
-        return ()
-
-    def trainee(self, parts: HeadParts) -> Trainee:
-        options, net = self.options, self.net(parts)
-        assert isinstance(options, TunedOptions)
-        loss = LOSSES[options.loss]
-        own = TargetTrainee(copy_of_target(parts), parts.embedding.shape[0], loss)
-        others = options.model_dump(include={"draft_weight", "heads_first"})
-        return self.Kind(net, own, loss, options.target_learning_rate, **others)
-
-    def probed(self, trainee: Trainee, seen: Seen) -> Mapping[str, Any]:
-        """See `TrainingMethod.probed`: the heads are for the copy, as it is now."""
-        assert isinstance(trainee, TunedTrainee)
-        own = trainee.own
-        logits = own.logits(own.states(seen.tokens.unsqueeze(0))[0], 0)
-        return Probe.of(replace(seen, follows=logits.argmax(-1))).note()
-
-    def write(
-        self, trainee: Trainee, parts: HeadParts, folder: Path, notes: Mapping[str, Any]
-    ) -> None:
-        """See `TrainingMethod.write`: a Hugging Face folder with that of the heads in it."""
-        assert isinstance(trainee, TunedTrainee)
-        of_lm = {name: note for name, note in notes.items() if name != "probe"}
-        write_lm(trainee.own.lm, parts.name, folder, of_lm)
-        verifier = replace(parts.verifier, name_or_path=str(folder))
-        write_state_file(folder / HEADS, trainee.net, verifier, notes)
-
-    def serving(self, folder: Path) -> dict[str, Any]:
-        """See `TrainingMethod.serving`: the target is the folder."""
-        return {"method": self.Net.METHOD, "model": str(folder / HEADS)}
-
-
-class TunedMedusaOptions(TunedOptions):
-    """Options of `tokenleap train medusa_2`, besides those of all such heads.
-
-    Args:
-        num_layers: blocks of each head.
-        draft_weight: weight of the heads' losses, relative to the copy's own.
-        heads_first: share of the steps in which only the heads learn.
-    """
-
-    num_layers: Annotated[int, Ge(1)] = 1
-    draft_weight: Annotated[FiniteFloat, Gt(0)] = 0.2
-    heads_first: Annotated[FiniteFloat, Ge(0), Le(1)] = 0.25
-
-
-class TunedMedusaTraining(_TunedTraining):
-    """Medusa-2."""
-
-    name: ClassVar[str] = "medusa_2"
-    summary: ClassVar[str] = "heads of `medusa`, together with the target (Medusa-2)"
-    Options: ClassVar[type[Config]] = TunedMedusaOptions
-    Net: ClassVar[type[StateNet]] = MedusaNet
-    Kind: ClassVar[type[TunedTrainee]] = _MedusaTrainee
-
-
-class TunedBlockwiseOptions(TunedOptions):
-    """Options of `tokenleap train blockwise_tuned`, besides those of all such heads.
-
-    Args:
-        inner_size: width of each head's hidden layer.
-    """
-
-    inner_size: Annotated[int, Ge(1)] = 1024
-
-
-class TunedBlockwiseTraining(_TunedTraining):
-    """Fine-tuned blockwise heads."""
-
-    name: ClassVar[str] = "blockwise_tuned"
-    summary: ClassVar[str] = "heads of `blockwise`, together with the target (Stern et al.)"
-    Options: ClassVar[type[Config]] = TunedBlockwiseOptions
-    Net: ClassVar[type[StateNet]] = BlockwiseNet
-    Kind: ClassVar[type[TunedTrainee]] = _BlockwiseTrainee
+    pad_token_id: Annotated[int, Ge(0)] | None = None
+    num_pads: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
+    draft_weight: Annotated[FiniteFloat, Gt(0)] = 1.0
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
-        """See `TrainingMethod.adapted`: no loss has a smaller weight."""
-        reason = f"'{self.name}' learns one loss at a time: remove it."
-        return super().adapted(settings).decided(reason, decay=1.0)
+        reason = "'pad' learns all of a block from the first step on: set num_pads."
+        decided = settings.decided(reason, levels=self.num_pads, first_level_share=0.0)
+        return decided.preferring(**TUNING_RATES)
+
+    def trainee(self, parts: HeadParts) -> Trainee:
+        vocab_size, pad = parts.vocab_size, self.pad_token_id
+        if pad is None:
+            pad = padding_token(target_tokenizer(parts.name), vocab_size)
+        if pad >= vocab_size:
+            raise ConfigError(f"pad_token_id: must be 0 to {vocab_size - 1}, got {pad}.")
+        loss, lm = LOSSES[self.loss], copy_of_target(parts)
+        return PadTrainee(lm, vocab_size, loss, pad, self.num_pads, self.draft_weight)
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        return {"method": self.name, "num_speculative_tokens": block_nodes(self.num_pads)}
+
+
+class PassTrainee(Trainee):
+    """Look-ahead embeddings that are being trained.
+
+    Args:
+        lm: a copy of the target. It is changed: its embedding gets the look-ahead tokens.
+        rows: [L, E] the embeddings to begin with.
+    """
+
+    keeps_logits = False
+
+    def __init__(self, lm: PreTrainedModel, vocab_size: int, loss: Loss, rows: Tensor) -> None:
+        super().__init__(torch.arange(vocab_size), vocab_size, loss, len(rows))
+        lm.requires_grad_(False)
+        lm.set_attn_implementation("sdpa")  # it takes masks that say true and false
+        self._config = lm.config.get_text_config()
+        extended = ExtendedEmbedding(embedding(lm), rows)
+        self.rows, self._first = extended.rows, extended.first
+        lm.set_input_embeddings(extended)
+        self.tables = (extended.rows,)
+        self._lm = [lm]  # in a list: checkpoints need the embeddings only
+
+    def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
+        return _block_levels(self._states, self._config, batch, self._tokens(num_levels))
+
+    def learn(self, batch: Batch, num_levels: int) -> Learnt:
+        some = _some_blocks(batch, num_levels)
+        _, blocks = _pass_with_blocks(self._states, self._config, some, self._tokens(num_levels))
+        return self.learnt(blocks.unbind(2), some)
+
+    def _tokens(self, count: int) -> Tensor:
+        return torch.arange(self._first, self._first + count)
+
+    def _states(self, tokens: Tensor, **arguments: Any) -> Tensor:
+        lm: Any = self._lm[0]
+        lm.to(self.rows.device)
+        found: Tensor = decoder(lm)(input_ids=tokens, use_cache=False, **arguments)[0]
+        return found
+
+    def logits(self, outputs: Tensor, level: int) -> Tensor:
+        return lm_logits(self._lm[0], outputs, len(self.draft_tokens))
+
+    def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
+        write_pass_tokens(folder, self.rows, parts.vocab_size, parts.verifier, notes)
+
+
+class PassTraining(_BlockTraining):
+    """Look-ahead embeddings.
+
+    Args:
+        num_tokens: look-ahead embeddings, and most tokens of a draft.
+    """
+
+    name: ClassVar[str] = "pass"
+    summary: ClassVar[str] = "embeddings after the text, and nothing else (PaSS)"
+
+    num_tokens: Annotated[int, Ge(1), Le(MOST_PADDING)] = 4
+
+    def adapted(self, settings: TrainingSettings) -> TrainingSettings:
+        reason = "'pass' learns all of its embeddings from the first step on: set num_tokens."
+        decided = settings.decided(reason, levels=self.num_tokens, first_level_share=0.0)
+        of_matrices = (
+            "it is for matrices, and 'pass' learns vectors only: remove it, or set "
+            "vector_learning_rate."
+        )
+        settings.refuse(of_matrices, "optimizer", "learning_rate", "weight_decay")
+        return decided.preferring(vector_learning_rate=_EMBEDDING_RATE)
+
+    def trainee(self, parts: HeadParts) -> Trainee:
+        """The embeddings begin like random tokens of the target."""
+        spread, mean = torch.std_mean(parts.embedding.float().cpu(), dim=0)
+        rows = mean + spread * torch.randn(self.num_tokens, len(mean))
+        return PassTrainee(copy_of_target(parts), parts.vocab_size, LOSSES[self.loss], rows)
+
+    def serving(self, folder: Path) -> dict[str, Any]:
+        nodes = block_nodes(self.num_tokens)
+        return {**super().serving(folder), "num_speculative_tokens": nodes}

@@ -75,7 +75,6 @@ class Acceptance:
 
     @property
     def vector(self) -> tuple[float, ...]:
-        """[K] the positional acceptance vector."""
         return tuple(count / self.drafts for count in self.accepted)
 
     @property
@@ -159,7 +158,6 @@ class BestTree:
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes."""
         return len(self.paths)
 
     @property

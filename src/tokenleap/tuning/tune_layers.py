@@ -85,7 +85,6 @@ class Run(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The speed-up over plain decoding."""
         return self.drafted / self.plain
 
 
@@ -120,7 +119,6 @@ class Deadline:
 
     @property
     def spent(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self._began
 
     def left(self, share: float = 1.0) -> float:
@@ -128,7 +126,6 @@ class Deadline:
         return share * self._seconds - self.spent
 
     def passed(self, share: float = 1.0) -> bool:
-        """Whether this share of the limit is over."""
         return self.left(share) <= 0
 
 
@@ -142,7 +139,6 @@ class Estimate:
     verify_cost: Sequence[float]
 
     def predicted(self, gamma: int) -> float:
-        """Expected speed-up with this draft length: `improvement_on_curve`."""
         return improvement_on_curve(self.alpha, gamma, self.cost, self.verify_cost)
 
     @property
@@ -172,26 +168,21 @@ class Trial:
 
     @property
     def predicted(self) -> float:
-        """Expected speed-up with this draft length."""
         return self.estimate.predicted(self.gamma)
 
     @property
     def ratio(self) -> float:
-        """Mean of the measured speed-ups."""
         return fmean(run.ratio for run in self.runs)
 
     @property
     def low(self) -> float:
-        """Speed-up of the slowest run."""
         return min(run.ratio for run in self.runs)
 
     @property
     def high(self) -> float:
-        """Speed-up of the fastest run."""
         return max(run.ratio for run in self.runs)
 
     def as_dict(self) -> dict[str, Any]:
-        """The trial for JSON, without the skip set."""
         return {
             "sublayers": len(self.estimate.skip),
             "alpha": self.estimate.alpha,
@@ -242,7 +233,6 @@ class Text:
 
     @property
     def positions(self) -> int:
-        """The number of generated tokens."""
         return len(self._roots)
 
     def betas(self, model: Target) -> list[float]:
@@ -303,17 +293,14 @@ class LayerLaboratory(Laboratory):
 
     @property
     def num_texts(self) -> int:
-        """The number of calibration texts."""
         return len(self._texts)
 
     @property
     def temperature(self) -> float:
-        """The temperature of the texts."""
         return self._params.temperature
 
     @property
     def positions(self) -> int:
-        """The number of generated tokens of all texts."""
         return sum(text.positions for text in self._texts)
 
     def calibrate(
@@ -389,13 +376,11 @@ class _Speed:
         self._tokens, self._seconds = 0, 0.0
 
     def add(self, request: Request) -> None:
-        """Count one output."""
         self._tokens += request.metrics.generated_tokens
         self._seconds += request.metrics.seconds - request.metrics.prefill_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second over all outputs."""
         return self._tokens / self._seconds
 
 
@@ -447,11 +432,9 @@ class LayerSearch:
 
     @property
     def confirmed(self) -> bool:
-        """Whether the best trial had at least `CONFIRMED` runs."""
         return self.best is not None and len(self.best.runs) >= CONFIRMED
 
     def run(self) -> Trial:
-        """Run all stages and return the best trial."""
         self._find_savings()
         self._grow(self._screen())
         self._race(self._shortlist())

@@ -28,7 +28,7 @@ from tokenleap.request import Request
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
-from tokenleap.training.methods import training_method
+from tokenleap.training.method import training_method
 
 METHODS = list(STATE_NETS)
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -469,7 +469,7 @@ def test_what_the_target_adds_to_its_logits(name: str, tmp_path: Path) -> None:
     assert target.final_norm is not None
     outputs = trainee.net.outputs(target.final_norm(hidden[-1:]), 1)
     torch.testing.assert_close(trainee.logits(outputs, 1), own, rtol=0, atol=1e-4)
-    method.write(trainee, parts, tmp_path, {})
+    trainee.write(parts, tmp_path, {})
     head = head_of("blockwise", tmp_path, target)
     first, second = grown(head, hidden, [[5, 20, 21, 22]], [[23]])
     torch.testing.assert_close(first[0], own, rtol=0, atol=1e-4)
