@@ -1,171 +1,200 @@
-"""Comparisons of two generations of a prompt, and the file that keeps them."""
+"""Two commits against each other: speed of the second over that of the first, and their tokens.
+
+    python -m benchmarks.compare HEAD~1 HEAD --method ngram
+
+Each commit is checked out into a temporary folder (`git worktree`), and a process of each
+(`tokenleap.bench.worker`) loads the model and stays alive. The two take turns on every prompt of
+every round, so what slows the machine down slows both. The same commit twice (HEAD HEAD) shows how
+much the machine's noise alone does.
+
+Prints a Markdown table with the ratio of tokens/s by kind of prompt: the geometric mean over
+prompts of medians over rounds, with a 95 % interval over prompts. Exits with 1 if an output
+differs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from statistics import median
+from typing import Annotated, Any
 
-from benchmarks import BenchmarkError
-from benchmarks.report import markdown_table
+import typer
+
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import in_turn, machine, one_line_errors, report, table
+from tokenleap.bench.contestants import Contestant, Setting, methods
+from tokenleap.bench.prompts_file import Prompt
 from tokenleap.bench.run import Journal
+from tokenleap.bench.summary import ALL, bootstrap_ratio
+from tokenleap.bench.worker import Process
 
-__all__ = [
-    "Comparison",
-    "Difference",
-    "Generation",
-    "ResultsFile",
-    "first_difference",
-    "summary",
-]
+CODE_PROMPTS = Path(__file__).with_name("code_prompts.jsonl")
+ROOT = Path(__file__).parents[1]
+A, B = "A", "B"
 
-FORMAT = "tokenleap-identity-1"
-
-Key: TypeAlias = tuple[str, str, str]
-"""Check, method, prompt id."""
+Calls = Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]
+"""By side, prompt and round: seconds, and the tokens of the output."""
 
 
-@dataclass(frozen=True)
-class Generation:
-    """The result of one run.
-
-    Args:
-        token_ids: the output.
-        logprobs: of its tokens, if they were asked for.
-        branched: whether any draft was a tree and not a chain.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] | None = None
-    branched: bool = False
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first position at which two generations differ in a token or in its logprob.
-
-    Args:
-        position: from 0, the first generated token.
-        expected, got: the two tokens; None where one generation has ended.
-        expected_logprob, got_logprob: their log-probabilities, if both generations have them.
-        top2_gap: difference of the two largest float32 logits there. Where it is tiny, rounding
-            decides between the two tokens.
-        token_gap: float32 logit of the expected token less that of the other.
-    """
-
-    position: int
-    expected: int | None
-    got: int | None
-    expected_logprob: float | None = None
-    got_logprob: float | None = None
-    top2_gap: float | None = None
-    token_gap: float | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One method on one prompt, compared with its reference.
-
-    `promised` says whether they must be identical. In 16 bits invariant 7 covers chains only, so a
-    run that drafted trees may differ.
-    """
-
-    check: str
-    method: str
-    prompt: str
-    kind: str
-    prompt_tokens: int
-    generated_tokens: int
-    promised: bool
-    difference: Difference | None
-
-    @property
-    def key(self) -> Key:
-        """Identifies the comparison."""
-        return self.check, self.method, self.prompt
-
-    @property
-    def identical(self) -> bool:
-        """Whether nothing differs."""
-        return self.difference is None
-
-    @property
-    def broken(self) -> bool:
-        """Whether it differs although it must not."""
-        return self.promised and not self.identical
-
-    @staticmethod
-    def from_dict(value: dict[str, Any]) -> Comparison:
-        """The inverse of `dataclasses.asdict`."""
-        found = value["difference"]
-        return Comparison(**{**value, "difference": None if found is None else Difference(**found)})
+@one_line_errors()
+def main(
+    a: Annotated[str, typer.Argument(help="A commit, which the other is compared with.")],
+    b: Annotated[str, typer.Argument(help="A commit.")],
+    prompts: harness.Prompts = CODE_PROMPTS,
+    model: harness.Model = "smollm2-135m",
+    method: Annotated[str, typer.Option(help="A drafter, or JSON of its config.")] = "ngram",
+    draft_model: Annotated[str | None, typer.Option(help="For methods that take one.")] = None,
+    kind: harness.Kinds = None,
+    per_kind: harness.PerKind = 4,
+    rounds: harness.Rounds = 3,
+    max_tokens: harness.MaxTokens = 64,
+    max_prompt_tokens: harness.MaxPromptTokens = 1024,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    threads: harness.Threads = 1,
+    quantization: harness.Quantization = None,
+    runtime: harness.Runtime = "auto",
+    dtype: harness.Dtype = "auto",
+    device: harness.Device = "auto",
+    seed: harness.Seed = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON lines of calls; an existing file is continued.")
+    ] = None,
+) -> None:
+    """Let two commits take turns, and print how much faster the second one is."""
+    commits = {A: _commit(a), B: _commit(b)}
+    chosen = methods([method], draft_model, quantization)[-1]
+    setting = Setting(
+        model=model,
+        dtype=dtype,
+        device=device,
+        runtime=runtime,
+        draft_model=draft_model,
+        threads=threads,
+        max_tokens=max_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        temperature=temperature,
+    )
+    sample = harness.sample_of(prompts, per_kind, seed, kind)
+    header = {**vars(setting), "commits": commits, "method": chosen.label}
+    header["prompts"] = [prompt.id for prompt in sample]
+    journal = Journal(output, "tokenleap-compare-1", header)
+    with ExitStack() as stack:
+        sides = {
+            side: stack.enter_context(_started(side, commit, chosen, setting))
+            for side, commit in commits.items()
+        }
+        calls = measure(sides, sample, setting, rounds, journal)
+    facts = {**machine("cpu"), **commits, "method": chosen.label, "model": model}
+    text, same = report_of(sample, calls, facts)
+    print(text)
+    raise typer.Exit(0 if same else 1)
 
 
-def first_difference(expected: Generation, got: Generation) -> Difference | None:
-    """The first difference; None if tokens and logprobs are identical.
-
-    Log-probabilities are compared as equal floats, if both generations have them.
-    """
-    for position in range(max(len(expected.token_ids), len(got.token_ids))):
-        tokens = _at(expected.token_ids, position), _at(got.token_ids, position)
-        logprobs: tuple[float | None, float | None] = (None, None)
-        if expected.logprobs is not None and got.logprobs is not None:
-            logprobs = _at(expected.logprobs, position), _at(got.logprobs, position)
-        if tokens[0] != tokens[1] or logprobs[0] != logprobs[1]:
-            return Difference(position, *tokens, *logprobs)
-    return None
+def report_of(sample: Sequence[Prompt], calls: Calls, facts: Mapping[str, Any]) -> tuple[str, bool]:
+    """The report, and whether both sides have the same tokens."""
+    differing = [p.id for p, *pair in zip(sample, *calls.values(), strict=True) if _differ(*pair)]
+    agreement = (
+        f"Other tokens on prompts {', '.join(differing)}." if differing else "All tokens are equal."
+    )
+    text = report("compare", facts, _table(sample, calls), _spread(calls), agreement)
+    return text, not differing
 
 
-def _at(values: Sequence[Any], position: int) -> Any:
-    return values[position] if position < len(values) else None
+def _commit(name: str) -> str:
+    return _git("rev-parse", "--short=12", "--verify", f"{name}^{{commit}}")
 
 
-class ResultsFile:
-    """Comparisons as JSON lines, appended one by one, from which an interrupted run continues.
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise BenchmarkError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
 
-    Args:
-        path: created if it does not exist; None keeps the comparisons in memory only.
-        settings: everything the results depend on.
 
-    Raises:
-        TokenleapError: the file is not such a file, or its settings differ.
-    """
-
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self._journal = Journal(path, FORMAT, settings)
+@contextmanager
+def _started(side: str, commit: str, one: Contestant, setting: Setting) -> Iterator[Process]:
+    """A process of this commit, loaded."""
+    with tempfile.TemporaryDirectory(prefix=f"tokenleap-{commit}-") as folder:
+        tree = Path(folder, "tree")
+        _git("worktree", "add", "--detach", str(tree), commit)
         try:
-            comparisons = [Comparison.from_dict(line) for line in self._journal.records]
-        except (LookupError, TypeError) as error:
-            raise BenchmarkError(f"{path} is not a results file: {error}.") from error
-        self.comparisons: dict[Key, Comparison] = {c.key: c for c in comparisons}
-
-    def add(self, comparison: Comparison) -> None:
-        """Add a comparison; it is on disk before this returns."""
-        self.comparisons[comparison.key] = comparison
-        self._journal.add(asdict(comparison))
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self.comparisons
+            label = f"{side} ({commit})"
+            named = Contestant(label, one.kind, one.config, one.quantization)
+            with Process(named, setting, source=tree / "src") as process:
+                process.wait_until_loaded()
+                yield process
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
 
 
-def summary(comparisons: Iterable[Comparison]) -> str:
-    """A Markdown table of identical / compared per check, method and kind of prompt."""
-    groups: dict[tuple[str, str], list[Comparison]] = {}
-    kinds: dict[str, None] = {}
-    for comparison in comparisons:
-        groups.setdefault((comparison.check, comparison.method), []).append(comparison)
-        kinds[comparison.kind] = None
-    rows = [
-        [
-            f"{check}: {method}",
-            *(_share([c for c in members if c.kind == kind]) for kind in kinds),
-            _share(members),
-        ]
-        for (check, method), members in sorted(groups.items())
-    ]
-    return markdown_table(["check: method", *kinds, "all"], rows)
+def measure(
+    sides: Mapping[str, Process],
+    sample: Sequence[Prompt],
+    setting: Setting,
+    rounds: int,
+    journal: Journal,
+) -> Calls:
+    """Generate for every prompt on both sides in turn; a run of each before that warms up."""
+    context = min(int(process.facts["max_model_len"]) for process in sides.values())
+    ids = sides[A].encode([prompt.text for prompt in sample], context)
+
+    def generate(side: str, place: int) -> dict[str, Any]:
+        process, seeds = sides[side], [sample[place].seed] if setting.temperature else []
+        process.forget()
+        called = process.generate([ids[place]], setting.max_tokens, setting.temperature, seeds)
+        return {"seconds": called["seconds"], "tokens": called["outputs"][0]["token_ids"]}
+
+    in_turn(list(sides), [0], 1, generate, doing="warm-up")
+    places = list(range(len(sample)))
+    return in_turn(list(sides), places, rounds, generate, doing="prompts", journal=journal)
 
 
-def _share(comparisons: Sequence[Comparison]) -> str:
-    return f"{sum(c.identical for c in comparisons)}/{len(comparisons)}"
+def _differ(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
+    return any(call["tokens"] != one[0]["tokens"] for call in (*one, *other))
+
+
+def _table(sample: Sequence[Prompt], calls: Calls) -> str:
+    """By kind of prompt: tokens/s of both sides, and their ratio."""
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(sample):
+        places.setdefault(prompt.kind, []).append(place)
+    if len(places) > 1:
+        places[ALL] = list(range(len(sample)))
+
+    def ratio(kind: str) -> object:
+        return bootstrap_ratio([_speed(calls[B][at]) / _speed(calls[A][at]) for at in places[kind]])
+
+    def speed(side: str, kind: str) -> str:
+        return f"{median(_speed(calls[side][at]) for at in places[kind]):.1f}"
+
+    return table(
+        list(places),
+        {
+            "prompts": str,
+            "number": lambda kind: len(places[kind]),
+            "A, tokens/s": lambda kind: speed(A, kind),
+            "B, tokens/s": lambda kind: speed(B, kind),
+            "speed of B over A": ratio,
+        },
+    )
+
+
+def _speed(calls: Sequence[Mapping[str, Any]]) -> float:
+    return float(median(len(call["tokens"]) / call["seconds"] for call in calls))
+
+
+def _spread(calls: Calls) -> str:
+    """How much rounds of a call differ."""
+    seconds = [[call["seconds"] for call in rounds] for side in calls.values() for rounds in side]
+    spread = median((max(each) - min(each)) / median(each) for each in seconds)
+    return f"Rounds of the same call differ by {spread:.1%} (the median of all calls)."
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -20,6 +20,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -29,14 +30,13 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks import flags
-from benchmarks.contract_run import HOT, RANDOM, RANDOM_TOKENS
-from benchmarks.loading import llm_for, load
-from benchmarks.report import command_line, markdown_table, one_line_errors
+from benchmarks import harness
+from benchmarks.contract import HOT, RANDOM, RANDOM_TOKENS
+from benchmarks.harness import llm_for, load, machine, one_line_errors, report, sample_of, timed
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE
 from tokenleap.bench.own import encode, prompt_limit, random_ids
-from tokenleap.bench.prompts_file import read_prompts, stratified
+from tokenleap.bench.report import markdown_table
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import Controller, CostCurve, controller_class
 from tokenleap.core.acceptance import Accepted
@@ -49,8 +49,6 @@ from tokenleap.drafters.suffix import SuffixDrafter
 from tokenleap.request import Request
 from tokenleap.runtime.network import PassOutput
 
-__all__ = ["main", "replay"]
-
 DRAFTERS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 DRAFTED = (0, 1, 3, 7, 15, 31, 63)
 """Drafted nodes (roots not counted) of the passes of a cycle."""
@@ -61,45 +59,41 @@ CACHE_BYTES = 4 * 2**20
 """Overwritten before anything is timed, because a real pass evicts all else from the cache."""
 
 
+@one_line_errors()
 def main(
-    prompts: flags.Prompts,
+    prompts: harness.Prompts,
     recorded: Annotated[Path, typer.Option(help="JSON file; recorded if it does not exist.")],
     method: Annotated[str, typer.Option(help="ngram or suffix.")] = "ngram",
-    model: flags.Model = "smollm2-135m",
+    model: harness.Model = "smollm2-135m",
     batch_size: Annotated[list[int] | None, typer.Option(help="(Repeatable.)")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Replays, each from another moment on.")] = 2,
     minutes: Annotated[float, typer.Option(help="Time to record passes.")] = 3,
     slow_reading: Annotated[
         float, typer.Option(help="Slow all passes down by so many ms in every other 3 seconds.")
     ] = 0.0,
-    max_prompt_tokens: flags.MaxPromptTokens = 256,
-    seed: flags.Seed = 0,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
+    max_prompt_tokens: harness.MaxPromptTokens = 256,
+    seed: harness.Seed = 0,
+    dtype: harness.Dtype = "auto",
+    device: harness.Device = "auto",
 ) -> None:
     """Replay the recording and print a Markdown table."""
-    with one_line_errors():
-        if not recorded.exists():
-            llm = llm_for(
-                load(model, dtype, device), BASELINE.config, max_num_seqs=max(BATCH_SIZES)
-            )
-            texts = _texts(llm, prompts, max_prompt_tokens, seed)
-            passes = {rows: _passes(llm, rows, 10 * minutes, seed) for rows in BATCH_SIZES}
-            recorded.write_text(json.dumps({"texts": texts, "passes": passes}))
-        data = json.loads(recorded.read_text())
+    if not recorded.exists():
+        llm = llm_for(load(model, dtype, device), BASELINE.config, max_num_seqs=max(BATCH_SIZES))
+        texts = _texts(llm, prompts, max_prompt_tokens, seed)
+        passes = {rows: _passes(llm, rows, 10 * minutes, seed) for rows in BATCH_SIZES}
+        recorded.write_text(json.dumps({"texts": texts, "passes": passes}))
+    data = json.loads(recorded.read_text())
     sizes = batch_size or BATCH_SIZES
     cells = {size: replay(data, method, size, rounds, slow_reading / 1000) for size in sizes}
-    kinds = list(next(iter(cells.values())))
-    table = [
-        [
-            str(size),
-            *(f"{found[kind]:.3f}" for kind in kinds),
-            f"{geometric_mean(found.values()):.3f}",
-        ]
-        for size, found in cells.items()
-    ]
-    print(f"{command_line('benchmarks.control_replay')}, tokens/s over those of plain decoding\n")
-    print(markdown_table(["batch", *kinds, "mean"], table))
+    rows = [[str(size), *_cells(ratios)] for size, ratios in cells.items()]
+    header = ["batch", *data["texts"], "mean"]
+    remark = "Tokens/s over those of plain decoding."
+    found = markdown_table(header, rows)
+    print(report("control_replay", machine("cpu"), found, remark))
+
+
+def _cells(ratios: Mapping[str, float]) -> list[str]:
+    return [f"{ratio:.3f}" for ratio in (*ratios.values(), geometric_mean(ratios.values()))]
 
 
 # Recording
@@ -107,8 +101,7 @@ def main(
 
 def _texts(llm: LLM, path: Path, most: int, seed: int) -> dict[str, list[Any]]:
     """Prompts with the target's outputs, by kind; one more kind mixes all of them."""
-    everything = read_prompts(path)
-    sample = stratified(everything, len(everything), seed)
+    sample = sample_of(path, seed=seed)
     limit = prompt_limit(llm.max_model_len, most, TOKENS)
     found = dict[str, list[Any]]()
     for kind in [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]:
@@ -143,9 +136,7 @@ def _passes(llm: LLM, rows: int, seconds: float, seed: int) -> list[list[float]]
         taken = dict[int, float]()
         for drafted in dice.sample(DRAFTED, len(DRAFTED)):
             trees = [chain([1] * (1 + (drafted + row) // rows)) for row in range(rows)]
-            start = time.perf_counter()
-            target.verify(keys, trees)
-            taken[drafted] = time.perf_counter() - start
+            taken[drafted], _ = timed(partial(target.verify, keys, trees))
         cycles.append([taken[drafted] for drafted in DRAFTED])
     for key in keys:
         target.remove(key)
@@ -158,10 +149,7 @@ def _passes(llm: LLM, rows: int, seconds: float, seed: int) -> list[list[float]]
 class _Machine:
     """The recorded machine: how long passes take at the present moment.
 
-    Args:
-        cycles: the recording (see `_passes`).
-        start: the first moment, as a share of the recording.
-        slower: seconds added to every pass in every other three seconds.
+    It begins at a share `start` of the recording. Passes of every other three seconds are slower.
     """
 
     def __init__(self, cycles: Sequence[Sequence[float]], start: float, slower: float) -> None:

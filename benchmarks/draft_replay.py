@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -26,11 +25,10 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 
-from benchmarks import flags
-from benchmarks.report import command_line, markdown_table, one_line_errors
+from benchmarks import harness
+from benchmarks.harness import in_turn, machine, one_line_errors, report, sample_of, table, timed
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.own import encode
-from tokenleap.bench.prompts_file import read_prompts, stratified
 from tokenleap.control import Budget, Controller, CostCurve, Fixed, controller_class
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.sampler import TreeDistributions
@@ -40,8 +38,6 @@ from tokenleap.drafters.growth import coupled_draws, most_probable
 from tokenleap.request import Request
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.network import PassOutput
-
-__all__ = ["Text", "main", "replay"]
 
 CODE_PROMPTS = Path(__file__).with_name("code_prompts.jsonl")
 LENGTHS = (0, 2, 3, 4, 5, 8)
@@ -53,51 +49,49 @@ Text: TypeAlias = tuple[Sequence[bool], Sequence[float]]
 probability of what it drafts, or of drawn tokens their clarity (`Draft.path_probs`)."""
 
 
+@one_line_errors()
 def main(
     recorded: Annotated[Path, typer.Option(help="JSON file; recorded if it does not exist.")],
     prompts: Annotated[Path, typer.Option(help="Prompts to record.")] = CODE_PROMPTS,
-    model: flags.Model = "smollm2-135m",
+    model: harness.Model = "smollm2-135m",
     draft_model: Annotated[str, typer.Option(help="Draft model.")] = "smollm2-135m",
     draft_quantization: Annotated[str, typer.Option(help="Of the draft model.")] = "int4",
     per_kind: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 4,
-    max_tokens: flags.MaxTokens = 128,
+    max_tokens: harness.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     most: Annotated[int, typer.Option(min=1, help="num_speculative_tokens of the default.")] = 8,
     draft_cost: Annotated[
         float | None, typer.Option(help="Of a draft token, in plain passes, as if it was recorded.")
     ] = None,
-    seed: flags.Seed = 0,
+    seed: harness.Seed = 0,
 ) -> None:
     """Replay the recording and print a Markdown table of speeds over plain decoding."""
-    with one_line_errors():
-        if not recorded.exists():
-            sample = stratified(read_prompts(prompts), per_kind, seed)
-            target = LLM(model, max_num_seqs=1, speculative_config={"method": "none"})
-            form = DRAFTING if draft_quantization == "int4" else draft_quantization
-            draft = LLM(draft_model, max_num_seqs=1, quantization=form)
-            params = SamplingParams(
-                temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
-            )
-            texts = dict[str, list[Text]]()
-            for prompt in sample:
-                ids = encode(target, prompt.text, 1024)
-                (output,) = target.generate([ids], params)
-                text = _agreement(draft, ids, output.token_ids, params)
-                texts.setdefault(prompt.kind, []).append(text)
-            data = {"texts": texts, "passes": _passes(target), "level": _passes(draft)[1]}
-            recorded.write_text(json.dumps(data))
-        data = json.loads(recorded.read_text())
+    if not recorded.exists():
+        sample = sample_of(prompts, per_kind, seed)
+        target = LLM(model, max_num_seqs=1, speculative_config={"method": "none"})
+        form = DRAFTING if draft_quantization == "int4" else draft_quantization
+        draft = LLM(draft_model, max_num_seqs=1, quantization=form)
+        params = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
+        )
+        written = dict[str, list[Text]]()
+        for prompt in sample:
+            ids = encode(target, prompt.text, 1024)
+            (output,) = target.generate([ids], params)
+            text = _agreement(draft, ids, output.token_ids, params)
+            written.setdefault(prompt.kind, []).append(text)
+        data = {"texts": written, "passes": _passes(target), "level": _passes(draft)[1]}
+        recorded.write_text(json.dumps(data))
+    data = json.loads(recorded.read_text())
     passes = {int(nodes): seconds for nodes, seconds in data["passes"].items()}
     level = data["level"] if draft_cost is None else draft_cost * passes[1]
-    texts = with_changes(data["texts"], seed)
-    speeds = replay(texts, passes, level, most)
-    header = ["text", "default", *map(str, LENGTHS), "default over the best"]
-    table = [
-        [kind, *(f"{row[name]:.3f}" for name in ("default", *LENGTHS)), f"{_share(row):.3f}"]
-        for kind, row in speeds.items()
-    ]
-    print(f"{command_line('benchmarks.draft_replay')}, speed over plain decoding\n")
-    print(markdown_table(header, table))
+    speeds = replay(with_changes(data["texts"], seed), passes, level, most)
+    columns: dict[str, Callable[[str], object]] = {"text": str}
+    for name in ("default", *LENGTHS):
+        columns[str(name)] = lambda kind, name=name: f"{speeds[kind][name]:.3f}"  # type: ignore[misc]
+    columns["default over the best"] = lambda kind: f"{_share(speeds[kind]):.3f}"
+    remark = "Speed over plain decoding."
+    print(report("draft_replay", machine("cpu"), table(list(speeds), columns), remark))
 
 
 # Recording
@@ -136,14 +130,13 @@ def _passes(llm: LLM) -> dict[int, float]:
     target, key = llm.engine.target, -(10**9)
     target.add(key)
     target.prefill(key, [1] * 128)
-    taken = dict[int, list[float]]()
-    for _ in range(9):
-        for size in SIZES:
-            began = time.perf_counter()
-            target.verify([key], [chain([1] * size)])
-            taken.setdefault(size, []).append(time.perf_counter() - began)
+
+    def run(size: int, _: None) -> float:
+        return timed(lambda: target.verify([key], [chain([1] * size)]))[0]
+
+    taken = in_turn(SIZES, [None], 9, run, doing="passes")
     target.remove(key)
-    return {size: median(seconds) for size, seconds in taken.items()}
+    return {size: median(seconds[0]) for size, seconds in taken.items()}
 
 
 # Replaying
@@ -172,11 +165,7 @@ def replay(
 ) -> dict[str, dict[str | int, float]]:
     """Speeds over plain decoding: by kind of text, of the default and of fixed lengths.
 
-    Args:
-        texts: by kind.
-        passes: seconds of a pass of the target by its nodes.
-        level: seconds of a pass of the draft model.
-        most: most tokens that the default drafts.
+    A pass of the target takes `passes[nodes]` seconds, and one of the draft model `level`.
     """
 
     def seconds(nodes: int) -> float:
@@ -222,7 +211,6 @@ def _speed(
 def _run(
     controller: Controller, text: Text, seconds: Callable[[int], float], level: float
 ) -> float:
-    """Seconds that a text takes."""
     agrees, sure = text
     request, taken = _Replayed(len(agrees)), 0.0
     while request.remaining:

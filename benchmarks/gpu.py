@@ -16,31 +16,18 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.loading import Loaded, llm_for, load
-from benchmarks.report import (
-    command_line,
-    in_one_line,
-    machine,
-    markdown_table,
-    one_line_errors,
-    progress_bar,
-)
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import Loaded, in_turn, llm_for, load, machine, one_line_errors
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.own import encode, prompt_limit
-from tokenleap.bench.prompts_file import read_prompts, stratified
-from tokenleap.bench.rows import Interval, bootstrap_ratio, geometric_mean
-from tokenleap.bench.run import order
-
-__all__ = ["BASELINE", "Cell", "Contestant", "cells", "contestants", "main", "measure"]
+from tokenleap.bench.report import markdown_table
+from tokenleap.bench.summary import Interval, bootstrap_ratio
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 BASELINE = "none, eager"
@@ -52,18 +39,12 @@ Batch = Sequence[list[int]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A method on a runtime.
-
-    Args:
-        llm: shared by the methods of a runtime.
-        config: the method.
-    """
+    """A method on a runtime; the methods of a runtime share an `LLM`."""
 
     llm: LLM
     config: Mapping[str, Any]
 
     def generate(self, batch: Batch, max_tokens: int) -> list[tuple[int, ...]]:
-        """Output tokens of each prompt."""
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         outputs = self.llm.generate(list(batch), params, speculative_config=self.config)
         return [output.token_ids for output in outputs]
@@ -72,14 +53,7 @@ class Contestant:
 def contestants(
     loaded: Loaded, num_speculative_tokens: int, most_rows: int, *, compiled: bool
 ) -> dict[str, Contestant]:
-    """Every method on every runtime, on one set of weights.
-
-    Args:
-        loaded: the model.
-        num_speculative_tokens: draft length of `ngram`.
-        most_rows: largest batch.
-        compiled: whether torch.compile takes part.
-    """
+    """Every method on every runtime, on one set of weights."""
     methods: dict[str, dict[str, Any]] = {
         "none": {"method": "none"},
         "ngram": {
@@ -88,26 +62,17 @@ def contestants(
             "controller": "fixed",
         },
     }
-    found = {}
+    found: dict[str, Contestant] = {}
     for way, runtime in RUNTIMES.items():
-        if way == "compiled" and not compiled:
-            continue
-        llm = llm_for(loaded, methods["none"], runtime=runtime, max_num_seqs=most_rows)
-        found.update({f"{name}, {way}": Contestant(llm, each) for name, each in methods.items()})
+        if compiled or way != "compiled":
+            llm = llm_for(loaded, methods["none"], runtime=runtime, max_num_seqs=most_rows)
+            found |= {f"{name}, {way}": Contestant(llm, each) for name, each in methods.items()}
     return found
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One contestant at one batch size, compared with the baseline.
-
-    Args:
-        contestant: its label.
-        batch_size: prompts generated for together.
-        ratio: of tokens/s.
-        speed: tokens/s, the geometric mean over batches.
-        differing: batches with an output that differs from the baseline's.
-    """
+    """One contestant at one batch size; `differing` counts batches with other outputs."""
 
     contestant: str
     batch_size: int
@@ -116,7 +81,6 @@ class Cell:
     differing: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**vars(self), "ratio": vars(self.ratio)}
 
 
@@ -126,95 +90,71 @@ def measure(
     rounds: int,
     max_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
-    advance: Callable[[], object] = lambda: None,
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Time batches of one size.
-
-    Args:
-        run: the contestants.
-        batches: of prompts.
-        rounds: timed runs of each contestant and batch. One run before them warms up.
-        max_tokens: generated per prompt.
-        clock: seconds. `generate` returns after the device has finished.
-        advance: called after every run.
-
-    Returns:
-        By contestant: tokens/s of every batch (medians over rounds), and the number of batches
-        whose output differs from the baseline's.
-    """
-    speeds: dict[str, list[float]] = {label: [] for label in run}
-    differing = dict.fromkeys(run, 0)
-    for batch in batches:
-        seconds: dict[str, list[float]] = {label: [] for label in run}
-        outputs: dict[str, list[tuple[int, ...]]] = {}
-        for index in range(rounds + 1):
-            for label in order(list(run), index):
-                began = clock()
-                outputs[label] = run[label].generate(batch, max_tokens)
-                seconds[label].append(clock() - began)
-                advance()
-        for label in run:
-            tokens = sum(len(output) for output in outputs[label])
-            speeds[label].append(tokens / median(seconds[label][1:]))
-            differing[label] += outputs[label] != outputs[BASELINE]
-    return speeds, differing
-
-
-def cells(
-    size: int, speeds: Mapping[str, Sequence[float]], differing: Mapping[str, int], seed: int
 ) -> list[Cell]:
-    """Every contestant compared with the baseline at one batch size."""
-    base = speeds[BASELINE]
+    """Time batches of one size. A run of each before the first round warms up."""
+
+    def generate(label: str, batch: Batch) -> tuple[float, list[tuple[int, ...]]]:
+        began = clock()
+        outputs = run[label].generate(batch, max_tokens)
+        return clock() - began, outputs
+
+    size = len(batches[0])
+    found = in_turn(list(run), batches, rounds, generate, warm_up=1, doing=f"batches of {size}")
+    speeds: dict[str, list[float]] = {}
+    differing = dict.fromkeys(run, 0)
+    for label, by_batch in found.items():
+        for place, runs in enumerate(by_batch):
+            outputs = runs[-1][1]
+            seconds = median(taken for taken, _ in runs)
+            speeds.setdefault(label, []).append(sum(map(len, outputs)) / seconds)
+            differing[label] += outputs != found[BASELINE][place][-1][1]
     return [
-        Cell(
-            label,
-            size,
-            bootstrap_ratio([own / plain for own, plain in zip(found, base, strict=True)], seed),
-            geometric_mean(found),
-            differing[label],
-        )
-        for label, found in speeds.items()
+        Cell(label, size, _over(own, speeds[BASELINE]), geometric_mean(own), differing[label])
+        for label, own in speeds.items()
     ]
 
 
+def _over(own: Sequence[float], base: Sequence[float]) -> Interval:
+    return bootstrap_ratio([one / other for one, other in zip(own, base, strict=True)])
+
+
+@one_line_errors()
 def main(
-    prompts: flags.Prompts,
+    prompts: harness.Prompts,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file, too.")
     ] = None,
-    model: flags.Model = "smollm2-135m",
+    model: harness.Model = "smollm2-135m",
     batch_size: Annotated[
         list[int] | None,
         typer.Option(min=1, max=64, help="(Repeatable.) Default: 1, 2, 4, 8, 16, 32."),
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches of each size.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of every batch.")] = 3,
+    rounds: harness.Rounds = 3,
     num_speculative_tokens: Annotated[
         int, typer.Option(min=1, max=63, help="Draft length of ngram.")
     ] = 5,
-    max_tokens: flags.MaxTokens = 128,
-    max_prompt_tokens: flags.MaxPromptTokens = 256,
+    max_tokens: harness.MaxTokens = 128,
+    max_prompt_tokens: harness.MaxPromptTokens = 256,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="With torch.compile, too: takes minutes.")
     ] = False,
-    seed: flags.Seed = 0,
-    dtype: flags.Dtype = "auto",
+    seed: harness.Seed = 0,
+    dtype: harness.Dtype = "auto",
 ) -> None:
     """Measure methods and runtimes on a GPU, and print Markdown tables."""
-    with one_line_errors():
-        if not torch.cuda.is_available():
-            raise BenchmarkError("this needs a CUDA device, and there is none.")
-        if json_file is not None and not json_file.parent.is_dir():
-            raise BenchmarkError(f"--json: there is no folder {json_file.parent}.")
-        loaded = load(model, dtype, "cuda")
-        sizes = sorted(set(batch_size or BATCH_SIZES))
-        run = contestants(loaded, num_speculative_tokens, max(sizes), compiled=compiled)
-        sample = stratified(read_prompts(prompts), max(sizes) * batches, seed)
-        llm = run[BASELINE].llm
-        limit = prompt_limit(llm.max_model_len, max_prompt_tokens, max_tokens)
-        ids = [encode(llm, prompt.text, limit) for prompt in sample]
-        groups = {size: groups_of(ids, size, batches) for size in sizes}
-        found = _all_sizes(run, groups, rounds, max_tokens, seed)
+    if not torch.cuda.is_available():
+        raise BenchmarkError("this needs a CUDA device, and there is none.")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise BenchmarkError(f"--json: there is no folder {json_file.parent}.")
+    sizes = sorted(set(batch_size or BATCH_SIZES))
+    loaded = load(model, dtype, "cuda")
+    run = contestants(loaded, num_speculative_tokens, max(sizes), compiled=compiled)
+    llm = run[BASELINE].llm
+    sample = harness.sample_of(prompts, max(sizes) * batches, seed)
+    ids = harness.encoded(llm, sample, max_prompt_tokens, max_tokens)
+    groups = [groups_of(ids, size, batches) for size in sizes]
+    found = [cell for group in groups for cell in measure(run, group, rounds, max_tokens)]
     facts = machine(llm.device, llm.dtype)
     print(report(found, facts))
     if json_file is not None:
@@ -222,30 +162,8 @@ def main(
         json_file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
-def _all_sizes(
-    run: Mapping[str, Contestant],
-    groups: Mapping[int, Sequence[Batch]],
-    rounds: int,
-    max_tokens: int,
-    seed: int,
-) -> list[Cell]:
-    found: list[Cell] = []
-    with progress_bar() as bar:
-        for size, batches in groups.items():
-            total = len(batches) * len(run) * (rounds + 1)
-            task = bar.add_task(f"batches of {size}", total=total)
-            advance = partial(bar.advance, task)
-            measured = measure(run, batches, rounds, max_tokens, advance=advance)
-            found += cells(size, *measured, seed)
-    return found
-
-
 def groups_of(ids: Sequence[list[int]], size: int, most: int) -> list[Batch]:
-    """The prompts in at most `most` batches of one size.
-
-    Raises:
-        BenchmarkError: there are too few prompts for one batch.
-    """
+    """The prompts in at most `most` batches of one size."""
     groups = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
     if not groups:
         raise BenchmarkError(
@@ -263,16 +181,14 @@ def report(found: Sequence[Cell], facts: Mapping[str, Any]) -> str:
         if differing
         else f"All outputs are those of {BASELINE}."
     )
-    return "\n\n".join(
-        [
-            command_line("benchmarks.gpu"),
-            in_one_line(facts),
-            f"Tokens/s over those of {BASELINE}, by batch size:",
-            _table(found, lambda cell: str(cell.ratio)),
-            "Tokens/s of all sequences together:",
-            _table(found, lambda cell: f"{cell.speed:.0f}"),
-            agreement,
-        ]
+    return harness.report(
+        "gpu",
+        facts,
+        f"Tokens/s over those of {BASELINE}, by batch size:",
+        _table(found, lambda cell: str(cell.ratio)),
+        "Tokens/s of all sequences together:",
+        _table(found, lambda cell: f"{cell.speed:.0f}"),
+        agreement,
     )
 
 

@@ -15,19 +15,16 @@ for what later loads take. A GGUF file keeps its quantization, as with `LLM` by 
 
 from __future__ import annotations
 
-import json
 import resource
-import time
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.report import command_line, machine, markdown_table, one_line_errors
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import json_object, machine, one_line_errors, report, timed
 from tokenleap import LLM, SpeculativeConfig
-
-__all__ = ["Memory", "main", "memory"]
+from tokenleap.bench.report import markdown_table
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -40,41 +37,34 @@ class Memory(NamedTuple):
     peak: float
 
 
+@one_line_errors()
 def main(
-    model: flags.Model = "smollm2-135m",
+    model: harness.Model = "smollm2-135m",
     config: Annotated[str, typer.Option(help="The speculative_config, as JSON.")] = "{}",
-    quantization: flags.Quantization = "auto",
-    runtime: flags.Runtime = "auto",
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
+    quantization: harness.Quantization = "auto",
+    runtime: harness.Runtime = "auto",
+    dtype: harness.Dtype = "auto",
+    device: harness.Device = "auto",
 ) -> None:
     """Measure the memory and the seconds of loading a model and its drafter."""
-    with one_line_errors():
-        before = memory()
-        began = time.perf_counter()
-        llm = LLM(
+    before, parsed = memory(), SpeculativeConfig.parse(json_object("--config", config))
+    seconds, llm = timed(
+        lambda: LLM(
             model,
-            speculative_config=SpeculativeConfig.parse(_parsed(config)),
+            speculative_config=parsed,
             dtype=dtype,
             device=device,
             quantization=quantization,
             runtime=runtime,
         )
-        seconds = time.perf_counter() - began
-        after = memory()
-    rows = [_row("imports", "", before), _row("LLM", f"{seconds:.1f}", after)]
-    table = markdown_table(["after", "seconds", "resident, MB", "of files", "peak"], rows)
-    print("\n\n".join([command_line("benchmarks.load_memory"), table]) + "\n")
+    )
+    rows = [_row("imports", "", before), _row("LLM", f"{seconds:.1f}", memory())]
+    header = ["after", "seconds", "resident, MB", "of files", "peak"]
     facts = {**machine(llm.device, llm.dtype), "runtime": llm.runtime}
-    print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
+    print(report("load_memory", facts, markdown_table(header, rows)))
 
 
 def memory() -> Memory:
-    """The memory of this process.
-
-    Raises:
-        BenchmarkError: the system does not tell.
-    """
     try:
         lines = _ROLLUP.read_text().splitlines()
     except OSError as error:
@@ -83,16 +73,6 @@ def memory() -> Memory:
     resident, anonymous = kilobytes["Rss:"] / 1000, kilobytes["Anonymous:"] / 1000
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
     return Memory(resident, resident - anonymous, peak)
-
-
-def _parsed(config: str) -> dict[str, object]:
-    try:
-        parsed = json.loads(config)
-    except json.JSONDecodeError as error:
-        raise BenchmarkError(f"--config is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise BenchmarkError("--config must be a JSON object.")
-    return parsed
 
 
 def _row(part: str, seconds: str, found: Memory) -> list[str]:

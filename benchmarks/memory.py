@@ -21,27 +21,19 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.report import command_line, in_one_line, machine, markdown_table, one_line_errors
-
-__all__ = ["Case", "Peak", "main", "measure", "table"]
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import machine, one_line_errors, report
+from tokenleap import LLM, SamplingParams, models
+from tokenleap.bench.machine import peak_bytes, weight_bytes
+from tokenleap.bench.report import markdown_table
+from tokenleap.drafters.base import with_method
 
 PLAIN: dict[str, Any] = {"method": "none"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case to measure.
-
-    Args:
-        model: folder, GGUF file or alias.
-        config: a speculative_config.
-        batch: prompts that are generated for together.
-        prompt_tokens, max_tokens: of each.
-        dtype, device: as `LLM` takes them.
-        quantization: as `LLM` takes it.
-        threads: of PyTorch.
-    """
+    """A configuration at a batch size; further fields as `LLM` takes them."""
 
     model: str
     config: Mapping[str, Any] = field(hash=False)
@@ -55,7 +47,6 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The method, and the folder of its model."""
         model = self.config.get("model")
         return f"{self.config['method']}{f' ({Path(model).name})' if model else ''}"
 
@@ -64,11 +55,9 @@ class Case:
 class Peak:
     """Bytes of one case.
 
-    Args:
-        weights: that a pass of the target reads, and that its draft model or head has.
-        kv: the most that the target's KV took, with what is kept of sources.
-        draft_kv: the same of draft models and heads.
-        total: the peak of the process; on a GPU, of what PyTorch allocated.
+    Weights are those that passes of the target, draft model and head read. The KV of the target,
+    with what is kept of sources, and the KV of draft models and heads are the most of any step.
+    The total is the peak of the process; on a GPU, of what PyTorch allocated.
     """
 
     weights: int
@@ -79,9 +68,6 @@ class Peak:
 
 def measure(case: Case) -> Peak:
     """Generate one batch, and look at the memory after every step."""
-    from tokenleap import LLM, SamplingParams, models
-    from tokenleap.bench.machine import peak_bytes, weight_bytes
-
     torch.set_num_threads(case.threads)
     llm = LLM(
         case.model,
@@ -134,13 +120,7 @@ def table(peaks: Mapping[Case, Peak]) -> tuple[list[str], list[list[str]]]:
 
 
 def _configs(given: Sequence[str]) -> list[dict[str, Any]]:
-    """The configurations, plain decoding first.
-
-    Raises:
-        BenchmarkError: one is no JSON object with a method.
-    """
-    from tokenleap.drafters.base import with_method
-
+    """The configurations, plain decoding first."""
     found = [PLAIN]
     for text in given:
         try:
@@ -157,32 +137,28 @@ def _configs(given: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
+@one_line_errors()
 def main(
     config: Annotated[
         list[str] | None,
         typer.Option(help="A method or a speculative_config as JSON (repeatable)."),
     ] = None,
-    model: flags.Model = "smollm2-135m",
+    model: harness.Model = "smollm2-135m",
     batch: Annotated[list[int], typer.Option(min=1, help="A batch size (repeatable).")] = [1, 8],  # noqa: B006 - Typer copies it
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-    max_tokens: flags.MaxTokens = 64,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
+    max_tokens: harness.MaxTokens = 64,
+    dtype: harness.Dtype = "auto",
+    device: harness.Device = "auto",
     quantization: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Of PyTorch.")] = 1,
+    threads: harness.Threads = 1,
 ) -> None:
     """Print peak memory by batch size in MB, with the difference to plain decoding."""
     rest = (prompt_tokens, max_tokens, dtype, device, quantization, threads)
-    with one_line_errors():
-        cases = [
-            Case(model, each, size, *rest) for size in batch for each in _configs(config or ())
-        ]
-        peaks: dict[Case, Peak] = {}
-        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-            for case in cases:
-                peaks[case] = pool.submit(measure, case).result()
-    print(f"{command_line('benchmarks.memory')}: MB. {in_one_line(machine(torch.device('cpu')))}\n")
-    print(markdown_table(*table(peaks)))
+    cases = [Case(model, each, size, *rest) for size in batch for each in _configs(config or ())]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        peaks = dict(zip(cases, pool.map(measure, cases), strict=True))
+    found = markdown_table(*table(peaks))
+    print(report("memory", machine("cpu"), found, "In MB."))
 
 
 if __name__ == "__main__":

@@ -24,18 +24,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
-from tokenleap.bench.run import order
+from benchmarks import BenchmarkError, harness
+from tokenleap.bench.report import markdown_table
 from tokenleap.core.params import SamplingParams
 from tokenleap.llm import LLM
-
-__all__ = ["EDITS", "Case", "Run", "cases", "chosen", "main", "measure"]
+from tokenleap.outputs import RequestOutput
 
 UNRELATED = "unrelated"
 
@@ -49,20 +46,12 @@ EDITS: dict[str, tuple[str, str, str]] = {
     ),
     "remove comments": ("Remove all comment lines.", r"\n *#[^\n]*", ""),
 }
-"""Edits to ask for, and how each is done: a pattern and its replacement."""
+"""What is asked for, and how it is done: a pattern and its replacement."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An edit of a file.
-
-    Args:
-        name: of the edit.
-        prompt: the file and what to do with it.
-        before: the file, which is the prediction.
-        after: the changed file.
-        prediction: what is given as the prediction.
-    """
+    """An edit of a file: the texts before and after, and what is given as the prediction."""
 
     name: str
     prompt: str
@@ -73,24 +62,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """How an edit is generated.
-
-    Args:
-        method: the usual drafter; None is the `LLM`'s default.
-        predicted: whether the request has the prediction.
-    """
+    """How an edit is generated: the usual drafter (None is the default), and the prediction."""
 
     method: str | None
     predicted: bool
 
     @property
     def title(self) -> str:
-        """The column of this run."""
         return f"`{self.method or 'default'}`" + (" and prediction" if self.predicted else "")
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The `speculative_config`."""
         return None if self.method is None else {"method": self.method}
 
 
@@ -111,11 +93,7 @@ def cases(lines: int) -> list[Case]:
 
 
 def chosen(made: Sequence[Case], names: str) -> list[Case]:
-    """The cases of these names, by commas; all of them if none is named.
-
-    Raises:
-        BenchmarkError: there is no such case.
-    """
+    """The cases of these names, separated by commas; all of them if none is named."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = [case.name for case in made]
     if unknown := [name for name in wanted if name not in known]:
@@ -125,84 +103,71 @@ def chosen(made: Sequence[Case], names: str) -> list[Case]:
     return [case for case in made if not wanted or case.name in wanted]
 
 
+@harness.one_line_errors()
 def main(
-    model: flags.TinyModel = "smollm2-135m",
+    model: harness.TinyModel = "smollm2-135m",
     lines: Annotated[int, typer.Option(min=1, help="Lines of the file.")] = 300,
     edits: Annotated[str, typer.Option(help="Some of the edits, by commas.")] = "",
     methods: Annotated[
         str, typer.Option(help="The usual drafters, by commas; the first is compared with.")
     ] = "none,default,suffix",
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each.")] = 3,
+    rounds: harness.Rounds = 3,
     free: Annotated[bool, typer.Option("--free", help="Let the model write what it will.")] = False,
     quantization: Annotated[str, typer.Option(help="See `LLM`.")] = "auto",
 ) -> None:
     """Measure edits of a file with and without the file as the prediction."""
-    with one_line_errors():
-        wanted = chosen(cases(lines), edits)
-        runs = [
-            Run(None if method == "default" else method, predicted)
-            for method in methods.split(",")
-            for predicted in (False, True)
-        ]
-        llm = LLM(model, quantization=quantization)
-        measured = {case.name: measure(llm, case, runs, rounds, free=free) for case in wanted}
+    wanted = chosen(cases(lines), edits)
+    runs = [
+        Run(None if method == "default" else method, predicted)
+        for method in methods.split(",")
+        for predicted in (False, True)
+    ]
+    llm = LLM(model, quantization=quantization)
+    rows = [[case.name, *measure(llm, case, runs, rounds, free=free)] for case in wanted]
     header = ["edit", "tokens", *(run.title for run in runs), "passes", "accepted, rejected"]
-    rows = [[name, *cells] for name, cells in measured.items()]
-    print(f"{command_line('benchmarks.prediction')}\n\n{markdown_table(header, rows)}\n")
-    print(
-        f"Speed of decoding over {runs[0].title}: medians and ranges over rounds. Passes, and "
-        "tokens of the prediction, are those of the last column of speeds.\n"
+    remark = (
+        f"Speed of decoding over {runs[0].title}, with 95 % intervals over rounds. Passes, and "
+        "tokens of the prediction, are those of the last column of speeds."
     )
-    facts = machine(llm.device, llm.dtype)
-    print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
-    print(f"- model: {Path(str(model)).name}, {llm.engine.target.quantization or 'not quantized'}")
+    facts = harness.machine(llm.device, llm.dtype)
+    facts["model"] = f"{Path(model).name}, {llm.engine.target.quantization or 'not quantized'}"
+    print(harness.report("prediction", facts, markdown_table(header, rows), remark))
 
 
 def measure(
     llm: LLM, case: Case, runs: Sequence[Run], rounds: int, *, free: bool = False
 ) -> list[str]:
-    """The cells of an edit: its tokens, the speeds of all runs, and what the last one did.
-
-    Raises:
-        BenchmarkError: two runs have different tokens, or a forced output is another text.
-    """
+    """The cells of an edit: its tokens, the speeds of all runs, and what the last one did."""
     form = None if free else {"regex": re.escape(case.after)}
     most = 2 * len(llm.encode(case.after)) if free else None
     params = SamplingParams(temperature=0, max_tokens=most, structured_outputs=form)
-    chats = bool(llm.tokenizer and llm.tokenizer.chat_template)
-    asked: Any = [{"role": "user", "content": case.prompt}] if chats else case.prompt
-    speeds: dict[Run, list[float]] = {run: [] for run in runs}
-    expected: tuple[int, ...] | None = None
-    with progress_bar() as bar:
-        for number in bar.track(range(rounds)):
-            seconds = {}
-            for run in order(runs, number):
-                llm.reset_drafter_memory()
-                (result,) = llm.generate(
-                    [asked],
-                    params,
-                    speculative_config=run.config,
-                    prediction=case.prediction if run.predicted else None,
-                    use_tqdm=False,
-                )
-                metrics = result.metrics
-                seconds[run] = metrics.seconds - metrics.prefill_seconds
-                if run == runs[-1]:
-                    last = metrics
-                if not free and result.text != case.after:
-                    raise BenchmarkError(f"{run.title}: the output is not the changed file.")
-                expected = expected or result.token_ids
-                if result.token_ids != expected:
-                    raise BenchmarkError(f"{run.title} has other tokens than {runs[0].title}.")
-            for run, took in seconds.items():
-                speeds[run].append(seconds[runs[0]] / took)
+
+    def generate(run: Run, case: Case) -> RequestOutput:
+        llm.reset_drafter_memory()
+        (result,) = llm.generate(
+            [harness.message(llm, case.prompt)],
+            params,
+            speculative_config=run.config,
+            prediction=case.prediction if run.predicted else None,
+            use_tqdm=False,
+        )
+        if not free and result.text != case.after:
+            raise BenchmarkError(f"{run.title}: the output is not the changed file.")
+        return result
+
+    outputs = harness.flat(harness.in_turn(runs, [case], rounds, generate, doing=case.name))
+    expected = outputs[runs[0]][0].token_ids
+    for run, results in outputs.items():
+        if any(result.token_ids != expected for result in results):
+            raise BenchmarkError(f"{run.title} has other tokens than {runs[0].title}.")
+    seconds = {
+        run: [result.metrics.seconds - result.metrics.prefill_seconds for result in results]
+        for run, results in outputs.items()
+    }
+    last = outputs[runs[-1]][-1].metrics
+    speeds = map(str, harness.speeds_over(runs[0], seconds).values())
     counts = f"{last.accepted_prediction_tokens}, {last.rejected_prediction_tokens}"
-    shown = [_range(values) for values in speeds.values()]
-    return [str(last.generated_tokens), *shown, str(last.target_passes), counts]
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+    return [str(last.generated_tokens), *speeds, str(last.target_passes), counts]
 
 
 if __name__ == "__main__":

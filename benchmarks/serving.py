@@ -22,40 +22,31 @@ Every contestant serves the same GGUF file, in the numbers of the file. llama.cp
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from itertools import cycle
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import fmean, quantiles
-from typing import Annotated, Any, TypeAlias
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeAlias
 
 import httpx2
-import torch
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.report import (
-    command_line,
-    in_one_line,
-    machine,
-    markdown_table,
-    one_line_errors,
-    progress_bar,
-)
-from benchmarks.serving_load import Answer, Burst, arrivals, send
-from benchmarks.serving_servers import (
-    Server,
-    llama_command,
-    llama_is_missing,
-    tokenleap_command,
-)
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import in_turn, machine, one_line_errors, report
 from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
-from tokenleap.bench.rows import t_ratio
-from tokenleap.bench.run import order
-
-__all__ = ["main"]
+from tokenleap.bench.report import markdown_table
+from tokenleap.bench.summary import t_ratio
 
 SPECULATION, NONE, LLAMA, REPLICAS = "tokenleap", "none", "llama.cpp", "replicas"
 DEFAULTS = (SPECULATION, NONE, LLAMA)
@@ -63,12 +54,13 @@ CONTESTANTS = (*DEFAULTS, REPLICAS)
 RATES = (0.5, 1.0, 2.0)
 LEVEL = 0.95
 
-Bursts: TypeAlias = dict[tuple[str, float], list[Burst]]
+Bursts: TypeAlias = "dict[tuple[str, float], list[Burst]]"
 """By contestant and rate, one per round."""
 
 
+@one_line_errors()
 def main(
-    prompts: flags.Prompts,
+    prompts: harness.Prompts,
     gguf: Annotated[Path, typer.Option(help="The model that all serve.", exists=True)],
     contestant: Annotated[
         list[str] | None,
@@ -79,7 +71,7 @@ def main(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests per round, rate, server.")] = 20,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds.")] = 3,
-    max_tokens: flags.MaxTokens = 48,
+    max_tokens: harness.MaxTokens = 48,
     max_prompt_chars: Annotated[
         int, typer.Option(min=1, help="Longer prompts are left out: all servers have one context.")
     ] = 1500,
@@ -95,53 +87,43 @@ def main(
     speculative_config: Annotated[
         str | None, typer.Option(help="Instead of the default speculation.", metavar="JSON")
     ] = None,
-    seed: flags.Seed = 0,
+    seed: harness.Seed = 0,
 ) -> None:
     """Measure the servers and print Markdown tables."""
-    with one_line_errors():
-        chosen = _contestants(contestant, llama_python)
-        pool = [p for p in read_prompts(prompts) if len(p.text) <= max_prompt_chars]
-        if not pool:
-            raise BenchmarkError(f"no prompt has at most {max_prompt_chars} characters.")
-        rates = tuple(rate or RATES)
-        texts = stratified(pool, requests * rounds * len(rates), seed)
-        commands = {
-            SPECULATION: tokenleap_command(
-                str(gguf), speculative_config, quantization=None, max_num_seqs=max_num_seqs
-            ),
-            NONE: tokenleap_command(
-                str(gguf), '{"method": "none"}', quantization=None, max_num_seqs=max_num_seqs
-            ),
-            LLAMA: llama_command(llama_python, gguf, threads, 2048),
-            REPLICAS: [
-                *tokenleap_command(
-                    str(gguf), speculative_config, quantization=None, max_num_seqs=max_num_seqs
-                ),
-                *("--replicas", str(replicas), "--threads", str(max(1, threads // replicas))),
-            ],
+    chosen = _contestants(contestant, llama_python)
+    pool = [p for p in read_prompts(prompts) if len(p.text) <= max_prompt_chars]
+    if not pool:
+        raise BenchmarkError(f"no prompt has at most {max_prompt_chars} characters.")
+    rates = tuple(rate or RATES)
+    texts = stratified(pool, requests * rounds * len(rates), seed)
+    own = tokenleap_command(gguf, speculative_config, max_num_seqs)
+    shared = ["--replicas", str(replicas), "--threads", str(max(1, threads // replicas))]
+    commands = {
+        SPECULATION: own,
+        NONE: tokenleap_command(gguf, '{"method": "none"}', max_num_seqs),
+        LLAMA: llama_command(llama_python, gguf, threads, 2048),
+        REPLICAS: [*own, *shared],
+    }
+
+    def send_to(url: str, prompts: Sequence[Prompt], due: Sequence[float]) -> Burst:
+        return asyncio.run(send(url, prompts, due, max_tokens, temperature))
+
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(Server(name, commands[name], threads)) for name in chosen
         }
-        with ExitStack() as stack:
-            servers = [
-                stack.enter_context(Server(name, commands[name], threads)) for name in chosen
-            ]
-            for server in servers:
-                server.wait()
-            bursts = _measured(
-                servers, texts, rates, requests, rounds, max_tokens, temperature, seed
-            )
-            counter = next((s for s in servers if s.name != LLAMA), None)
-            bursts = _counted(bursts, counter)
-    print(command_line("benchmarks.serving"), "\n")
-    for each in rates:
-        print(f"{each:g} requests per second\n")
-        print(_table(bursts, chosen, each, max_first, max_per_token), "\n")
-    print(f"{requests} requests a round, {rounds} rounds, at most {max_tokens} tokens,", end=" ")
-    print(f"{gguf.name}; in brackets {LEVEL:.0%} intervals over rounds.", end=" ")
-    print(f"{in_one_line(machine(torch.device('cpu')))}.")
-    wrong = _wrong(bursts, greedy=temperature == 0)
-    for line in wrong:
-        typer.echo(line, err=True)
-    if wrong:
+        bursts = _measured(servers, texts, rates, requests, rounds, send_to, seed)
+    found = {
+        f"{each:g} requests per second": _table(bursts, chosen, each, max_first, max_per_token)
+        for each in rates
+    }
+    remark = (
+        f"{requests} requests a round, {rounds} rounds, at most {max_tokens} tokens, {gguf.name}; "
+        f"in brackets {LEVEL:.0%} intervals over rounds."
+    )
+    print(report("serving", machine("cpu"), *chain.from_iterable(found.items()), remark))
+    if wrong := _wrong(bursts, greedy=temperature == 0):
+        typer.echo("\n".join(wrong), err=True)
         raise typer.Exit(1)
 
 
@@ -162,52 +144,49 @@ def _contestants(given: Sequence[str] | None, llama_python: str) -> tuple[str, .
 
 
 def _measured(
-    servers: Sequence[Server],
+    servers: Mapping[str, Server],
     texts: Sequence[Prompt],
     rates: Sequence[float],
     requests: int,
     rounds: int,
-    max_tokens: int,
-    temperature: float,
+    send_to: Callable[[str, Sequence[Prompt], Sequence[float]], Burst],
     seed: int,
 ) -> Bursts:
-    """All bursts; the servers take turns, in an order that changes."""
-    found: Bursts = {(server.name, rate): [] for server in servers for rate in rates}
-    with progress_bar() as bar:
-        task = bar.add_task("", total=rounds * len(rates) * len(servers))
-        for server in servers:  # the first pass pays for buffers and cost curves
-            bar.update(task, description=f"warm up {server.name}")
-            asyncio.run(send(server.url, texts[:4], [0.0] * len(texts[:4]), 16, temperature))
-        turn, prompts = 0, cycle(texts)  # new ones for each burst, for the caches of prefixes
-        for number in range(rounds):
-            for rate in rates:
-                part = [next(prompts) for _ in range(requests)]
-                due = arrivals(requests, rate, f"{seed}/{number}/{rate}")
-                for server in order(servers, turn):
-                    bar.update(task, description=f"{rate:g}/s {server.name}")
-                    burst = asyncio.run(send(server.url, part, due, max_tokens, temperature))
-                    found[server.name, rate].append(burst)
-                    bar.advance(task)
-                turn += 1
-    return found
+    """All bursts: the servers take turns, with the same prompts at the same times."""
+    for server in servers.values():
+        server.wait()
+        send_to(server.url, texts[:4], [0.0] * len(texts[:4]))  # pays for buffers and cost curves
+    prompts = cycle(texts)  # new ones for each burst, because servers cache prefixes
+    planned = [
+        (rate, list(islice(prompts, requests)), arrivals(requests, rate, f"{seed}/{turn}/{rate}"))
+        for turn in range(rounds)
+        for rate in rates
+    ]
+
+    def burst(name: str, plan: tuple[float, list[Prompt], list[float]]) -> Burst:
+        return send_to(servers[name].url, *plan[1:])
+
+    made = in_turn(list(servers), planned, 1, burst, doing="bursts")
+    found: Bursts = {(name, rate): [] for name in servers for rate in rates}
+    for name, bursts in made.items():
+        for (rate, *_), (one,) in zip(planned, bursts, strict=True):
+            found[name, rate].append(one)
+    return _counted(found, next(server for name, server in servers.items() if name != LLAMA))
 
 
-def _counted(bursts: Bursts, counter: Server | None) -> Bursts:
+def _counted(bursts: Bursts, counter: Server) -> Bursts:
     """The bursts with the tokens of their answers, by one tokenizer."""
-    assert counter is not None, "one of the contestants is ours"
     with httpx2.Client(base_url=counter.url, timeout=60) as client:
 
-        def tokens(answer: Answer) -> Answer:
-            body = {"prompt": answer.text, "add_special_tokens": False}
-            return replace(answer, tokens=client.post("/tokenize", json=body).json()["count"])
+        def counted(burst: Burst) -> Burst:
+            answers = []
+            for answer in burst.answers:
+                body = {"prompt": answer.text, "add_special_tokens": False}
+                tokens = client.post("/tokenize", json=body).json()["count"]
+                answers.append(replace(answer, tokens=tokens))
+            return replace(burst, answers=answers)
 
-        return {
-            place: [
-                replace(burst, answers=[tokens(answer) for answer in burst.answers])
-                for burst in listed
-            ]
-            for place, listed in bursts.items()
-        }
+        return {place: list(map(counted, listed)) for place, listed in bursts.items()}
 
 
 def _table(
@@ -278,6 +257,195 @@ def _wrong(bursts: Bursts, *, greedy: bool) -> list[str]:
                 if answer.text != texts.setdefault(answer.prompt, answer.text):
                     lines.append(f"prompt {answer.prompt}: another answer of {name}")
     return lines
+
+
+# The load: requests are sent when they are due, however many still run
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request; its times count from when the request was due.
+
+    Tokens are counted after the load, with one tokenizer for all contestants.
+    """
+
+    prompt: str
+    text: str
+    first: float
+    last: float
+    tokens: int = 0
+    error: str | None = None
+
+    @property
+    def per_token(self) -> float:
+        return (self.last - self.first) / max(self.tokens - 1, 1)
+
+
+@dataclass(frozen=True)
+class Burst:
+    """The answers to the requests of one round at one rate, in order; seconds until the last."""
+
+    answers: Sequence[Answer]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+    def goodput(self, first: float, per_token: float) -> float:
+        """Requests per second that kept both limits, in seconds."""
+        kept = [
+            answer
+            for answer in self.answers
+            if answer.error is None and answer.first <= first and answer.per_token <= per_token
+        ]
+        return len(kept) / self.seconds
+
+
+def arrivals(count: int, rate: float, seed: str) -> list[float]:
+    """When requests are due: a Poisson process of `rate` per second that begins at 0."""
+    gaps, due = random.Random(seed), [0.0]
+    while len(due) < count:
+        due.append(due[-1] + gaps.expovariate(rate))
+    return due
+
+
+async def send(
+    url: str, prompts: Sequence[Prompt], due: Sequence[float], max_tokens: int, temperature: float
+) -> Burst:
+    """Send a chat request for each prompt when it is due, and read the streams."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+        began = time.perf_counter()
+
+        async def one(prompt: Prompt, at: float) -> Answer:
+            await asyncio.sleep(began + at - time.perf_counter())
+            body = {
+                "messages": [{"role": "user", "content": prompt.text}],
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "seed": prompt.seed,
+                "stream": True,
+            }
+            try:
+                return await _read(client, prompt, body, began + at)
+            except (httpx2.HTTPError, ValueError, LookupError) as error:
+                now = time.perf_counter() - began - at
+                return Answer(prompt.id, "", now, now, error=str(error) or repr(error))
+
+        pairs = zip(prompts, due, strict=True)
+        answers = await asyncio.gather(*(one(*pair) for pair in pairs))
+        return Burst(answers, time.perf_counter() - began)
+
+
+async def _read(
+    client: httpx2.AsyncClient, prompt: Prompt, body: dict[str, object], due: float
+) -> Answer:
+    text, first, last = "", 0.0, 0.0
+    async with client.stream("POST", "/v1/chat/completions", json={"model": "m", **body}) as got:
+        if got.status_code != 200:
+            await got.aread()
+            raise BenchmarkError(f"status {got.status_code}: {got.text[:200]}")
+        async for line in got.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise BenchmarkError(str(chunk["error"]))
+            for choice in chunk["choices"]:
+                piece = choice["delta"].get("content") or ""
+                if piece:
+                    last = time.perf_counter() - due
+                    first = first or last
+                    text += piece
+    if not text:
+        raise BenchmarkError("no text")
+    return Answer(prompt.id, text, first, last)
+
+
+# The servers
+
+
+_PATIENCE = 300.0
+"""Seconds in which a server has to load its model."""
+
+
+class Server:
+    """A server's process on a free port; a context manager that ends it."""
+
+    def __init__(self, name: str, command: Sequence[str], threads: int) -> None:
+        self.name = name
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [part.replace("{port}", str(port)) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+            start_new_session=True,  # Ctrl-C goes to this process alone, which ends them
+        )
+
+    def wait(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                raise BenchmarkError(f"{self.name} ended: {self._last_line()}")
+            with suppress(httpx2.HTTPError):
+                if httpx2.get(f"{self.url}/v1/models", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.2)
+        raise BenchmarkError(f"{self.name} did not start in {_PATIENCE:.0f} s.")
+
+    def _last_line(self) -> str:
+        self._log.seek(0)
+        lines = [line for line in self._log.read().splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit code {self._process.returncode}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(40)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+def tokenleap_command(model: Path, config: str | None, max_num_seqs: int) -> list[str]:
+    """`tokenleap serve` on a free port; config None is the default speculation."""
+    command = [sys.executable, "-m", "tokenleap", "serve", str(model), "--port", "{port}"]
+    command += ["--served-model-name", "m", "--max-num-seqs", str(max_num_seqs)]
+    command += ["--quiet", "--no-log-requests"]
+    return command + ([] if config is None else ["--speculative-config", config])
+
+
+def llama_command(python: str, gguf: Path, threads: int, context: int) -> list[str]:
+    """llama.cpp's server on a free port. It serves one request at a time, in order of arrival."""
+    command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--model_alias", "m"]
+    command += ["--port", "{port}", "--n_ctx", str(context), "--n_threads", str(threads)]
+    # Else a new request ends the one that runs.
+    return [*command, "--n_threads_batch", str(threads), "--interrupt_requests", "False"]
+
+
+def llama_is_missing(python: str) -> bool:
+    found = subprocess.run([python, "-c", "import llama_cpp.server.app"], capture_output=True)
+    return found.returncode != 0
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as at:
+        port: int = at.getsockname()[1]
+        return port
 
 
 if __name__ == "__main__":

@@ -19,19 +19,17 @@ The variants of a table take turns in every round, in one process; seconds are m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.loading import load
-from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import in_turn, load, machine, one_line_errors, report, table, timed
 from tokenleap import LLM, SamplingParams
-from tokenleap.bench.rows import Interval, bootstrap_ratio
-from tokenleap.bench.run import order
+from tokenleap.bench.summary import Interval, bootstrap_ratio
 from tokenleap.control import Budget, Fixed
 from tokenleap.core.acceptance import rule_class
 from tokenleap.core.tree import Draft, TokenTree, chain
@@ -46,57 +44,40 @@ from tokenleap.runtime.network import LOGITS, Need, PassOutput
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 
-__all__ = ["Filled", "Overhead", "Timed", "hidden_ratios", "main", "overhead", "pass_seconds"]
-
 NODES = (1, 2, 4, 8, 16, 32)
 HIDDEN_NODES = (1, 8, 32)
 CONTEXTS = (256, 1024, 2048, 4096, 8000)
 SHAPES = {"a chain of 5": (1, 5), "a tree of 32": (4, 8)}
 """Paths below the root, and the tokens of each."""
 
-Variant = TypeVar("Variant")
 
-
+@one_line_errors()
 def main(
-    model: flags.TinyModel = "smollm2-135m",
+    model: harness.TinyModel = "smollm2-135m",
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each variant.")] = 20,
     steps: Annotated[int, typer.Option(min=2, help="Steps whose overhead is measured.")] = 100,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the nodes.")] = 256,
-    quantization: flags.Quantization = None,
-    runtime: flags.Runtime = "auto",
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
+    quantization: harness.Quantization = None,
+    runtime: harness.Runtime = "auto",
+    dtype: harness.Dtype = "auto",
+    device: harness.Device = "auto",
 ) -> None:
     """Measure what passes and steps cost."""
-    with one_line_errors():
-        loaded = load(model, dtype, device)
-        llm = LLM(
-            loaded.module, tokenizer=loaded.tokenizer, quantization=quantization, runtime=runtime
-        )
-        target = llm.engine.target
-        if context + max(NODES) > target.max_model_len:
-            most = target.max_model_len - max(NODES)
-            raise BenchmarkError(f"--context must be at most {most}, got {context}.")
-        contexts = [size for size in CONTEXTS if size < target.max_model_len]
-        with progress_bar() as bar:
-            task = bar.add_task("tables", total=4)
-            nodes = pass_seconds(target, [(context, count) for count in NODES], rounds)
-            bar.advance(task)
-            lengths = pass_seconds(target, [(size, 1) for size in contexts], rounds)
-            bar.advance(task)
-            hidden = hidden_ratios(target, context, HIDDEN_NODES, rounds)
-            bar.advance(task)
-            beside = {name: overhead(llm, *SHAPES[name], context, steps) for name in SHAPES}
-            bar.advance(task)
+    loaded = load(model, dtype, device)
+    llm = LLM(loaded.module, tokenizer=loaded.tokenizer, quantization=quantization, runtime=runtime)
+    target = llm.engine.target
+    most = target.max_model_len - max(NODES)
+    if context > most:
+        raise BenchmarkError(f"--context must be at most {most}, got {context}.")
+    contexts = [size for size in CONTEXTS if size < target.max_model_len]
     tables = (
-        _nodes_table(nodes),
-        _context_table(lengths),
-        _hidden_table(hidden, hidden_layers(target)),
-        _overhead_table(beside),
+        _nodes_table(pass_seconds(target, [(context, count) for count in NODES], rounds)),
+        _context_table(pass_seconds(target, [(size, 1) for size in contexts], rounds)),
+        _hidden_table(hidden_ratios(target, context, HIDDEN_NODES, rounds), hidden_layers(target)),
+        _overhead_table({name: overhead(llm, *SHAPES[name], context, steps) for name in SHAPES}),
     )
-    print("\n\n".join([command_line("benchmarks.step_cost"), *tables]) + "\n")
     facts = {**machine(target.device, target.dtype), "runtime": target.network.name}
-    print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
+    print(report("step_cost", facts, *tables))
 
 
 def pass_seconds(
@@ -111,14 +92,14 @@ def pass_seconds(
             target.fork(0, row)
             target.rollback(row, context)
 
-    def run(size: tuple[int, int]) -> None:
+    def run(size: tuple[int, int], _: None) -> float:
         context, nodes = size
-        target.verify([rows[context]], [chain([0] * nodes)])
+        return timed(lambda: target.verify([rows[context]], [chain([0] * nodes)]))[0]
 
-    seconds = _in_turn(run, sizes, rounds)
+    seconds = in_turn(sizes, [None], rounds, run, warm_up=1, doing="passes")
     for row in rows.values():
         target.remove(row)
-    return {size: median(times) for size, times in seconds.items()}
+    return {size: median(times[0]) for size, times in seconds.items()}
 
 
 def hidden_ratios(
@@ -131,18 +112,15 @@ def hidden_ratios(
     needs = {False: LOGITS, True: Need(hidden=hidden_layers(target))}
     _fill(target, context)
 
-    def run(variant: tuple[int, bool]) -> None:
-        count, hidden = variant
-        target.verify([0], [chain([0] * count)], need=needs[hidden])
+    def run(hidden: bool, count: int) -> float:
+        return timed(lambda: target.verify([0], [chain([0] * count)], need=needs[hidden]))[0]
 
-    variants = [(count, hidden) for count in nodes for hidden in (False, True)]
-    seconds = _in_turn(run, variants, rounds)
+    seconds = in_turn((False, True), nodes, rounds, run, warm_up=1, doing="hidden states")
     target.remove(0)
+    pairs = zip(nodes, seconds[True], seconds[False], strict=True)
     return {
-        count: bootstrap_ratio(
-            [w / wo for w, wo in zip(seconds[count, True], seconds[count, False], strict=True)]
-        )
-        for count in nodes
+        count: bootstrap_ratio([w / wo for w, wo in zip(with_, without, strict=True)])
+        for count, with_, without in pairs
     }
 
 
@@ -153,22 +131,8 @@ def hidden_layers(target: Target) -> tuple[int, ...]:
 
 
 def _fill(target: Target, length: int) -> None:
-    """Open row 0 with so many tokens."""
     target.add(0)
     target.prefill(0, [token % target.vocab_size for token in range(length)])
-
-
-def _in_turn(
-    run: Callable[[Variant], None], variants: Sequence[Variant], rounds: int
-) -> dict[Variant, list[float]]:
-    """Seconds of every run; each round has one of every variant."""
-    times: dict[Variant, list[float]] = {variant: [] for variant in variants}
-    for index in range(rounds + 1):
-        for variant in order(variants, index):
-            began = time.perf_counter()
-            run(variant)
-            times[variant].append(time.perf_counter() - began)
-    return {variant: values[1:] for variant, values in times.items()}  # the first one warms up
 
 
 class Timed:
@@ -179,11 +143,9 @@ class Timed:
         self.seconds = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the network's."""
         return getattr(self._network, name)
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        """See `Network.forward`."""
         began = time.perf_counter()
         output: PassOutput = self._network.forward(inputs, slab, need)
         self.seconds += time.perf_counter() - began
@@ -191,12 +153,7 @@ class Timed:
 
 
 class Filled(Drafter):
-    """Drafts of one shape: what `ngram` proposes, filled up with the root's token.
-
-    Args:
-        paths: below the root.
-        length: tokens of each.
-    """
+    """Drafts of one shape: what `ngram` proposes, filled up with the root's token."""
 
     def __init__(self, paths: int, length: int) -> None:
         self.traits = DrafterTraits(drafts_trees=paths > 1)
@@ -206,7 +163,6 @@ class Filled(Drafter):
         self._parents = (-1, *(path * length + i if i else 0 for path in range(paths) for i in one))
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        """One draft each, all of the same shape."""
         found = self._ngram.propose(batch, budgets)
         return [self._filled(draft.tree) for draft in found]
 
@@ -252,12 +208,13 @@ def overhead(llm: LLM, paths: int, length: int, context: int, steps: int) -> Ove
 
 def _nodes_table(seconds: dict[tuple[int, int], float]) -> str:
     first = seconds[min(seconds, key=lambda size: size[1])]
-    return markdown_table(
-        ["nodes", "ms", "over one"],
-        [
-            [str(nodes), f"{each * 1000:.2f}", f"{each / first:.2f}"]
-            for (_, nodes), each in seconds.items()
-        ],
+    return table(
+        list(seconds.items()),
+        {
+            "nodes": lambda row: row[0][1],
+            "ms": lambda row: _ms(row[1]),
+            "over one": lambda row: f"{row[1] / first:.2f}",
+        },
     )
 
 
@@ -265,34 +222,36 @@ def _context_table(seconds: dict[tuple[int, int], float]) -> str:
     shortest, longest = min(seconds)[0], max(seconds)[0]
     low, high = seconds[shortest, 1], seconds[longest, 1]
     slope = (high - low) / max(1, longest - shortest)
-    return markdown_table(
-        ["tokens before", "ms", "the straight line"],
-        [
-            [str(context), *(f"{1000 * t:.2f}" for t in (each, low + slope * (context - shortest)))]
-            for (context, _), each in seconds.items()
-        ],
+    return table(
+        list(seconds.items()),
+        {
+            "tokens before": lambda row: row[0][0],
+            "ms": lambda row: _ms(row[1]),
+            "the straight line": lambda row: _ms(low + slope * (row[0][0] - shortest)),
+        },
     )
 
 
 def _hidden_table(ratios: dict[int, Interval], layers: Sequence[int]) -> str:
     title = f"with hidden states of layers {', '.join(map(str, layers))} over without"
-    return markdown_table(["nodes", title], [[str(n), str(ratio)] for n, ratio in ratios.items()])
+    return table(list(ratios), {"nodes": str, title: ratios.__getitem__})
 
 
 def _overhead_table(found: dict[str, Overhead]) -> str:
-    return markdown_table(
-        ["every step drafts", "step ms", "pass ms", "outside the pass ms", "share"],
-        [
-            [
-                name,
-                f"{each.step * 1000:.2f}",
-                f"{each.forward * 1000:.2f}",
-                f"{(each.step - each.forward) * 1000:.2f}",
-                f"{1 - each.forward / each.step:.1%}",
-            ]
-            for name, each in found.items()
-        ],
+    return table(
+        list(found.items()),
+        {
+            "every step drafts": lambda row: row[0],
+            "step ms": lambda row: _ms(row[1].step),
+            "pass ms": lambda row: _ms(row[1].forward),
+            "outside the pass ms": lambda row: _ms(row[1].step - row[1].forward),
+            "share": lambda row: f"{1 - row[1].forward / row[1].step:.1%}",
+        },
     )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}"
 
 
 if __name__ == "__main__":

@@ -12,26 +12,19 @@ Writes `topic_shift.csv` and `topic_shift.png`, and prints a Markdown table.
 
 from __future__ import annotations
 
-import json
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.loading import llm_for, load
-from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
+from benchmarks import BenchmarkError, harness
 from tokenleap import LLM, RequestOutput, SamplingParams
-from tokenleap.bench.run import order
-from tokenleap.core.config import Config
 from tokenleap.drafters.online import OnlineReport
 from tokenleap.training.report import Panel, save_panels, save_table
-
-__all__ = ["Part", "main", "measure", "topics"]
 
 DRAFTERS = ("as trained", "learning")
 
@@ -65,14 +58,7 @@ _SQL = (
 
 @dataclass(frozen=True)
 class Part:
-    """Some adjacent prompts, as one drafter served them.
-
-    Args:
-        topic: of the prompts.
-        tokens: that were generated.
-        mean_length: mean acceptance length.
-        seconds: that generating took, learning included.
-    """
+    """Some adjacent prompts, as one drafter served them; seconds include learning."""
 
     topic: str
     tokens: int
@@ -90,172 +76,125 @@ def topics(seed: int) -> dict[str, list[str]]:
     return {"everyday": everyday, "SQL": sql}
 
 
+@harness.one_line_errors()
 def main(
     head: Annotated[Path, typer.Option(help="Folder of an EAGLE head for the model.")],
     out: Annotated[Path, typer.Option(help="Folder for the files.")],
-    model: flags.Model = "smollm2-135m",
+    model: harness.Model = "smollm2-135m",
     online: Annotated[str, typer.Option(help="How to learn, as JSON.")] = "{}",
     before: Annotated[int, typer.Option(min=1, help="Everyday prompts.")] = 40,
     shifted: Annotated[int, typer.Option(min=1, help="SQL prompts after them.")] = 240,
     after: Annotated[int, typer.Option(min=1, help="Everyday prompts after these.")] = 40,
     part: Annotated[int, typer.Option(min=1, help="Prompts of a row of the table.")] = 20,
-    max_tokens: flags.MaxTokens = 96,
+    max_tokens: harness.MaxTokens = 96,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     num_speculative_tokens: Annotated[int, typer.Option(min=1)] = 4,
-    seed: flags.Seed = 0,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
+    seed: harness.Seed = 0,
+    dtype: harness.Dtype = "auto",
+    device: harness.Device = "auto",
 ) -> None:
     """Serve a shift of topic with a drafter that learns and one that does not."""
-    with one_line_errors():
-        by_topic = topics(seed)
-        everyday, sql = by_topic.values()
-        if before + after > len(everyday) or shifted > len(sql):
-            raise BenchmarkError(f"there are {len(everyday)} everyday prompts and {len(sql)} SQL.")
-        phases = [
-            ("everyday", everyday[:before]),
-            ("SQL", sql[:shifted]),
-            ("everyday", everyday[before : before + after]),
-        ]
-        fixed = {
-            "method": "eagle",
-            "model": str(head),
-            "num_speculative_tokens": num_speculative_tokens,
-            "controller": "fixed",
-        }
-        learning = {**fixed, "online": _parsed(online)}
-        loaded = load(model, dtype, device)  # heads share its weights
-        llm = llm_for(loaded, learning)
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-        rows = list(measure(llm, fixed, phases, params, part))
-    report = llm.online_report
-    assert report is not None
-    _save(out, rows)
-    print(f"{command_line('benchmarks.topic_shift')}\n\n{_markdown(rows)}\n\n{_told(report)}\n")
-    facts = machine(llm.device, llm.dtype)
-    print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
-
-
-def _parsed(online: str) -> dict[str, Any]:
-    try:
-        options = json.loads(online)
-    except ValueError as error:
-        raise BenchmarkError(f"--online: {error}.") from None
-    if not isinstance(options, dict):
-        raise BenchmarkError("--online: give a JSON object.")
-    return options
+    by_topic = topics(seed)
+    everyday, sql = by_topic.values()
+    if before + after > len(everyday) or shifted > len(sql):
+        raise BenchmarkError(f"there are {len(everyday)} everyday prompts and {len(sql)} SQL.")
+    phases = [
+        ("everyday", everyday[:before]),
+        ("SQL", sql[:shifted]),
+        ("everyday", everyday[before : before + after]),
+    ]
+    fixed = {
+        "method": "eagle",
+        "model": str(head),
+        "num_speculative_tokens": num_speculative_tokens,
+        "controller": "fixed",
+    }
+    learning = {**fixed, "online": harness.json_object("--online", online)}
+    loaded = harness.load(model, dtype, device)  # heads share its weights
+    llm = harness.llm_for(loaded, learning)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    pairs = measure(llm, fixed, phases, params, part)
+    assert llm.online_report is not None
+    tokens = list(accumulate(first.tokens for first, _ in pairs))
+    _save(out, tokens, pairs)
+    found = _markdown(tokens, pairs)
+    facts = harness.machine(llm.device, llm.dtype)
+    print(harness.report("topic_shift", facts, found, _told(llm.online_report)))
 
 
 def measure(
     llm: LLM,
-    as_trained: Config | dict[str, Any],
+    as_trained: dict[str, Any],
     phases: Sequence[tuple[str, Sequence[str]]],
     params: SamplingParams,
     part: int,
-) -> Iterator[tuple[Part, Part]]:
-    """Serve all prompts with both drafters in turn.
+) -> list[tuple[Part, Part]]:
+    """Serve all prompts with both drafters in turn: the `LLM`'s, which learns, and another.
 
-    Args:
-        llm: whose drafter learns.
-        as_trained: the configuration of the other one.
-        phases: topics and their prompts.
-        params: of all requests.
-        part: prompts of a part.
-
-    Yields:
-        The drafter as it was trained and the one that learns, for each part.
-
-    Raises:
-        BenchmarkError: the outputs of the two differ.
+    Returns a pair for each part of a topic: the drafter as it was trained, and the one that learns.
     """
     configs = dict(zip(DRAFTERS, (as_trained, None), strict=True))
-    total = sum(len(prompts) for _, prompts in phases)
-    with progress_bar() as bar:
-        task = bar.add_task("prompts", total=total)
-        for topic, prompts in phases:
-            for start in range(0, len(prompts), part):
-                served: dict[str, list[tuple[RequestOutput, float]]] = {n: [] for n in DRAFTERS}
-                for number, prompt in enumerate(prompts[start : start + part]):
-                    for name in order(DRAFTERS, number):
-                        served[name].append(_serve(llm, prompt, params, configs[name]))
-                    _check_same(*(served[name][-1][0] for name in DRAFTERS))
-                    bar.advance(task)
-                first, second = (_part(topic, served[name]) for name in DRAFTERS)
-                yield first, second
+
+    def serve(name: str, prompt: str) -> tuple[float, RequestOutput]:
+        asked = [{"role": "user", "content": prompt}]
+        seconds, (output,) = harness.timed(
+            lambda: llm.chat(asked, params, speculative_config=configs[name])
+        )
+        return seconds, output
+
+    prompts = [prompt for _, texts in phases for prompt in texts]
+    served = harness.in_turn(DRAFTERS, prompts, 1, serve, doing="prompts")
+    first, second = ([run for (run,) in served[name]] for name in DRAFTERS)
+    for prompt, (_, one), (_, other) in zip(prompts, first, second, strict=True):
+        if one.token_ids != other.token_ids:
+            raise BenchmarkError(f"the outputs differ for {prompt!r}.")
+    pairs, begin = [], 0
+    for topic, texts in phases:
+        for start in range(0, len(texts), part):
+            where = slice(begin + start, begin + min(start + part, len(texts)))
+            pairs.append((_part(topic, first[where]), _part(topic, second[where])))
+        begin += len(texts)
+    return pairs
 
 
-def _serve(
-    llm: LLM, prompt: str, params: SamplingParams, config: Any
-) -> tuple[RequestOutput, float]:
-    """The output, and the seconds that it took."""
-    began = time.perf_counter()
-    message = {"role": "user", "content": prompt}
-    (output,) = llm.chat([message], params, speculative_config=config)
-    return output, time.perf_counter() - began
-
-
-def _check_same(first: RequestOutput, second: RequestOutput) -> None:
-    if first.token_ids != second.token_ids:
-        raise BenchmarkError(f"the outputs differ for {first.prompt!r}.")
-
-
-def _part(topic: str, served: Sequence[tuple[RequestOutput, float]]) -> Part:
-    metrics = [output.metrics for output, _ in served]
+def _part(topic: str, served: Sequence[tuple[float, RequestOutput]]) -> Part:
+    metrics = [output.metrics for _, output in served]
     drafts = sum(each.num_drafts for each in metrics)
     accepted = sum(each.num_accepted_tokens for each in metrics)
     return Part(
         topic,
         sum(each.generated_tokens for each in metrics),
         1 + accepted / max(1, drafts),
-        sum(seconds for _, seconds in served),
+        sum(seconds for seconds, _ in served),
     )
 
 
-def _save(folder: Path, rows: Sequence[tuple[Part, Part]]) -> None:
+def _save(folder: Path, tokens: Sequence[int], pairs: Sequence[tuple[Part, Part]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = _tokens_so_far(rows)
-    header = [
-        "topic",
-        "tokens",
-        *(f"mean_acceptance_length_{n.replace(' ', '_')}" for n in DRAFTERS),
+    lengths = [f"mean_acceptance_length_{name.replace(' ', '_')}" for name in DRAFTERS]
+    rows = [
+        [pair[0].topic, count, *(f"{each.mean_length:.4f}" for each in pair)]
+        for count, pair in zip(tokens, pairs, strict=True)
     ]
-    save_table(
-        folder / "topic_shift.csv",
-        header,
-        [
-            [pair[0].topic, count, *(f"{each.mean_length:.4f}" for each in pair)]
-            for count, pair in zip(tokens, rows, strict=True)
-        ],
-    )
+    save_table(folder / "topic_shift.csv", ["topic", "tokens", *lengths], rows)
     lines = {
-        name: [pair[place].mean_length for pair in rows] for place, name in enumerate(DRAFTERS)
+        name: [pair[place].mean_length for pair in pairs] for place, name in enumerate(DRAFTERS)
     }
     title = "Mean acceptance length: everyday, SQL, everyday"
     save_panels(folder / "topic_shift.png", [Panel(title, "tokens generated", tokens, lines)])
 
 
-def _tokens_so_far(rows: Sequence[tuple[Part, Part]]) -> list[int]:
-    counts, total = [], 0
-    for first, _ in rows:
-        total += first.tokens
-        counts.append(total)
-    return counts
-
-
-def _markdown(rows: Sequence[tuple[Part, Part]]) -> str:
-    header = ["topic", "tokens so far", *(f"{name}: tokens a pass" for name in DRAFTERS), "speed"]
-    return markdown_table(
-        header,
-        [
-            [
-                first.topic,
-                f"{count:,}",
-                f"{first.mean_length:.2f}",
-                f"{second.mean_length:.2f}",
-                f"{first.seconds / second.seconds:.2f}x",
-            ]
-            for count, (first, second) in zip(_tokens_so_far(rows), rows, strict=True)
-        ],
+def _markdown(tokens: Sequence[int], pairs: Sequence[tuple[Part, Part]]) -> str:
+    first, second = (f"{name}: tokens a pass" for name in DRAFTERS)
+    return harness.table(
+        list(zip(tokens, pairs, strict=True)),
+        {
+            "topic": lambda row: row[1][0].topic,
+            "tokens so far": lambda row: f"{row[0]:,}",
+            first: lambda row: f"{row[1][0].mean_length:.2f}",
+            second: lambda row: f"{row[1][1].mean_length:.2f}",
+            "speed": lambda row: f"{row[1][0].seconds / row[1][1].seconds:.2f}x",
+        },
     )
 
 

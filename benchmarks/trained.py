@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.report import command_line, in_one_line, machine, markdown_table, one_line_errors
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import machine, one_line_errors, report, table
 from tokenleap import LLM
 from tokenleap.core.files import write_whole
 from tokenleap.training.method import (
@@ -36,8 +36,6 @@ from tokenleap.training.method import (
 )
 from tokenleap.training.run import TrainingRun
 
-__all__ = ["METHODS", "main"]
-
 METHODS = tuple(
     name for name, method in training_methods().items() if method.for_sources is not True
 )
@@ -46,15 +44,11 @@ METHODS = tuple(
 _FROM_TARGET = {"start": "target"}
 _OPTIONS: dict[str, dict[str, Any]] = {"distill": _FROM_TARGET, "boost": _FROM_TARGET}
 
-_HEADER = (
-    *("method", "acceptance by position", "chains of 4, simulated", "tokens a pass, served"),
-    *("a level of drafting", "speed", "minutes of CPU", "perplexity"),
-)
 
-
+@one_line_errors()
 def main(
     out: Annotated[Path, typer.Option(help="Folder for everything.")],
-    model: flags.Model = "smollm2-135m",
+    model: harness.Model = "smollm2-135m",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to learn.")] = 100_000,
     held_out_tokens: Annotated[int, typer.Option(min=1, help="And for evaluation.")] = 20_000,
     epochs: Annotated[float, typer.Option(min=0, help="Passes over the text.")] = 2.0,
@@ -69,22 +63,19 @@ def main(
         typer.Option(help="Data as for `tokenleap train --data` (repeatable). Default: self."),
     ] = None,
     again: Annotated[bool, typer.Option(help="Measure what is done once more.")] = False,
-    dtype: flags.Dtype = "auto",
+    dtype: harness.Dtype = "auto",
 ) -> None:
     """Train every method on the same text, measure all, and print a table."""
-    with one_line_errors():
-        chosen = tuple(method or METHODS)
-        if unknown := [name for name in chosen if name not in METHODS]:
-            raise BenchmarkError(
-                f"there is no {unknown[0]!r} here: choose of {', '.join(METHODS)}."
-            )
-        llm = LLM(model, dtype=dtype, max_num_seqs=32, speculative_config={"method": "none"})
-        data = DataSettings(tuple(file or ()), tokens, held_out_tokens)
-        settings = TrainingSettings(epochs=epochs, batch_tokens=batch_tokens)
-        found = {}
-        for name in chosen:
-            found[name] = _report(llm, model, name, data, settings, out, again=again)
-            _save(out, found, llm)
+    chosen = tuple(method or METHODS)
+    if unknown := [name for name in chosen if name not in METHODS]:
+        raise BenchmarkError(f"there is no {unknown[0]!r} here: choose of {', '.join(METHODS)}.")
+    llm = LLM(model, dtype=dtype, max_num_seqs=32, speculative_config={"method": "none"})
+    data = DataSettings(tuple(file or ()), tokens, held_out_tokens)
+    settings = TrainingSettings(epochs=epochs, batch_tokens=batch_tokens)
+    found = {}
+    for name in chosen:
+        found[name] = _report(llm, model, name, data, settings, out, again=again)
+        _save(out, found, llm)
     print((out / "trained.md").read_text())
 
 
@@ -122,8 +113,8 @@ def _share_text(out: Path, folder: Path) -> None:
     mine = folder / "training" / "data"
     if mine.exists():
         return
-    for report in sorted(out.glob("*/report.json")):
-        shutil.copytree(report.parent / "training" / "data", mine)
+    for other in sorted(out.glob("*/report.json")):
+        shutil.copytree(other.parent / "training" / "data", mine)
         return
 
 
@@ -134,42 +125,45 @@ class _Lines:
         self._method = method
 
     def say(self, text: str) -> None:
-        """One line."""
         typer.echo(f"{self._method}: {text}", err=True)
 
     @contextmanager
     def stage(self, doing: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """A part of the work; only its beginning is shown."""
         self.say(doing)
         yield lambda count, remark: None
 
 
 def _save(out: Path, found: dict[str, dict[str, Any]], llm: LLM) -> None:
-    rows = [_row(name, report) for name, report in found.items()]
-    facts = in_one_line(machine(llm.device, llm.dtype))
     first = next(iter(found.values()))["training"]
-    text = (
-        f"{command_line('benchmarks.trained')}\n\n{markdown_table(_HEADER, rows)}\n\n"
-        f"{first['conversations']:,} conversations, {first['answer_tokens']:,} tokens of answers. "
-        f"{facts}.\n"
+    learnt = (
+        f"{first['conversations']:,} conversations, {first['answer_tokens']:,} tokens of answers."
     )
+    text = report("trained", machine(llm.device, llm.dtype), table(list(found), _columns(found)))
     write_whole(out / "trained.json", lambda to: to.write_text(json.dumps(found, indent=2) + "\n"))
-    write_whole(out / "trained.md", lambda to: to.write_text(text))
+    write_whole(out / "trained.md", lambda to: to.write_text(f"{text}\n\n{learnt}\n"))
 
 
-def _row(name: str, report: dict[str, Any]) -> Sequence[str]:
-    best, served, changed = report["best"], report["served"], report["perplexity"]
-    lengths = best["mean_lengths"]
-    return (
-        f"`{name}`",
-        " ".join(f"{share:.0%}" for share in best["by_position"]),
-        f"{lengths[min(4, len(lengths)) - 1]:.2f}",
-        f"{served['mean_length']:.2f}",
-        f"{served['draft_share']:.1%}",
-        f"{served['speed_up']:.2f}x",
-        f"{report['cpu_minutes']:.0f}",
-        f"{changed['target']:.2f} -> {changed['new']:.2f}" if changed else "",
-    )
+def _columns(found: Mapping[str, Any]) -> dict[str, Callable[[str], str]]:
+    def chains(name: str) -> str:
+        lengths = found[name]["best"]["mean_lengths"]
+        return f"{lengths[min(4, len(lengths)) - 1]:.2f}"
+
+    def perplexity(name: str) -> str:
+        changed = found[name]["perplexity"]
+        return f"{changed['target']:.2f} -> {changed['new']:.2f}" if changed else ""
+
+    return {
+        "method": lambda name: f"`{name}`",
+        "acceptance by position": lambda name: " ".join(
+            f"{share:.0%}" for share in found[name]["best"]["by_position"]
+        ),
+        "chains of 4, simulated": chains,
+        "tokens a pass, served": lambda name: f"{found[name]['served']['mean_length']:.2f}",
+        "a level of drafting": lambda name: f"{found[name]['served']['draft_share']:.1%}",
+        "speed": lambda name: f"{found[name]['served']['speed_up']:.2f}x",
+        "minutes of CPU": lambda name: f"{found[name]['cpu_minutes']:.0f}",
+        "perplexity": perplexity,
+    }
 
 
 if __name__ == "__main__":

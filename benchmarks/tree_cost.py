@@ -12,8 +12,7 @@ Prints a Markdown table.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -21,15 +20,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import BenchmarkError, flags
-from benchmarks.loading import load
-from benchmarks.report import command_line, machine, markdown_table, one_line_errors, progress_bar
+from benchmarks import BenchmarkError, harness
+from benchmarks.harness import in_turn, load, machine, one_line_errors, report, table, timed
 from tokenleap.analysis.measure import RowsVerifier
-from tokenleap.bench.run import order
 from tokenleap.core.tree import TokenTree
 from tokenleap.runtime.target import Target
-
-__all__ = ["Case", "Cost", "main", "measure"]
 
 FORMS = ("tree", "rows")
 _KEY = 0
@@ -37,13 +32,7 @@ _KEY = 0
 
 @dataclass(frozen=True)
 class Case:
-    """A tree of k paths.
-
-    Args:
-        paths: k.
-        depth: d, drafted tokens of each path.
-        shared: s, tokens that all paths begin with; less than d.
-    """
+    """A tree of k paths of d drafted tokens, which share their first s < d tokens."""
 
     paths: int
     depth: int
@@ -60,21 +49,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one form for one tree.
-
-    Args:
-        positions: computed in a pass, root included.
-        written: positions whose KV was written, copies included.
-        seconds: of a pass, the median over rounds.
-    """
+    """The cost of one form: positions computed and written (copies included), and seconds."""
 
     positions: int
     written: int
     seconds: float
 
 
+@one_line_errors()
 def main(
-    model: flags.TinyModel = "smollm2-135m",
+    model: harness.TinyModel = "smollm2-135m",
     paths: Annotated[list[int] | None, typer.Option(min=1, help="k (repeatable).")] = None,
     depth: Annotated[int, typer.Option(min=1, help="d, tokens of a path.")] = 6,
     shared: Annotated[
@@ -82,17 +66,30 @@ def main(
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the tree.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each form and tree.")] = 20,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
+    dtype: harness.Dtype = "auto",
+    device: harness.Device = "auto",
 ) -> None:
     """Measure verification of k drafts as a token tree against k batch rows."""
-    with one_line_errors():
-        cases = _cases(paths or [1, 2, 4, 8], depth, shared or [0, depth // 2])
-        target = Target(load(model, dtype, device).module)
-        costs = measure(target, cases, context, rounds)
-    print(f"{command_line('benchmarks.tree_cost')}\n\n{_markdown(costs, target.cell_bytes)}\n")
-    facts = machine(target.device, target.dtype)
-    print("\n".join(f"- {name}: {value}" for name, value in facts.items()))
+    cases = _cases(paths or [1, 2, 4, 8], depth, shared or [0, depth // 2])
+    target = Target(load(model, dtype, device).module)
+    costs = measure(target, cases, context, rounds)
+    size = target.cell_bytes / 1000
+    rows = [(case, costs[case]["tree"], costs[case]["rows"]) for case in cases]
+    found = table(
+        rows,
+        {
+            "paths x depth": lambda row: f"{row[0].paths} x {row[0].depth}",
+            "shared": lambda row: row[0].shared,
+            "tree positions": lambda row: row[1].positions,
+            "rows positions": lambda row: row[2].positions,
+            "tree KV kB": lambda row: f"{row[1].written * size:,.1f}",
+            "rows KV kB": lambda row: f"{row[2].written * size:,.1f}",
+            "tree ms": lambda row: f"{row[1].seconds * 1000:.2f}",
+            "rows ms": lambda row: f"{row[2].seconds * 1000:.2f}",
+            "rows / tree": lambda row: f"{row[2].seconds / row[1].seconds:.2f}x",
+        },
+    )
+    print(report("tree_cost", machine(target.device, target.dtype), found))
 
 
 def _cases(paths: list[int], depth: int, shared: list[int]) -> list[Case]:
@@ -104,13 +101,9 @@ def _cases(paths: list[int], depth: int, shared: list[int]) -> list[Case]:
 
 
 def measure(
-    target: Target, cases: list[Case], context: int, rounds: int
+    target: Target, cases: Sequence[Case], context: int, rounds: int
 ) -> dict[Case, dict[str, Cost]]:
-    """Measure both forms of every tree after the same context, alternating.
-
-    Raises:
-        BenchmarkError: context and tree are longer than the model allows.
-    """
+    """Measure both forms of every tree after the same context, alternating."""
     deepest = max(1 + case.depth for case in cases)
     if context + deepest > target.max_model_len:
         raise BenchmarkError(
@@ -119,54 +112,25 @@ def measure(
         )
     target.add(_KEY)
     target.prefill(_KEY, [token % target.vocab_size for token in range(context)])
-    with progress_bar() as bar:
-        return {
-            case: _measure_case(target, case, rounds)
-            for case in bar.track(cases, description="trees")
-        }
+    return {case: _measure_case(target, case, rounds) for case in cases}
 
 
 def _measure_case(target: Target, case: Case, rounds: int) -> dict[str, Cost]:
     tree, rows = case.tree(target.vocab_size), RowsVerifier(target)
-    forms: dict[str, Callable[[], object]] = {
-        "tree": lambda: target.verify([_KEY], [tree]),
-        "rows": lambda: rows.verify([_KEY], [tree]),
-    }
-    seconds: dict[str, list[float]] = {form: [] for form in forms}
-    forms["rows"]()  # so that the slab has its final size
+    verify = {"tree": target.verify, "rows": rows.verify}
+    rows.verify([_KEY], [tree])  # so that the slab has its final size
     positions, copied = rows.num_positions, rows.num_copied
-    for index in range(rounds + 1):  # the first one warms up
-        for form in order(FORMS, index):
-            began = time.perf_counter()
-            forms[form]()
-            seconds[form].append(time.perf_counter() - began)
+
+    def run(form: str, tree: TokenTree) -> float:
+        return timed(lambda: verify[form]([_KEY], [tree]))[0]
+
+    found = in_turn(FORMS, [tree], rounds, run, warm_up=1, doing=f"{len(tree)} nodes")
     rows.close()
     nodes = len(tree)
     return {
-        "tree": Cost(nodes, nodes, median(seconds["tree"][1:])),
-        "rows": Cost(positions, positions + copied, median(seconds["rows"][1:])),
+        "tree": Cost(nodes, nodes, median(found["tree"][0])),
+        "rows": Cost(positions, positions + copied, median(found["rows"][0])),
     }
-
-
-def _markdown(costs: Mapping[Case, Mapping[str, Cost]], position_bytes: int) -> str:
-    header = ["paths x depth", "shared"]
-    header += [f"{form} {what}" for what in ("positions", "KV kB", "ms") for form in FORMS]
-    header += ["rows / tree"]
-    return markdown_table(
-        header,
-        [
-            [
-                f"{case.paths} x {case.depth}",
-                str(case.shared),
-                *(str(cost.positions) for cost in pair),
-                *(f"{cost.written * position_bytes / 1000:,.1f}" for cost in pair),
-                *(f"{cost.seconds * 1000:.2f}" for cost in pair),
-                f"{pair[1].seconds / pair[0].seconds:.2f}x",
-            ]
-            for case, by_form in costs.items()
-            for pair in [[by_form[form] for form in FORMS]]
-        ],
-    )
 
 
 if __name__ == "__main__":

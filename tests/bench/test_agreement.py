@@ -22,8 +22,7 @@ from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE, Setting
 from tokenleap.bench.own import OwnRunner, mean_logprob
 from tokenleap.bench.report import markdown
-from tokenleap.bench.rows import agreements, bleu_metric, unjudged
-from tokenleap.bench.summary import Results
+from tokenleap.bench.summary import Results, agreements, bleu_metric, unjudged
 
 TEXT = "the cat sat on the mat and slept"
 OTHER = "the cat sat on the roof and slept"

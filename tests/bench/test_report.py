@@ -11,9 +11,8 @@ import pytest
 
 from tests.bench.records import CONTESTANTS, HEADER, complete, control
 from tokenleap.bench import report
-from tokenleap.bench.report import ACCEPTANCE, html, markdown
-from tokenleap.bench.rows import Footprint
-from tokenleap.bench.summary import Results
+from tokenleap.bench.report import ACCEPTANCE, html, markdown, markdown_table
+from tokenleap.bench.summary import Footprint, Results
 
 PLOTS = [
     "Speed-up by kind of prompt",
@@ -178,3 +177,13 @@ def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.Mo
     text = html(results(), HEADER)
     assert Page(text).images == {}
     assert "pip install 'tokenleap[plots]'" in text
+
+
+def test_a_table_is_markdown() -> None:
+    table = markdown_table(["name", "value"], [["a", "1"], ["bc", "10"]])
+    assert table.splitlines() == [
+        "| name | value |",
+        "| ---- | ----: |",
+        "| a    |     1 |",
+        "| bc   |    10 |",
+    ]

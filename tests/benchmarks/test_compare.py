@@ -1,79 +1,74 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from benchmarks.compare import (
-    Comparison,
-    Difference,
-    Generation,
-    ResultsFile,
-    first_difference,
-    summary,
+import typer
+from benchmarks.compare import main, measure, report_of
+from typer.testing import CliRunner
+
+from tokenleap.bench.contestants import Setting
+from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.run import Journal
+from tokenleap.bench.worker import Process
+
+app = typer.Typer()
+app.command()(main)
+
+SAMPLE = [Prompt("1", "code", "abc"), Prompt("2", "prose", "xyz")]
+
+
+class Side:
+    """Stands for the process of a commit: its seconds per call, and its first token."""
+
+    def __init__(self, name: str, seconds: float, first: int, calls: list[str]) -> None:
+        self.name, self.seconds, self.first, self.calls = name, seconds, first, calls
+        self.facts = {"max_model_len": 64}
+
+    def encode(self, texts: list[str], _: int) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def forget(self) -> None: ...
+
+    def generate(self, prompts: list[list[int]], most: int, *_: Any) -> dict[str, Any]:
+        self.calls.append(self.name)
+        tokens = [self.first, *prompts[0]][:most]
+        return {"seconds": self.seconds, "outputs": [{"token_ids": tokens}]}
+
+
+def sides(calls: list[str], firsts: Sequence[int] = (0, 0)) -> dict[str, Process]:
+    both = Side("A", 2.0, firsts[0], calls), Side("B", 1.0, firsts[1], calls)
+    return {side.name: cast("Process", side) for side in both}
+
+
+def test_sides_take_turns_and_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
+    path, calls = tmp_path / "calls.jsonl", list[str]()
+    setting = Setting("m", max_tokens=3)
+    first = measure(sides(calls), SAMPLE, setting, 2, Journal(path, "x", {}))
+    assert calls == [*"AB", *"ABBABAAB"]  # a warm-up, and two prompts in two rounds
+    calls.clear()
+    again = measure(sides(calls), SAMPLE, setting, 2, Journal(path, "x", {}))
+    assert calls == [*"AB"]
+    assert again == first
+
+
+@pytest.mark.parametrize(
+    ("firsts", "said"),
+    [((0, 0), "All tokens are equal."), ((0, 1), "Other tokens on prompts 1, 2.")],
 )
-
-from tokenleap import TokenleapError
-
-
-def test_equal_generations_do_not_differ() -> None:
-    one = Generation((1, 2), (-0.5, -0.25))
-    assert first_difference(one, Generation((1, 2), (-0.5, -0.25))) is None
-    assert first_difference(Generation((1, 2)), one) is None
-
-
-def test_the_first_difference_in_tokens() -> None:
-    found = first_difference(Generation((1, 2, 3)), Generation((1, 5, 6)))
-    assert found == Difference(1, 2, 5)
-    assert first_difference(Generation((1,)), Generation((1, 4))) == Difference(1, None, 4)
+def test_the_second_commit_is_compared_with_the_first(firsts: tuple[int, int], said: str) -> None:
+    found = measure(
+        sides([], firsts), SAMPLE, Setting("m", max_tokens=3), 1, Journal(None, "x", {})
+    )
+    text, same = report_of(SAMPLE, found, {})
+    assert same == (firsts == (0, 0))
+    assert said in text
+    assert "2.000 [2.000, 2.000]" in text
 
 
-def test_one_bit_of_a_logprob_is_a_difference() -> None:
-    after = -0.5000000000000001
-    found = first_difference(Generation((1,), (-0.5,)), Generation((1,), (after,)))
-    assert found == Difference(0, 1, 1, -0.5, after)
-
-
-def comparison(
-    prompt: str = "1", difference: Difference | None = None, *, promised: bool = True
-) -> Comparison:
-    return Comparison("greedy", "ngram", prompt, "qa", 10, 5, promised, difference)
-
-
-def test_a_difference_counts_where_identity_is_promised() -> None:
-    assert comparison("1", Difference(0, 1, 2)).broken
-    assert not comparison("1", Difference(0, 1, 2), promised=False).broken
-    assert not comparison("1").broken
-
-
-def test_a_results_file_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    first = ResultsFile(file, {"seed": 1})
-    first.add(comparison("1"))
-    first.add(comparison("2", Difference(3, 1, 2, top2_gap=0.5)))
-    with file.open("a") as end:
-        end.write('{"check": "gre')
-    again = ResultsFile(file, {"seed": 1})
-    assert again.comparisons == first.comparisons
-    again.add(comparison("3"))
-    assert list(ResultsFile(file, {"seed": 1}).comparisons.values())[2] == comparison("3")
-
-
-def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    ResultsFile(file, {"seed": 1})
-    with pytest.raises(TokenleapError, match="made with seed 1, and this run has 2"):
-        ResultsFile(file, {"seed": 2})
-
-
-@pytest.mark.parametrize("content", ["hello\n", "{}\n", "[]\n", '{"check": 1', "\n"])
-def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text(content)
-    with pytest.raises(TokenleapError, match="not a results file"):
-        ResultsFile(file, {})
-    assert file.read_text() == content
-
-
-def test_the_summary_counts_per_kind() -> None:
-    table = summary([comparison("1"), comparison("2", Difference(0, 1, 2))])
-    assert table.splitlines()[-1].split("|")[1:4] == [" greedy: ngram ", " 1/2 ", " 1/2 "]
+def test_a_name_that_is_no_commit_is_refused_in_one_line() -> None:
+    result = CliRunner().invoke(app, ["HEAD", "no-such-commit"])
+    assert result.exit_code == 2
+    assert "git rev-parse" in result.output

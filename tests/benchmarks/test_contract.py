@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from benchmarks.contract_rounds import (
+from benchmarks.contract import (
     DEFAULT,
     FIXED,
     FLOOR,
@@ -22,16 +22,16 @@ from benchmarks.contract_rounds import (
     measure,
     results,
 )
-from benchmarks.loading import Loaded
+from benchmarks.harness import Loaded
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import contract, contract_run
+from benchmarks import contract
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap import LLM
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.rows import Interval, t_ratio
 from tokenleap.bench.run import Journal
+from tokenleap.bench.summary import Interval, t_ratio
 from tokenleap.errors import TokenleapError
 
 CELLS = [Cell(1, "qa"), Cell(4, "qa"), Cell(4, "rag")]
@@ -177,7 +177,7 @@ def test_a_cell_without_rounds_is_open() -> None:
 @pytest.fixture
 def still_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds collect garbage, and would thaw what `tests/conftest.py` has frozen."""
-    monkeypatch.setattr(contract_run, "gc", Mock(spec=gc))
+    monkeypatch.setattr(contract, "gc", Mock(spec=gc))
 
 
 @pytest.mark.usefixtures("still_frozen")
@@ -185,8 +185,8 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """Two kinds and the two that defeat drafters, in two batch sizes, and nothing twice."""
     loaded = Loaded(tiny_model(), tiny_tokenizer())
     monkeypatch.setattr(contract, "load", lambda *_: loaded)
-    monkeypatch.setattr(contract_run, "WARM_UP_TOKENS", 16)
-    monkeypatch.setattr(contract_run, "REQUESTS", 3)
+    monkeypatch.setattr(contract, "WARM_UP_TOKENS", 16)
+    monkeypatch.setattr(contract, "REQUESTS", 3)
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
     lines = [
         {"question_id": f"{kind} {index}", "category": kind, "turns": ["abc abc abc"]}
@@ -224,11 +224,11 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contract_run, "REQUESTS", 1)
+    monkeypatch.setattr(contract, "REQUESTS", 1)
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
     kinds = ("qa", "qa", "rag", "qa", "qa")
     sample = [Prompt(str(i), kind, "abcdefgh"[i:]) for i, kind in enumerate(kinds)]
-    texts = contract_run.Texts(llm, sample, max_tokens=6, limit=12, seed=0)
+    texts = contract.Texts(llm, sample, max_tokens=6, limit=12, seed=0)
 
     def rounds(cell: Cell) -> list[list[tuple[int, ...]]]:
         return [[tuple(ids) for ids in texts.prompts(cell, index)] for index in range(3)]
@@ -236,11 +236,11 @@ def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any(
     first, second, third = rounds(Cell(1, "qa"))
     assert len({*first, *second}) == 4
     assert [*second, *third] == [second[0], *first, second[0], first[0]]  # there are four
-    hot = rounds(Cell(1, contract_run.HOT))
+    hot = rounds(Cell(1, contract.HOT))
     assert len({ids for each in hot for ids in each}) == len(sample)
-    noise = rounds(Cell(1, contract_run.RANDOM))
+    noise = rounds(Cell(1, contract.RANDOM))
     assert len({ids for each in noise for ids in each}) == 9
-    seeds = [p.seed for index in range(3) for p in texts.params(Cell(1, contract_run.HOT), index)]
+    seeds = [p.seed for index in range(3) for p in texts.params(Cell(1, contract.HOT), index)]
     assert seeds == list(range(9))
 
 
@@ -269,10 +269,10 @@ def test_a_round_has_the_tokens_of_sixteen_requests(
 ) -> None:
     """Or of as many as are in flight; and prompts for all that may be begun until then."""
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
-    texts = contract_run.Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)
-    monkeypatch.setattr(contract_run, "Run", CountedRun)
+    texts = contract.Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)
+    monkeypatch.setattr(contract, "Run", CountedRun)
     counted.clear()
-    found = contract_run.run_round({"none": llm, "default": llm}, texts, Cell(batch, "qa"), 0)
+    found = contract.run_round({"none": llm, "default": llm}, texts, Cell(batch, "qa"), 0)
     assert [run.num_tokens for run in counted] == [6 * requests] * 2
     assert [run.begun for run in counted] == [requests + 2 * batch] * 2
     assert found["tokens_per_second"] == {"none": 6.0 * requests, "default": 6.0 * requests}
@@ -280,9 +280,9 @@ def test_a_round_has_the_tokens_of_sixteen_requests(
 
 def test_requests_of_a_round_do_not_end_all_at_once() -> None:
     llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
-    texts = contract_run.Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)
+    texts = contract.Texts(llm, [Prompt("0", "qa", "abc")], max_tokens=6, limit=12, seed=0)
     lengths = [p.max_tokens for p in texts.params(Cell(4, "qa"), 0)]
-    assert lengths == [2, 3, 5, 6, *[6] * (contract_run.REQUESTS + 2 * 4 - 4)]
+    assert lengths == [2, 3, 5, 6, *[6] * (contract.REQUESTS + 2 * 4 - 4)]
 
 
 def test_a_file_of_the_old_form_is_refused(tmp_path: Path) -> None:

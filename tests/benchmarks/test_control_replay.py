@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from benchmarks.contract_run import HOT
+from benchmarks.contract import HOT
 from benchmarks.control_replay import BATCH_SIZES, DRAFTED, TEXTS, TOKENS, replay
 
 

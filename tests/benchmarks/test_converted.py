@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.converted import (
+from benchmarks.public_seq2seq import (
     converted_fairseq,
     converted_stress,
     fairseq_words,

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from benchmarks.gpu import BASELINE, Cell, cells, contestants, groups_of, main, measure, report
-from benchmarks.loading import Loaded
+from benchmarks.gpu import BASELINE, Cell, contestants, groups_of, main, measure, report
+from benchmarks.harness import Loaded
 from typer.testing import CliRunner
 
 from benchmarks import BenchmarkError, gpu
 from tests.tiny import tiny_model, tiny_tokenizer
-from tokenleap.bench.rows import Interval
+from tokenleap.bench.summary import Interval
 
 app = typer.Typer()
 app.command()(main)
@@ -35,19 +35,17 @@ def test_all_ways_give_the_same_tokens_and_are_timed_alike() -> None:
     run = contestants(Loaded(tiny_model(), None), 4, 2, compiled=True)
     assert list(run) == [f"{method}, {way}" for way in ON_A_CPU for method in ("none", "ngram")]
     targets = {id(one.llm): one.llm.engine.target for one in run.values()}.values()
-    calls: list[int] = []
 
     def clock() -> float:
         return float(sum(target.num_passes for target in targets))
 
     batches = [[[1, 2, 3] * 3, [4, 5] * 4], [[7] * 6, [8, 9, 8, 9]]]
-    speeds, differing = measure(run, batches, 1, 40, clock, lambda: calls.append(1))
-    assert len(calls) == len(run) * len(batches) * 2
-    assert differing == dict.fromkeys(run, 0)
+    cells = {cell.contestant: cell for cell in measure(run, batches, 1, 40, clock)}
     for way in ON_A_CPU:
-        assert speeds[f"none, {way}"] == speeds[BASELINE]
-        assert speeds[f"ngram, {way}"] == speeds["ngram, eager"]
-    assert speeds["ngram, eager"][0] > speeds[BASELINE][0]
+        assert cells[f"none, {way}"].ratio.mean == 1
+        assert cells[f"ngram, {way}"].ratio == cells["ngram, eager"].ratio
+    assert not any(cell.differing for cell in cells.values())
+    assert cells["ngram, eager"].ratio.mean > 1
 
 
 def test_the_first_run_of_a_batch_does_not_count() -> None:
@@ -55,19 +53,9 @@ def test_the_first_run_of_a_batch_does_not_count() -> None:
     run = {BASELINE: found[BASELINE]}
     # Two readings a run: 100 seconds for the first, then 2, 4 and 3.
     readings = iter([0, 100, 100, 102, 102, 106, 106, 109])
-    speeds, _ = measure(run, [[[1, 2]]], 3, 6, lambda: float(next(readings)))
-    assert speeds == {BASELINE: [6 / 3]}
-
-
-def test_cells_have_ratios_over_batches() -> None:
-    speeds = {BASELINE: [10.0, 20.0], "ngram, compiled": [20.0, 80.0]}
-    plain, other = cells(4, speeds, {BASELINE: 0, "ngram, compiled": 1}, seed=0)
-    assert plain.ratio == Interval(1.0, 1.0, 1.0)
-    assert other.ratio.mean == pytest.approx(8**0.5)
-    assert other.ratio.low == pytest.approx(2)
-    assert other.ratio.high == pytest.approx(4)
-    assert other.speed == pytest.approx(40)
-    assert other.as_dict()["ratio"]["low"] == pytest.approx(2)
+    (cell,) = measure(run, [[[1, 2]]], 3, 6, lambda: float(next(readings)))
+    assert cell.ratio == Interval(1.0, None, None)
+    assert cell.speed == pytest.approx(6 / 3)
 
 
 def test_the_report_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,37 +7,40 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.seq2seq import app, digest
-from benchmarks.seq2seq_batches import TokenBatches
-from benchmarks.seq2seq_drafters import (
-    MAIN,
-    DrafterOptions,
-    drafters_in,
-    share_answers,
-    train_command,
-)
-from benchmarks.seq2seq_measure import (
+from benchmarks.seq2seq import (
     BEAM,
     GREEDY,
-    Sample,
+    Results,
+    Score,
+    app,
+    as_markdown,
     contestants,
+    digest,
     lossless,
     measure,
     measure_batches,
+    ratio_of_sums,
+    save_figures,
+    score,
     specdec,
+    tables,
 )
-from benchmarks.seq2seq_results import Results, Score, ratio_of_sums
-from benchmarks.seq2seq_tables import as_markdown, save_figures, tables
-from benchmarks.seq2seq_target import (
+from benchmarks.seq2seq_training import (
+    MAIN,
+    DrafterOptions,
     TargetOptions,
+    TokenBatches,
+    drafters_in,
     new_target,
+    share_answers,
+    train_command,
     train_target,
     train_vocabulary,
 )
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from benchmarks import BenchmarkError, seq2seq_results
+from benchmarks import BenchmarkError, seq2seq
 from tests.spec_drafters import save_spec_drafter
 from tokenleap import LLM
 from tokenleap.bench.run import Journal
@@ -136,15 +139,14 @@ def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Pat
     assert len(set(names)) == len(names) == 19
     journal = Journal(tmp_path / "x.jsonl", "x", {})
     llm = LLM(trained / "target", dtype="float32", max_num_seqs=2, enable_prefix_caching=False)
-    sample = Sample(TEXTS[:2], TEXTS[:2])
     chosen = [one for one in all_of_them if one.name in (BEAM, GREEDY, lossless(MAIN))]
     chosen += [one for one in all_of_them if one.name in (specdec(MAIN), specdec(SMALL))]
-    measure(llm, chosen, sample, 1, journal)
+    measure(llm, chosen, TEXTS[:2], 1, journal)
     measure_batches(llm, chosen[:3], TEXTS[:2], (1, 2), 1, journal)
     count = len(journal.records)
     assert count == 5 * 2 + 3 * 2
     again = Journal(tmp_path / "x.jsonl", "x", {})
-    measure(llm, chosen, sample, 1, again)
+    measure(llm, chosen, TEXTS[:2], 1, again)
     measure_batches(llm, chosen[:3], TEXTS[:2], (1, 2), 1, again)
     assert len(again.records) == count  # nothing is measured twice
     results = Results(again.records, TEXTS[:2])
@@ -165,6 +167,11 @@ def record(name: str, number: int, text: str, seconds: float, **more: Any) -> di
     return {**own, "seconds": seconds, "verify_seconds": 0.01, **counts, **more}
 
 
+def batch(turn: int, seconds: list[int]) -> dict[str, Any]:
+    own = {"type": "batch", "name": GREEDY, "round": turn, "number": 4, "sentences": 8}
+    return {**own, "seconds": seconds}
+
+
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch) -> Results:
     """Two sentences; sentence 0 has three rounds. A score is the number of equal texts."""
@@ -173,7 +180,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Results:
         same = sum(x == y for x, y in zip(texts, references, strict=True))
         return Score(float(same), float(10 * same))
 
-    monkeypatch.setattr(seq2seq_results, "score", equal)
+    monkeypatch.setattr(seq2seq, "score", equal)
     records = [
         *(record(BEAM, number, text, 6.0) for number, text in enumerate("ab")),
         *(record(GREEDY, number, text, 4.0) for number, text in enumerate("ac")),
@@ -182,9 +189,9 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Results:
         record(specdec(MAIN), 0, "ignored", 2.0, passes=1),
         record(specdec(MAIN), 1, "b", 1.0),
         record(specdec(MAIN), 2, "not translated by all", 1.0),
-        {"type": "batch", "name": GREEDY, "round": 0, "number": 8, "size": 4, "seconds": [1, 3]},
-        {"type": "batch", "name": GREEDY, "round": 1, "number": 8, "size": 4, "seconds": [1, 1]},
-        {"type": "batch", "name": GREEDY, "round": 2, "number": 8, "size": 4, "seconds": [9, 9]},
+        batch(0, [1, 3]),
+        batch(1, [1, 1]),
+        batch(2, [9, 9]),
     ]
     return Results(records, ["a", "b"])
 
@@ -199,7 +206,7 @@ def test_figures_are_those_of_the_sentences_that_all_have_translated(results: Re
     assert results.draft_ms(spec) == 1000 * (3 * 0.004 + 0.012) / 8
     assert results.same(spec, GREEDY) == 0.5
     assert results.relative_score(spec, BEAM) == Score(2.0, 20.0)
-    assert results.percentiles(spec, BEAM)[2] == 4.5
+    assert results.twentieths(spec, BEAM)[9] == 4.5
     (point,) = results.batch_points(GREEDY)
     assert (point.size, point.latency, point.throughput) == (4, 2.0, 2.0)
 
@@ -227,8 +234,8 @@ def test_ratio_of_sums_lies_in_its_interval() -> None:
 def test_scores_are_sacrebleus() -> None:
     pytest.importorskip("sacrebleu")
     texts = ["Öffnet das Menü Datei dieses Fensters.", "Summen und Mittel der Zellen."]
-    assert seq2seq_results.score(texts, texts).bleu == pytest.approx(100)
-    half = seq2seq_results.score(texts, [texts[0], "Etwas ganz anderes steht hier."])
+    assert score(texts, texts).bleu == pytest.approx(100)
+    half = score(texts, [texts[0], "Etwas ganz anderes steht hier."])
     assert 20 < half.bleu < 80
     assert 20 < half.chrf < 80
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import typer
-from benchmarks.loading import TINY, load
+from benchmarks.harness import TINY, load
 from benchmarks.step_cost import Filled, hidden_layers, hidden_ratios, main, overhead, pass_seconds
 from typer.testing import CliRunner
 

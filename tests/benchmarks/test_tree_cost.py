@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import typer
-from benchmarks.loading import TINY, load
+from benchmarks.harness import TINY, load
 from benchmarks.tree_cost import Case, main, measure
 from typer.testing import CliRunner
 

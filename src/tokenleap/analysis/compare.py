@@ -31,7 +31,6 @@ from tokenleap.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["AGREEMENT", "Assumptions", "Factors", "StepSample", "Trial", "compare", "draw"]
 
 AGREEMENT = 0.15
 """Predicted and measured agree if they differ by at most this share of the prediction."""
@@ -73,12 +72,10 @@ class Assumptions:
 
     @property
     def drafting_share(self) -> float:
-        """The share of positions with a draft."""
         return len(self.betas) / self.positions
 
     @property
     def positions(self) -> int:
-        """The number of positions of all texts."""
         return sum(len(text) for text in self.draft_lengths)
 
     def predicted(self, gamma: int) -> float:
@@ -136,7 +133,6 @@ class Factors:
 
     @property
     def product(self) -> float:
-        """The measured speed-up over that of theorem 3.8."""
         return float(math.prod(asdict(self).values()))
 
     def failing(self) -> list[str]:
@@ -185,7 +181,6 @@ class Trial:
         return float(np.abs(np.subtract(self.accepted, self.geometric)).sum() / 2)
 
     def as_dict(self) -> dict[str, Any]:
-        """The trial for JSON."""
         return {
             **asdict(self),
             "agrees": self.agrees,
@@ -250,7 +245,6 @@ def _factors(
 
 
 def _speed(steps: Sequence[StepSample]) -> float:
-    """Tokens per second."""
     return sum(step.committed for step in steps) / sum(step.seconds for step in steps)
 
 

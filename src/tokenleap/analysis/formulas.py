@@ -4,7 +4,7 @@ The formulas are those of Leviathan et al. (2023) unless another paper is named.
 every drafted token is accepted with probability alpha, independently (i.i.d. betas). A draft step
 costs c target passes. A target pass costs the same for one position as for gamma + 1, except in the
 `_on_curve` functions, which take a measured curve. `tokenleap plan` and `tokenleap.tuning` call
-them.
+them. An argument out of its range raises a `ConfigError` that names it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tokenleap.analysis import domain
 from tokenleap.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ __all__ = [
     "accepted_distribution",
     "best_gamma",
     "best_gamma_on_curve",
+    "checked_cost",
+    "checked_count",
     "expected_speedup",
     "expected_tokens",
     "guaranteed_improvement",
@@ -64,11 +65,8 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     Args:
         alpha: acceptance rate, in [0, 1].
         gamma: drafted tokens per step, 0 or more.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    alpha, gamma = domain.rate("alpha", alpha), domain.count("gamma", gamma)
+    alpha, gamma = _checked_rate("alpha", alpha), checked_count("gamma", gamma)
     return float(_powers(alpha, gamma).sum())
 
 
@@ -82,11 +80,8 @@ def accepted_distribution(alpha: float, gamma: int) -> NDArray[np.float64]:
     Returns:
         [gamma+1] probabilities of n = 0 to gamma accepted tokens: alpha^n (1 - alpha) for
         n < gamma, and alpha^gamma for n = gamma.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    alpha, gamma = domain.rate("alpha", alpha), domain.count("gamma", gamma)
+    alpha, gamma = _checked_rate("alpha", alpha), checked_count("gamma", gamma)
     at_least = _powers(alpha, gamma)  # [gamma+1] probability of n or more
     more = np.append(at_least[1:], 0.0)
     distribution: NDArray[np.float64] = at_least - more
@@ -102,11 +97,8 @@ def improvement(alpha: float, gamma: int, c: float) -> float:
         alpha: acceptance rate, in [0, 1].
         gamma: drafted tokens per step, 0 or more.
         c: time of one draft step over time of one target pass (definition 3.7).
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    return expected_tokens(alpha, gamma) / (gamma * domain.cost("c", c) + 1)
+    return expected_tokens(alpha, gamma) / (gamma * checked_cost("c", c) + 1)
 
 
 def pays(alpha: float, c: float) -> bool:
@@ -118,11 +110,8 @@ def pays(alpha: float, c: float) -> bool:
     Args:
         alpha: acceptance rate, in [0, 1].
         c: time of one draft step over time of one target pass.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    return domain.rate("alpha", alpha) > domain.cost("c", c)
+    return _checked_rate("alpha", alpha) > checked_cost("c", c)
 
 
 def guaranteed_improvement(alpha: float, c: float) -> float:
@@ -151,12 +140,9 @@ def operations(alpha: float, gamma: int, c_hat: float) -> float:
         alpha: acceptance rate, in [0, 1].
         gamma: drafted tokens per step, 0 or more.
         c_hat: operations per token of the drafter over those of the target (definition 3.10).
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
     tokens = expected_tokens(alpha, gamma)
-    return (gamma * domain.cost("c_hat", c_hat) + gamma + 1) / tokens
+    return (gamma * checked_cost("c_hat", c_hat) + gamma + 1) / tokens
 
 
 def memory_reduction(alpha: float, gamma: int) -> float:
@@ -168,9 +154,6 @@ def memory_reduction(alpha: float, gamma: int) -> float:
     Args:
         alpha: acceptance rate, in [0, 1].
         gamma: drafted tokens per step, 0 or more.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
     return expected_tokens(alpha, gamma)
 
@@ -186,11 +169,10 @@ def best_gamma(alpha: float, c: float, max_gamma: int = MAX_GAMMA) -> int:
 
     Returns:
         The smallest gamma of 0 to `max_gamma` that reaches the maximum; 0 if drafting does not pay.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    return best_gamma_on_curve(alpha, c, np.ones(domain.count("max_gamma", max_gamma) + 1).tolist())
+    return best_gamma_on_curve(
+        alpha, c, np.ones(checked_count("max_gamma", max_gamma) + 1).tolist()
+    )
 
 
 def improvement_on_curve(alpha: float, gamma: int, c: float, verify_cost: Sequence[float]) -> float:
@@ -207,14 +189,11 @@ def improvement_on_curve(alpha: float, gamma: int, c: float, verify_cost: Sequen
         c: time of one draft step over time of one plain target pass.
         verify_cost: [G+1] v(0) to v(G): time of a pass over n drafted tokens (n + 1 positions),
             over time of a plain pass.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    curve = domain.curve("verify_cost", verify_cost)
-    if domain.count("gamma", gamma) >= len(curve):
+    curve = _checked_curve("verify_cost", verify_cost)
+    if checked_count("gamma", gamma) >= len(curve):
         raise ConfigError(f"gamma: the curve ends at {len(curve) - 1}, got {gamma}.")
-    cost = gamma * domain.cost("c", c) + float(curve[gamma])
+    cost = gamma * checked_cost("c", c) + float(curve[gamma])
     return expected_tokens(alpha, gamma) / cost
 
 
@@ -228,12 +207,9 @@ def best_gamma_on_curve(alpha: float, c: float, verify_cost: Sequence[float]) ->
 
     Returns:
         The smallest gamma of 0 to G that reaches the maximum.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    alpha, c = domain.rate("alpha", alpha), domain.cost("c", c)
-    curve = domain.curve("verify_cost", verify_cost)
+    alpha, c = _checked_rate("alpha", alpha), checked_cost("c", c)
+    curve = _checked_curve("verify_cost", verify_cost)
     longest = len(curve) - 1
     tokens = _powers(alpha, longest).cumsum()  # [G+1] equation 1 for every gamma
     return int((tokens / (np.arange(longest + 1) * c + curve)).argmax())
@@ -257,11 +233,8 @@ def oracle_improvement(alpha: float, c: float) -> float:
     Returns:
         The bound; infinite for alpha = 1 and c = 0. It is below 1 for alpha > 0 and c > 1, since
         this oracle drafts all K tokens even if drafting costs more than the target.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    alpha, c = domain.rate("alpha", alpha), domain.cost("c", c)
+    alpha, c = _checked_rate("alpha", alpha), checked_cost("c", c)
     cost = 1 - alpha + alpha * c
     return 1 / cost if cost > 0 else math.inf
 
@@ -281,15 +254,12 @@ def specdec_latency(
 
     Returns:
         Seconds.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    if domain.positive("tokens_per_step", tokens_per_step) < 1:
+    if _checked_positive("tokens_per_step", tokens_per_step) < 1:
         raise ConfigError(f"tokens_per_step: must be at least 1, got {tokens_per_step}.")
-    steps = domain.count("length", length) / tokens_per_step
-    draft = domain.cost("draft_seconds", draft_seconds)
-    return steps * draft + steps * domain.cost("verify_seconds", verify_seconds)
+    steps = checked_count("length", length) / tokens_per_step
+    draft = checked_cost("draft_seconds", draft_seconds)
+    return steps * draft + steps * checked_cost("verify_seconds", verify_seconds)
 
 
 def _powers(alpha: float, gamma: int) -> NDArray[np.float64]:
@@ -313,9 +283,6 @@ def lk_divergence(p: ArrayLike, q: ArrayLike) -> float:
     Args:
         p: [V] the target's probabilities.
         q: [V] the drafter's.
-
-    Raises:
-        ConfigError: p and q are not distributions of one length.
     """
     p, q = _pair(p, q)
     return float(np.abs(p - (p + q) / 2).sum())
@@ -329,9 +296,6 @@ def acceptance_probability(p: ArrayLike, q: ArrayLike) -> float:
     Args:
         p: [V] the target's probabilities.
         q: [V] the drafter's.
-
-    Raises:
-        ConfigError: p and q are not distributions of one length.
     """
     p, q = _pair(p, q)
     return float(np.minimum(p, q).sum())
@@ -343,9 +307,6 @@ def acceptance_rate(p: ArrayLike, q: ArrayLike) -> float:
     Args:
         p: [N, V] the target's probabilities at N positions of a text drawn from the target.
         q: [N, V] the drafter's.
-
-    Raises:
-        ConfigError: p and q are not distributions of one shape.
     """
     p, q = _pair(p, q, dimensions=2)
     return float(np.minimum(p, q).sum(axis=-1).mean())
@@ -367,7 +328,7 @@ def lenient_acceptance_probability(p: ArrayLike, q: ArrayLike, lenience: float) 
         ConfigError: p and q are not distributions of one length, or l is out of range.
     """
     p, q = _pair(p, q)
-    if domain.positive("lenience", lenience) > 1:
+    if _checked_positive("lenience", lenience) > 1:
         raise ConfigError(f"lenience: must be above 0 and at most 1, got {lenience}.")
     return float(np.minimum(p, lenience * q).sum() / lenience)
 
@@ -389,9 +350,6 @@ def rejection_sampling_probability(p: ArrayLike, q: ArrayLike) -> float:
     Args:
         p: [V] the target's probabilities.
         q: [V] the drafter's.
-
-    Raises:
-        ConfigError: p and q are not distributions of one length.
     """
     p, q = _pair(p, q)
     possible = p > 0
@@ -401,7 +359,7 @@ def rejection_sampling_probability(p: ArrayLike, q: ArrayLike) -> float:
 def _pair(
     p: ArrayLike, q: ArrayLike, dimensions: int = 1
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    p, q = domain.distribution("p", p), domain.distribution("q", q)
+    p, q = _checked_distribution("p", p), _checked_distribution("q", q)
     if p.shape != q.shape:
         raise ConfigError(f"p and q: must have one shape, got {p.shape} and {q.shape}.")
     if p.ndim != dimensions:
@@ -515,19 +473,74 @@ def expected_speedup(alpha: float, f_seconds: float, g_seconds: float) -> float:
         alpha: E[sum of min(p, q)], in [0, 1].
         f_seconds: how long f takes, above 0.
         g_seconds: how long g takes, above 0.
-
-    Raises:
-        ConfigError: an argument is out of range.
     """
-    f_seconds = domain.positive("f_seconds", f_seconds)
-    g_seconds = domain.positive("g_seconds", g_seconds)
-    alpha, both = domain.rate("alpha", alpha), f_seconds + g_seconds
+    f_seconds = _checked_positive("f_seconds", f_seconds)
+    g_seconds = _checked_positive("g_seconds", g_seconds)
+    alpha, both = _checked_rate("alpha", alpha), f_seconds + g_seconds
     return both / (alpha * max(f_seconds, g_seconds) + (1 - alpha) * both)
 
 
 def _checked(name: str, distribution: Distribution) -> Distribution:
     """Refuse what is not a distribution, since the result would not show it."""
+    from tokenleap.core.distribution import Distribution  # PyTorch takes seconds to import
+
     if not isinstance(distribution, Distribution):
         raise ConfigError(f"{name}: must return a Distribution, got {type(distribution).__name__}.")
-    domain.distribution(name, distribution.probs.cpu().numpy())
+    _checked_distribution(name, distribution.probs.cpu().numpy())
     return distribution
+
+
+# Checks of arguments: a `ConfigError` names the argument and its range.
+
+SUM_TOLERANCE = 1e-4
+"""How far a sum of probabilities may be from 1: float32 rounding over a large vocabulary."""
+
+
+def _checked_rate(name: str, value: float) -> float:
+    """A probability: a number in [0, 1]."""
+    if not 0 <= value <= 1:  # also refuses NaN
+        raise ConfigError(f"{name}: must be between 0 and 1, got {value}.")
+    return float(value)
+
+
+def checked_cost(name: str, value: float) -> float:
+    """A cost ratio: a finite number, 0 or more."""
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name}: must be a finite number of at least 0, got {value}.")
+    return float(value)
+
+
+def _checked_positive(name: str, value: float) -> float:
+    """A finite number above 0."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name}: must be a finite number above 0, got {value}.")
+    return float(value)
+
+
+def checked_count(name: str, value: int, least: int = 0) -> int:
+    """A whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ConfigError(f"{name}: must be a whole number of at least {least}, got {value!r}.")
+    return int(value)
+
+
+def _checked_curve(name: str, values: Sequence[float]) -> NDArray[np.float64]:
+    """Costs of verification by draft length, [G+1] with G >= 0, all finite and above 0."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or not len(array) or not np.all((array > 0) & np.isfinite(array)):
+        raise ConfigError(f"{name}: must be a list of finite numbers above 0, got {values!r}.")
+    return array
+
+
+def _checked_distribution(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    """Probabilities along the last axis, [..., V]: each in [0, 1], summing to 1."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim < 1 or not array.size:
+        raise ConfigError(f"{name}: must have at least one probability, got shape {array.shape}.")
+    if not np.all((array >= 0) & (array <= 1 + SUM_TOLERANCE)):
+        raise ConfigError(f"{name}: probabilities must be between 0 and 1.")
+    sums = array.sum(axis=-1)
+    if not np.all(np.abs(sums - 1) <= SUM_TOLERANCE):
+        worst = float(sums.flat[int(np.abs(sums - 1).argmax())])
+        raise ConfigError(f"{name}: probabilities must sum to 1, got a sum of {worst:.6g}.")
+    return array

@@ -41,19 +41,6 @@ from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 from tokenleap.trace import Trace
 
-__all__ = [
-    "LENIENCES",
-    "Judge",
-    "Laboratory",
-    "LenienceRow",
-    "Recorder",
-    "RowsVerifier",
-    "Watch",
-    "alpha_by_lenience",
-    "rejection_sampling",
-    "steps_of",
-]
-
 
 @dataclass(frozen=True)
 class _Path:
@@ -192,7 +179,6 @@ class Watch(AcceptanceRule):
         return Accepted((), self._next(draft, p, noise), reason="watched only")
 
     def _next(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> int:
-        """The token to commit."""
         if self._rule.lossless:
             return noise.draw(p[0], 0)
         decision = self._rule.accept(draft.only([1]), p, noise)
@@ -212,20 +198,16 @@ class Recorder(Fixed):
         self.lengths: list[int] = []
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """The full length, if the context has room for it."""
         length = self.num_speculative_tokens
         rooms = [self._max_model_len - len(request.token_ids) for request in batch]
         return [Budget(length, max(0, min(length, room))) for room in rooms]
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        """Record one step."""
         self.lengths += [outcome.draft.tree.num_drafted for outcome in outcomes]
 
 
 @dataclass
 class _Findings:
-    """The measurements so far, over all prompts."""
-
     betas: list[float] = field(default_factory=list)
     lengths: list[tuple[int, ...]] = field(default_factory=list)  # per prompt
     c: list[float] = field(default_factory=list)  # per prompt
@@ -346,7 +328,6 @@ class Laboratory:
         return [median(times) for times in seconds]
 
     def _wait(self) -> None:
-        """Wait until the device has finished its work."""
         if self.llm.device.type == "cuda":
             torch.cuda.synchronize(self.llm.device)
 

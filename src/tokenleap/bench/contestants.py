@@ -18,20 +18,6 @@ from tokenleap.errors import ConfigError
 if TYPE_CHECKING:
     from tokenleap.models.gguf import GgufFile
 
-__all__ = [
-    "BASELINE",
-    "OWN",
-    "PEERS",
-    "Contestant",
-    "Runner",
-    "Setting",
-    "check_installed",
-    "check_same_model",
-    "gguf_path",
-    "methods",
-    "peers",
-]
-
 
 OWN = "tokenleap"
 """The kind of Tokenleap's own contestants."""
@@ -199,7 +185,6 @@ def check_installed(label: str) -> None:
 
 
 def gguf_path(setting: Setting) -> Path:
-    """The model file of peers that read GGUF."""
     assert setting.gguf is not None, "`peers` has refused it"
     return Path(setting.gguf)
 
@@ -222,7 +207,6 @@ _ARCHITECTURES = {
 
 
 def check_same_model(file: Path, folder: Path) -> None:
-    """Compare a GGUF file with a Hugging Face folder."""
     from tokenleap.models.gguf import GgufFile
 
     told = _told(GgufFile.read(file))

@@ -16,21 +16,6 @@ import tokenleap
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.cores import available_cores
 
-__all__ = [
-    "BYTES",
-    "Meter",
-    "NvmlMeter",
-    "RaplMeter",
-    "host",
-    "kv_bytes",
-    "open_meter",
-    "package_version",
-    "peak_bytes",
-    "processor_flags",
-    "source_digest",
-    "weight_bytes",
-]
-
 
 def host() -> dict[str, Any]:
     """Processor, cores and versions."""
@@ -94,13 +79,9 @@ POWERCAP = Path("/sys/class/powercap")
 class Meter(Protocol):
     """A counter of energy."""
 
-    def read(self) -> list[int]:
-        """The counters' current values, in any unit."""
-        ...
+    def read(self) -> list[int]: ...
 
-    def joules(self, before: list[int], after: list[int]) -> float:
-        """Energy between two readings."""
-        ...
+    def joules(self, before: list[int], after: list[int]) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +91,6 @@ class RaplMeter:
     zones: tuple[Path, ...]
 
     def read(self) -> list[int]:
-        """Microjoules of every package."""
         return [_number(zone / "energy_uj") for zone in self.zones]
 
     def joules(self, before: list[int], after: list[int]) -> float:
@@ -130,12 +110,10 @@ class NvmlMeter:
         ]
 
     def read(self) -> list[int]:
-        """Millijoules of every GPU."""
         read = self._nvml.nvmlDeviceGetTotalEnergyConsumption
         return [int(read(device)) for device in self._devices]
 
     def joules(self, before: list[int], after: list[int]) -> float:
-        """Energy between two readings."""
         return (sum(after) - sum(before)) / 1e3
 
 

@@ -28,23 +28,11 @@ from tokenleap.request import Request
 from tokenleap.runtime.packed import open_packed
 from tokenleap.trace import StepTrace
 
-__all__ = [
-    "OwnRunner",
-    "drafts_a_tree",
-    "encode",
-    "mean_logprob",
-    "prompt_limit",
-    "random_ids",
-    "stream_seconds",
-]
-
 CHUNK = 32
 """Tokens per pass."""
 
 
 class _GivenOutput(Drafter):
-    """Drafts the tokens of a given output."""
-
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = list(token_ids)
 
@@ -117,7 +105,6 @@ class OwnRunner:
 
     @property
     def device(self) -> str:
-        """Where the model is."""
         return str(self._llm.device)
 
     def facts(self) -> dict[str, Any]:
@@ -157,18 +144,15 @@ class OwnRunner:
         return weight_bytes(Path(model) if is_head else models.resolve(model), itemsize, rounded)
 
     def encode(self, text: str, max_model_len: int) -> list[int]:
-        """A prompt's tokens (see `encode.encode`)."""
         setting = self._setting
         limit = prompt_limit(max_model_len, setting.max_prompt_tokens, setting.max_tokens)
         return encode(self._llm, text, limit)
 
     def control(self, seed: int, max_model_len: int) -> list[int]:
-        """A prompt of random tokens; arguments as in `encode`."""
         limit = prompt_limit(max_model_len, CONTROL_TOKENS, self._setting.max_tokens)
         return random_ids(self._llm, seed, limit)
 
     def forget(self) -> None:
-        """Forget what earlier outputs taught the drafter."""
         self._llm.reset_drafter_memory()
 
     def generate(
@@ -178,7 +162,6 @@ class OwnRunner:
         temperature: float = 0.0,
         seeds: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
-        """Tokens, times and counts of each prompt (see `Runner.generate`)."""
         params = SamplingParams(
             temperature=temperature,
             max_tokens=max_tokens,
@@ -190,7 +173,6 @@ class OwnRunner:
         return [_counts(output) for output in outputs]
 
     def judge(self, prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
-        """The text of an output, and its mean log-probability under this model."""
         assert self._llm.tokenizer is not None
         text = self._llm.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return {"text": text, "logprob": mean_logprob(self._llm, prompt, token_ids)}
@@ -225,7 +207,6 @@ def _counts(output: RequestOutput) -> dict[str, Any]:
 
 
 def drafts_a_tree(step: StepTrace) -> bool:
-    """Whether a step's draft is a tree and not a chain."""
     return list(step.parents) != list(range(-1, len(step.parents) - 1))
 
 

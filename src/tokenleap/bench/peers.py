@@ -16,14 +16,11 @@ from typing import Any
 from tokenleap.bench.contestants import Contestant, Runner, Setting, gguf_path
 from tokenleap.bench.machine import package_version
 
-__all__ = ["LlamaCppRunner", "OpenVinoRunner", "TransformersRunner", "runner"]
-
 LOOKUP_TOKENS = 10
 """Draft length of prompt lookup where none is recommended: the one its author used."""
 
 
 def runner(contestant: Contestant, setting: Setting) -> Runner:
-    """Load a contestant."""
     family, _, mode = contestant.kind.rpartition("-")
     if not family:
         from tokenleap.bench.own import OwnRunner
@@ -73,7 +70,6 @@ class TransformersRunner:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Version and bytes."""
         return self._facts
 
     def generate(
@@ -153,7 +149,6 @@ class LlamaCppRunner:
         self._threads = setting.threads
 
     def facts(self) -> dict[str, Any]:
-        """Version, and bytes of the file."""
         return {
             "version": package_version("llama-cpp-python"),
             **_batches("llama-cpp-python generates for one prompt at a time"),
@@ -169,7 +164,6 @@ class LlamaCppRunner:
         temperature: float = 0.0,
         seeds: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
-        """Tokens, and the time to the first one."""
         assert not temperature, "`peers` has refused it"
         (ids,) = prompts
         self._llama.reset()  # else it keeps the KV of an equal prompt
@@ -205,7 +199,6 @@ class OpenVinoRunner:
         self._threads = setting.threads
 
     def facts(self) -> dict[str, Any]:
-        """Version, and bytes of the file."""
         return {
             "version": package_version("openvino-genai"),
             **_batches("its pipeline is given one prompt's tokens at a time here"),
@@ -221,7 +214,6 @@ class OpenVinoRunner:
         temperature: float = 0.0,
         seeds: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
-        """Tokens, and the time to the first one as OpenVINO measures it."""
         import numpy as np
 
         assert not temperature, "`peers` has refused it"

@@ -20,8 +20,6 @@ from typing import Any
 from tokenleap.core.files import parsed_json
 from tokenleap.errors import PromptError, TokenleapError
 
-__all__ = ["MULTI_TURN", "Prompt", "cut_middle", "read_prompts", "stratified"]
-
 MULTI_TURN = "multi-turn"
 MT_BENCH = frozenset(
     {

@@ -6,53 +6,39 @@ import base64
 import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import Environment
 
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.rows import ALL, CONTROL, Interval, Row
-from tokenleap.bench.summary import Results
+from tokenleap.bench.summary import (
+    ALL,
+    CONTROL,
+    Agreement,
+    BatchPoint,
+    EnergyUse,
+    Memory,
+    Results,
+    Row,
+    Start,
+    Steps,
+)
 from tokenleap.runtime.choices import TORCH_RUNTIMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.ticker import Locator
 
-__all__ = [
-    "Table",
-    "can_draw",
-    "contestants_table",
-    "draw_all",
-    "facts_line",
-    "html",
-    "markdown",
-    "markdown_table",
-    "notes",
-    "settings_that_ran",
-    "tables",
-]
 
+T = TypeVar("T")
 
 Table = tuple[str, Sequence[str], list[list[str]]]
 """Title, header, rows."""
 
 ACCEPTANCE = "Mean acceptance length by kind, and the share of target passes that had a draft"
 
-HEADER = (
-    "contestant",
-    "prompts",
-    f"speed over {BASELINE.label}",
-    "after prefill",
-    "tokens/s",
-    "mean acceptance length",
-    "outputs differing",
-    "first at token",
-)
-
 
 def markdown(results: Results, settings: Mapping[str, Any]) -> str:
-    """All tables and remarks."""
     parts = ["# tokenleap bench", facts_line(settings, results)]
     for title, header, rows in tables(results):
         parts += [f"## {title}", markdown_table(header, rows)]
@@ -61,26 +47,21 @@ def markdown(results: Results, settings: Mapping[str, Any]) -> str:
 
 
 def tables(results: Results) -> list[Table]:
-    """All tables that have rows."""
-    rows = results.rows
-    overall = [row for row in rows if row.kind == ALL]
-    found: list[Table] = [("Speed", HEADER, [_cells(row) for row in overall])]
-    if len(results.kinds) > 1:
-        found.append(("Speed by kind of prompt", *_by_kind(results, rows, _ratio)))
-        found.append((ACCEPTANCE, *_by_kind(results, rows, _acceptance)))
-    if results.steps():
-        found.append(("Steps", *_steps(results)))
-    found.append(("What ran", *contestants_table(results)))
-    if results.agreements():
-        found.append(("Agreement", *_agreements(results)))
-    found.append(("Start", *_starts(results)))
-    found.append(("Memory", *_memory(results)))
-    found.append(("Roofline", *_roofline(results)))
-    if results.energy():
-        found.append(("Energy", *_energy(results)))
-    if results.batches():
-        found.append(("Batches", *_batches(results)))
-    return found
+    kinds = len(results.kinds) > 1
+    found = [
+        _table("Speed", [row for row in results.rows if row.kind == ALL], _SPEED),
+        *([_by_kind("Speed by kind of prompt", results, _ratio)] if kinds else []),
+        *([_by_kind(ACCEPTANCE, results, _acceptance)] if kinds else []),
+        _table("Steps", results.steps(), _STEPS),
+        contestants_table(results),
+        _agreements(results),
+        _table("Start", results.starts(), _START),
+        _table("Memory", results.memory(), _MEMORY),
+        _table("Roofline", results.roofline(), _ROOFLINE),
+        _table("Energy", results.energy(), _ENERGY),
+        _batches(results),
+    ]
+    return [each for each in found if each[2] or each[0] == "Roofline"]
 
 
 def notes(results: Results) -> list[str]:
@@ -166,28 +147,13 @@ def _who_is_measured_in_batches(results: Results) -> list[str]:
     ]
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        row.label,
-        str(row.prompts),
-        _interval(row.ratio),
-        _interval(row.decode_ratio),
-        f"{row.speed:.1f}",
-        _or_dash(row.mean_acceptance_length, ".2f"),
-        str(row.differing),
-        _or_dash(row.first_difference, "d"),
-    ]
-
-
-def _by_kind(
-    results: Results, rows: Sequence[Row], cell: Callable[[Row], str]
-) -> tuple[Sequence[str], list[list[str]]]:
-    cells = {(row.label, row.kind): cell(row) for row in rows}
+def _by_kind(title: str, results: Results, cell: Callable[[Row], str]) -> Table:
+    cells = {(row.label, row.kind): cell(row) for row in results.rows}
     found = [
         [label, *(cells.get((label, kind), "-") for kind in results.kinds)]
         for label in results.labels
     ]
-    return ("contestant", *results.kinds), found
+    return title, ("contestant", *results.kinds), found
 
 
 def _ratio(row: Row) -> str:
@@ -200,52 +166,18 @@ def _acceptance(row: Row) -> str:
     return f"{row.mean_acceptance_length:.2f} ({row.drafting_share:.0%})"
 
 
-def _starts(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    header = ("contestant", "seconds to load", "ms to the first token")
-    found = [
-        [one.label, _or_dash(one.load_seconds, ".1f"), _milliseconds(one.first_token_seconds)]
-        for one in results.starts()
-    ]
-    return header, found
-
-
-def _memory(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    header = ("contestant", "peak MB", "weights MB", "KV of the longest request MB", "drafter MB")
-    found = [
-        [one.label, *(_megabytes(size) for size in (one.peak, one.weights, one.cache, one.drafter))]
-        for one in results.memory()
-    ]
-    return header, found
-
-
-def _steps(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    header = ("contestant", "Tok.: tokens per pass", "t_d: ms of a draft", "t_v: ms of its pass")
-    found = [
-        [
-            one.label,
-            f"{one.tokens:.2f}",
-            *(_milliseconds(seconds) for seconds in (one.draft_seconds, one.verify_seconds)),
-        ]
-        for one in results.steps()
-    ]
-    return header, found
-
-
-def _agreements(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    header = ("contestant", "lossless", "outputs equal", "tokens equal", "first difference")
-    found = [
-        [
-            one.label,
-            {True: "yes", False: "no", None: "-"}[results.facts[one.label].get("lossless")],
-            f"{one.equal} of {one.outputs}",
-            f"{one.equal_tokens:.1%}",
-            _or_dash(one.first_difference, ".1f"),
-            f"{one.bleu:.1f}",
-            f"{one.logprob:.3f}",
-        ]
-        for one in results.agreements()
-    ]
-    return (*header, "relative BLEU", "log p of a token"), found
+def _agreements(results: Results) -> Table:
+    lossless = {True: "yes", False: "no", None: "-"}
+    columns: dict[str, Callable[[Agreement], object]] = {
+        "contestant": lambda one: one.label,
+        "lossless": lambda one: lossless[results.facts[one.label].get("lossless")],
+        "outputs equal": lambda one: f"{one.equal} of {one.outputs}",
+        "tokens equal": lambda one: f"{one.equal_tokens:.1%}",
+        "first difference": lambda one: _or_dash(one.first_difference, ".1f"),
+        "relative BLEU": lambda one: f"{one.bleu:.1f}",
+        "log p of a token": lambda one: f"{one.logprob:.3f}",
+    }
+    return _table("Agreement", results.agreements(), columns)
 
 
 def _about_agreement(results: Results) -> list[str]:
@@ -260,22 +192,6 @@ def _about_agreement(results: Results) -> list[str]:
     ]
 
 
-def _energy(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    header = ("contestant", "joules per 1,000 tokens", "average W", "hours", "Wh", "g CO2")
-    found = [
-        [
-            one.label,
-            f"{one.joules:.1f}",
-            f"{one.watts:.1f}",
-            f"{one.hours:.4f}",
-            f"{one.watt_hours:.3f}",
-            f"{one.co2:.3f}",
-        ]
-        for one in results.energy()
-    ]
-    return header, found
-
-
 def _about_energy(results: Results) -> list[str]:
     if not results.energy():
         return []
@@ -286,35 +202,26 @@ def _about_energy(results: Results) -> list[str]:
     ]
 
 
-def _roofline(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    header = ("contestant", "ms to stream the weights once", "ms of a step", "of the roofline")
-    found = [
-        [label, f"{1000 * stream:.2f}", f"{1000 * step:.2f}", f"{stream / step:.1%}"]
-        for label, stream, step in results.roofline()
-    ]
-    return header, found
-
-
-def _batches(results: Results) -> tuple[Sequence[str], list[list[str]]]:
+def _batches(results: Results) -> Table:
     points = results.batches()
     base = {point.size: point.throughput for point in points if point.label == BASELINE.label}
-    found = [
-        [
-            point.label,
-            str(point.size),
-            f"{point.throughput / base[point.size]:.3f}",
-            f"{point.latency:.3g}",
-            f"{point.throughput:.1f}",
-        ]
-        for point in points
-        if point.size in base
-    ]
-    header = ("contestant", "prompts at once", f"speed over {BASELINE.label}", "seconds")
-    return (*header, "tokens/s together"), found
+    columns: dict[str, Callable[[BatchPoint], object]] = {
+        "contestant": lambda point: point.label,
+        "prompts at once": lambda point: point.size,
+        f"speed over {BASELINE.label}": lambda p: f"{p.throughput / base[p.size]:.3f}",
+        "seconds": lambda point: f"{point.latency:.3g}",
+        "tokens/s together": lambda point: f"{point.throughput:.1f}",
+    }
+    return _table("Batches", [point for point in points if point.size in base], columns)
 
 
-def _interval(interval: Interval | None) -> str:
-    return "-" if interval is None else str(interval)
+def _table(title: str, items: Sequence[T], columns: Mapping[str, Callable[[T], object]]) -> Table:
+    return title, tuple(columns), rows_of(items, columns)
+
+
+def rows_of(items: Sequence[T], columns: Mapping[str, Callable[[T], object]]) -> list[list[str]]:
+    """A row for each item; columns say how to make a cell of it."""
+    return [[str(cell(item)) for cell in columns.values()] for item in items]
 
 
 def _or_dash(value: float | None, form: str) -> str:
@@ -327,6 +234,50 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _megabytes(size: int | None) -> str:
     return "-" if size is None else f"{size / 1e6:,.1f}"
+
+
+_SPEED: dict[str, Callable[[Row], object]] = {
+    "contestant": lambda row: row.label,
+    "prompts": lambda row: row.prompts,
+    f"speed over {BASELINE.label}": lambda row: row.ratio,
+    "after prefill": lambda row: "-" if row.decode_ratio is None else row.decode_ratio,
+    "tokens/s": lambda row: f"{row.speed:.1f}",
+    "mean acceptance length": lambda row: _or_dash(row.mean_acceptance_length, ".2f"),
+    "outputs differing": lambda row: row.differing,
+    "first at token": lambda row: _or_dash(row.first_difference, "d"),
+}
+_STEPS: dict[str, Callable[[Steps], object]] = {
+    "contestant": lambda one: one.label,
+    "Tok.: tokens per pass": lambda one: f"{one.tokens:.2f}",
+    "t_d: ms of a draft": lambda one: _milliseconds(one.draft_seconds),
+    "t_v: ms of its pass": lambda one: _milliseconds(one.verify_seconds),
+}
+_START: dict[str, Callable[[Start], object]] = {
+    "contestant": lambda one: one.label,
+    "seconds to load": lambda one: _or_dash(one.load_seconds, ".1f"),
+    "ms to the first token": lambda one: _milliseconds(one.first_token_seconds),
+}
+_MEMORY: dict[str, Callable[[Memory], object]] = {
+    "contestant": lambda one: one.label,
+    "peak MB": lambda one: _megabytes(one.peak),
+    "weights MB": lambda one: _megabytes(one.weights),
+    "KV of the longest request MB": lambda one: _megabytes(one.cache),
+    "drafter MB": lambda one: _megabytes(one.drafter),
+}
+_ROOFLINE: dict[str, Callable[[tuple[str, float, float]], object]] = {
+    "contestant": lambda one: one[0],
+    "ms to stream the weights once": lambda one: f"{1000 * one[1]:.2f}",
+    "ms of a step": lambda one: f"{1000 * one[2]:.2f}",
+    "of the roofline": lambda one: f"{one[1] / one[2]:.1%}",
+}
+_ENERGY: dict[str, Callable[[EnergyUse], object]] = {
+    "contestant": lambda one: one.label,
+    "joules per 1,000 tokens": lambda one: f"{one.joules:.1f}",
+    "average W": lambda one: f"{one.watts:.1f}",
+    "hours": lambda one: f"{one.hours:.4f}",
+    "Wh": lambda one: f"{one.watt_hours:.3f}",
+    "g CO2": lambda one: f"{one.co2:.3f}",
+}
 
 
 # Markdown tables.
@@ -428,7 +379,6 @@ THE_REST = "the rest"
 
 
 def can_draw() -> bool:
-    """Whether Matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -589,21 +539,20 @@ def facts_line(settings: Mapping[str, Any], results: Results) -> str:
     return ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
 
 
-def contestants_table(results: Results) -> tuple[Sequence[str], list[list[str]]]:
-    """Header and rows: how each contestant computed."""
-    header = ("contestant", "runtime", "weights", "device", "threads", "controller", "bit-exact")
-    rows = []
-    for label in results.labels:
-        facts = results.facts[label]
-        exact = facts.get("bit_exact")
-        cells = [facts.get(name) for name in ("device", "threads", "controller")]
-        rows.append(
-            [
-                label,
-                facts.get("runtime", "its own"),
-                facts.get("quantization") or facts["dtype"],
-                *("-" if cell is None else str(cell) for cell in cells),
-                "-" if exact is None else "yes" if exact else "no",
-            ]
-        )
-    return header, rows
+def contestants_table(results: Results) -> Table:
+    """How each contestant computed."""
+    facts, exact = results.facts, {True: "yes", False: "no", None: "-"}
+
+    def told(name: str) -> Callable[[str], object]:
+        return lambda label: "-" if facts[label].get(name) is None else facts[label][name]
+
+    columns: dict[str, Callable[[str], object]] = {
+        "contestant": str,
+        "runtime": lambda label: facts[label].get("runtime", "its own"),
+        "weights": lambda label: facts[label].get("quantization") or facts[label]["dtype"],
+        "device": told("device"),
+        "threads": told("threads"),
+        "controller": told("controller"),
+        "bit-exact": lambda label: exact[facts[label].get("bit_exact")],
+    }
+    return _table("What ran", results.labels, columns)

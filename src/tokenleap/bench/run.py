@@ -15,13 +15,10 @@ from typing import Any, TypeVar
 from tokenleap.bench.contestants import BASELINE, OWN, Contestant, Setting
 from tokenleap.bench.machine import host, open_meter
 from tokenleap.bench.prompts_file import Prompt
-from tokenleap.bench.rows import CONTROL, bleu_metric, scipy_stats, unjudged
+from tokenleap.bench.summary import CONTROL, bleu_metric, facts_of, scipy_stats, unjudged
 from tokenleap.bench.worker import Process
 from tokenleap.core.files import JsonLines, parsed_json
 from tokenleap.errors import TokenleapError
-
-__all__ = ["FORMAT", "Job", "Journal", "Plan", "Unit", "check_installed", "order", "pending", "run"]
-
 
 FORMAT = "tokenleap-bench-1"
 
@@ -48,15 +45,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Job:
-    """One call of one contestant in one round."""
-
     label: str
     unit: Unit
     round: int
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identifies the call."""
         return self.label, self.unit.id, self.round
 
 
@@ -86,13 +80,11 @@ class Plan:
         return alone + self.control_units() + batches
 
     def _unit(self, name: str, kind: str, prompts: tuple[Prompt, ...]) -> Unit:
-        """Prompts at the temperature of the setting."""
         temperature = self.setting.temperature
         seeds = [prompt.seed + index for index, prompt in enumerate(prompts)]
         return Unit(name, kind, prompts, temperature, tuple(seeds) if temperature else ())
 
     def control_units(self) -> list[Unit]:
-        """The prompts of random tokens."""
         prompts = [Prompt(f"random {seed}", CONTROL, "") for seed in range(self.control)]
         return [
             Unit(one.id, CONTROL, (one,), CONTROL_TEMPERATURE, (seed,))
@@ -111,12 +103,6 @@ class Plan:
             "control": self.control,
             **host(),
         }
-
-
-def facts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Facts that the contestants reported when loaded, by label; the last report counts."""
-    found = [record for record in records if record["type"] == "contestant"]
-    return {record["label"]: record["facts"] for record in found}
 
 
 def pending(plan: Plan, journal: Journal, facts: Mapping[str, Mapping[str, Any]]) -> list[Job]:
@@ -149,7 +135,6 @@ def check_installed() -> None:
 
 
 def run(plan: Plan, journal: Journal, show: Callable[[str, int, int], object]) -> None:
-    """Make the calls that are missing."""
     if _complete(plan, journal):
         return
     with ExitStack() as stack:
@@ -173,8 +158,6 @@ def _complete(plan: Plan, journal: Journal) -> bool:
 
 
 class _Session:
-    """A run with its processes and its journal."""
-
     def __init__(
         self,
         plan: Plan,

@@ -18,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -28,8 +29,6 @@ from tokenleap.runtime.cores import unbound_spinning
 
 if TYPE_CHECKING:
     from tokenleap.bench.own import OwnRunner
-
-__all__ = ["Process", "Worker", "serve"]
 
 
 class Worker:
@@ -81,18 +80,15 @@ class Worker:
         return self._own.judge(prompt, token_ids)
 
     def forget(self) -> None:
-        """Forget earlier outputs; peers keep none."""
         if self._own is not None:
             self._own.forget()
 
     def stream(self, size: int) -> float:
-        """Seconds to stream this many bytes."""
         from tokenleap.bench.own import stream_seconds
 
         return stream_seconds(size, self._runner.device)
 
     def memory(self) -> dict[str, int]:
-        """Peak bytes so far."""
         from tokenleap.bench.machine import peak_bytes
 
         return {"peak_bytes": peak_bytes(self._runner.device)}
@@ -118,7 +114,6 @@ def serve(lines: TextIO, answers: TextIO) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of an error's message, or the error's name."""
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__
 
@@ -153,14 +148,21 @@ _PATIENCE = 60.0
 class Process:
     """A contestant's process, started and told to load; a context manager.
 
+    Args:
+        source: a folder that has another version of the package; None is this one.
+
     Attributes:
         facts: what it reported once it was loaded, and `load_seconds`, how long that took from the
             start of the process.
     """
 
-    def __init__(self, contestant: Contestant, setting: Setting) -> None:
+    def __init__(
+        self, contestant: Contestant, setting: Setting, source: Path | None = None
+    ) -> None:
         self.label = contestant.label
         environment = {**os.environ, **dict.fromkeys(_THREADS, str(setting.threads))}
+        if source is not None:
+            environment["PYTHONPATH"] = str(source)
         unbound_spinning(environment)  # those of Tokenleap set it again
         self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._began = time.perf_counter()
@@ -175,11 +177,16 @@ class Process:
             start_new_session=True,  # Ctrl-C goes to the parent alone, which closes this process
         )
         self.facts: dict[str, Any] = {}
-        fields = {**asdict(contestant), "config": dict(contestant.config)}
-        self._tell(contestant=fields, setting=asdict(setting))
+        own = {**asdict(contestant), "config": dict(contestant.config)}
+        # Another version may lack fields, which have their defaults then.
+        changed = {
+            each.name: getattr(setting, each.name)
+            for each in fields(setting)
+            if getattr(setting, each.name) != each.default
+        }
+        self._tell(contestant=own, setting=changed)
 
     def wait_until_loaded(self) -> None:
-        """Wait, then fill in `facts`."""
         self.facts = self._answer()
         self.facts["load_seconds"] = time.perf_counter() - self._began
 
@@ -204,15 +211,12 @@ class Process:
         return dict(self._ask(command="judge", prompt=prompt, token_ids=token_ids))
 
     def forget(self) -> None:
-        """Make its drafter forget earlier outputs."""
         self._ask(command="forget")
 
     def stream(self, size: int) -> float:
-        """Seconds to stream this many bytes once."""
         return float(self._ask(command="stream", size=size))
 
     def memory(self) -> dict[str, int]:
-        """Peak bytes so far."""
         return dict(self._ask(command="memory"))
 
     def _ask(self, **request: Any) -> Any:

@@ -95,7 +95,7 @@ class BenchEngine(EngineOptions):
 
 @dataclass(frozen=True)
 class Emissions:
-    """How measured energy is turned into emissions; see `bench.rows.Footprint`."""
+    """How measured energy is turned into emissions; see `bench.summary.Footprint`."""
 
     pue: Annotated[
         float, _output("Power usage effectiveness, where energy can be measured.", min=1)
@@ -192,9 +192,8 @@ def bench(
     """
     plan = _plan(prompts, contenders, target, engine, amount)
     journal = _journal(plan, output, resume=resume)
-    from tokenleap.bench.rows import Footprint
     from tokenleap.bench.run import run
-    from tokenleap.bench.summary import Results
+    from tokenleap.bench.summary import Footprint, Results
 
     with counting(quiet=json_output) as show:
         run(plan, journal, show)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenleap.analysis.domain import cost, count
+from tokenleap.analysis.formulas import checked_cost, checked_count
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.registry import METHODS
@@ -225,7 +225,7 @@ def best_size(
     Among equals the smaller tree wins. No tree at all is one of the choices.
     """
     values = _Table.solved(acceptance_vector(acceptance), max_nodes, max_depth).values
-    drafting = cost("draft_cost", draft_cost) * np.arange(max_depth + 1)  # [D+1]
+    drafting = checked_cost("draft_cost", draft_cost) * np.arange(max_depth + 1)  # [D+1]
     verifying = np.array([costs(1 + nodes) for nodes in range(max_nodes + 1)])  # [N+1]
     seconds = drafting[:, None] + verifying
     rates = np.where(_needed(values), values / seconds, 0)
@@ -250,7 +250,9 @@ def best_widths(
             found = max(found, (1 + sums[width - 1] * below, (width, *widths)), key=_value)
         return found
 
-    value, widths = best(count("max_nodes", max_nodes, 1), count("max_depth", max_depth, 1))
+    value, widths = best(
+        checked_count("max_nodes", max_nodes, 1), checked_count("max_depth", max_depth, 1)
+    )
     return widths, value
 
 
@@ -272,7 +274,10 @@ class _Table:
 
     @staticmethod
     def solved(acceptance: Floats, max_nodes: int, max_depth: int) -> _Table:
-        nodes, depth = count("max_nodes", max_nodes, 1), count("max_depth", max_depth, 1)
+        nodes, depth = (
+            checked_count("max_nodes", max_nodes, 1),
+            checked_count("max_depth", max_depth, 1),
+        )
         values = np.ones((depth + 1, nodes + 1))
         sizes = np.zeros((depth + 1, len(acceptance), nodes + 1), dtype=np.int64)
         for level in range(1, depth + 1):

@@ -1,22 +1,25 @@
-"""A small translator to be the target of `benchmarks.seq2seq`: its vocabulary and its training.
+"""Training for `benchmarks.seq2seq`: a small translator as the target, and drafters for it.
 
-A Marian model, trained by Transformers' `Seq2SeqTrainer` as the base models of the literature are:
-label smoothing of 0.1, Adam (0.9, 0.98), an inverse square root schedule, batches by tokens. Passes
-are in bfloat16, weights and optimizer in float32. Attention is `eager`: in training with short
-texts on a CPU, that is faster than PyTorch's fused kernel.
+The target is a Marian model, trained by Transformers' `Seq2SeqTrainer` as the base models of the
+literature are: label smoothing of 0.1, Adam (0.9, 0.98), an inverse square root schedule, batches
+by tokens. Passes are in bfloat16, weights and optimizer in float32. Attention is `eager`: in
+training with short texts on a CPU, that is faster than PyTorch's fused kernel.
 
-    python -m benchmarks.seq2seq target OUT
-
-saves to `OUT/checkpoints`, goes on from the last one when called again, and writes the mean of the
-last checkpoints to `OUT/target`.
+The drafters are trained by `tokenleap train`. All of them learn the same: what the target answers
+to the sentences of `data/train`. The first training writes these answers, and the others are given
+its files.
 """
 
 from __future__ import annotations
 
+import random
+import shlex
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -36,11 +39,11 @@ from transformers import (
     set_seed,
 )
 
-from benchmarks.seq2seq_batches import TokenBatches
+from benchmarks import BenchmarkError
+from benchmarks.seq2seq_data import lines
 from tokenleap.core.config import Config
 from tokenleap.errors import DataError
-
-__all__ = ["TargetOptions", "new_target", "train_target", "train_vocabulary"]
+from tokenleap.training.run import TrainingFolder
 
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 """Start of the decoder, padding, end, unknown: ids 0 to 3, as in BART."""
@@ -76,18 +79,6 @@ class TargetOptions(Config):
     warmup_steps: Annotated[int, Ge(1)] = 800
     save_every: Annotated[int, Ge(1)] = 250
     averaged: Annotated[int, Ge(1)] = 8
-
-
-def lines(path: Path) -> list[str]:
-    """The lines of a text file; a line may hold any character but a line feed.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}; run `data` first.") from None
 
 
 def train_vocabulary(
@@ -157,7 +148,6 @@ class _Trainer(Seq2SeqTrainer):
     batches: TokenBatches
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """See `Trainer.get_train_dataloader`."""
         loader: DataLoader[Any] = DataLoader(
             cast("Dataset[Any]", self.train_dataset),
             batch_sampler=self.batches,
@@ -170,14 +160,7 @@ class _Trainer(Seq2SeqTrainer):
 def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0) -> Path:
     """Train until `steps`, from the last checkpoint if there is one; a second call changes nothing.
 
-    Args:
-        folder: has the texts in `data`; checkpoints and the target are written here.
-        options: of the target.
-        steps: updates in all.
-        seed: of weights, order and dropout.
-
-    Returns:
-        The folder of the target.
+    The folder has the texts in `data`; checkpoints and the target are written there.
     """
     if _steps_of(folder) < steps:  # the trainer would take one more step
         _train(folder, options, steps, seed)
@@ -254,7 +237,6 @@ def _encoded(
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Those that are kept, in order."""
     found = (folder / "checkpoints").glob("checkpoint-*")
     return sorted(found, key=_step)
 
@@ -264,24 +246,11 @@ def _step(checkpoint: Path) -> int:
 
 
 def _steps_of(folder: Path) -> int:
-    """Updates until the last checkpoint."""
     return max(map(_step, _checkpoints(folder)), default=0)
 
 
 def average(folder: Path, last: int, name: str = "target") -> Path:
-    """Write the mean of the last checkpoints as a model of Transformers.
-
-    Args:
-        folder: of everything.
-        last: how many; fewer if there are fewer.
-        name: of the model's folder, in `folder`.
-
-    Returns:
-        The model's folder.
-
-    Raises:
-        DataError: there is no checkpoint.
-    """
+    """Write the mean of the last checkpoints as a model of Transformers; return its folder."""
     found = _checkpoints(folder)[-last:]
     if not found:
         raise DataError(f"{folder}: no checkpoint; run `target` first.")
@@ -297,3 +266,167 @@ def average(folder: Path, last: int, name: str = "target") -> Path:
     model.save_pretrained(into)
     PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer").save_pretrained(into)
     return into
+
+
+# Batches
+
+
+_POOL = 50
+"""Batches whose texts are sorted by length at a time."""
+
+
+class TokenBatches:
+    """Batches of as many texts as fit a number of tokens, texts of similar lengths together.
+
+    The length of a text is that of the longer one of source and output. Each epoch has its order.
+    """
+
+    def __init__(self, lengths: Sequence[int], tokens: int, seed: int) -> None:
+        self._lengths, self._tokens, self._seed, self._epoch = lengths, tokens, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._batches(0))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches(self._epoch))
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        chance = random.Random(f"{self._seed} {epoch}")
+        order = list(range(len(self._lengths)))
+        chance.shuffle(order)
+        mean = sum(self._lengths) / len(order)
+        size = max(1, round(_POOL * self._tokens / mean))
+        batches: list[list[int]] = []
+        for start in range(0, len(order), size):
+            batches += self._packed(
+                sorted(order[start : start + size], key=self._lengths.__getitem__)
+            )
+        chance.shuffle(batches)
+        return batches
+
+    def _packed(self, ordered: Sequence[int]) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for text in ordered:
+            if batch and (len(batch) + 1) * self._lengths[text] > self._tokens:
+                yield batch
+                batch = []
+            batch.append(text)
+        if batch:
+            yield batch
+
+
+# Drafters
+
+
+Shape = Literal["shared", "full", "balanced", "small"]
+SHAPES: tuple[Shape, ...] = ("shared", "full", "balanced", "small")
+"""Of Spec-Drafters. `shared` reads the target's encoder and is a decoder of two layers; the others
+have an encoder of their own, as the paper's (see `new_masked_lm`)."""
+MAIN = "specdec-shared"
+"""The drafter of most tables: on a CPU, it learns most in a given time."""
+
+
+class DrafterOptions(Config):
+    """Which drafters are trained, and how.
+
+    Args:
+        heads: numbers of blockwise heads, for a drafter each.
+        shapes: of Spec-Drafters.
+        num_masks: their masks, as many as the longest drafts measured.
+        masks: numbers of masks of further Spec-Drafters, of the shape `shared`.
+        answers: how the target writes what they learn.
+        spec_set: `--set` of `tokenleap train spec_drafter`. The published steps are far too many
+            for a CPU. From the target's encoder, the drafter learns faster.
+        heads_set: the same of `tokenleap train blockwise`.
+        tokens: most tokens of answers to learn; the default is more than there are.
+        held_out_tokens: of answers for evaluations while they learn.
+    """
+
+    heads: tuple[int, ...] = (10, 25)
+    shapes: tuple[Shape, ...] = SHAPES
+    num_masks: Annotated[int, Ge(25)] = 25
+    masks: tuple[int, ...] = ()
+    answers: Literal["greedy", "beam"] = "greedy"
+    spec_set: tuple[str, ...] = (
+        *("size=0.25", "max_steps=5000", "warmup_steps=500", "accumulation=1"),
+        *("from_target=true", "evaluate_every=500"),
+    )
+    heads_set: tuple[str, ...] = ("max_steps=3000", "batch_tokens=1024", "evaluate_every=250")
+    tokens: int = 2_000_000
+    held_out_tokens: int = 2000
+
+    def methods(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Of each drafter by its name: the method, and its `--set`."""
+        answers = f"answers={self.answers}"
+        spec = {f"specdec-{shape}": (shape, self.num_masks) for shape in self.shapes}
+        spec |= {f"{MAIN}-{masks}": ("shared", masks) for masks in self.masks}
+        found: dict[str, tuple[str, tuple[str, ...]]] = {
+            name: (
+                "spec_drafter",
+                (*_shape(shape), f"num_masks={masks}", answers, *self.spec_set),
+            )
+            for name, (shape, masks) in spec.items()
+        }
+        return found | {
+            f"blockwise-{heads}": ("blockwise", (f"num_heads={heads}", *self.heads_set))
+            for heads in self.heads
+        }
+
+    def drafter_of(self, k: int, drafters: Container[str]) -> str | None:
+        """Which of these drafts k tokens: one with k masks, or `MAIN` with its first ones."""
+        if (own := f"{MAIN}-{k}") in drafters:
+            return own
+        return MAIN if MAIN in drafters and k <= self.num_masks else None
+
+
+def _shape(shape: Shape) -> tuple[str, ...]:
+    return ("shape=full", "encoder=target") if shape == "shared" else (f"shape={shape}",)
+
+
+def train_command(name: str, out: Path, options: DrafterOptions) -> list[str]:
+    """The command line that trains a drafter of the target in `out`, without the interpreter."""
+    methods = options.methods()
+    if name not in methods:
+        raise BenchmarkError(f"no drafter {name!r}: choose from {', '.join(methods)}.")
+    method, given = methods[name]
+    return [
+        *("tokenleap", "train", method, "--model", str(out / "target")),
+        *("--source", str(out / "data/train.en"), "--target", str(out / "data/train.de")),
+        *("--tokens", str(options.tokens), "--held-out-tokens", str(options.held_out_tokens)),
+        *("--out", str(out / "drafters" / name)),
+        *(word for each in given for word in ("--set", each)),
+    ]
+
+
+def train_drafters(out: Path, options: DrafterOptions, only: Sequence[str] = ()) -> None:
+    """Train all drafters, or some; each goes on where it stopped, and nothing ends twice."""
+    for name in only or options.methods():
+        command = train_command(name, out, options)
+        if TrainingFolder(out / "drafters" / name).report.exists():
+            continue
+        share_answers(out / "drafters", name)
+        print(shlex.join(command), file=sys.stderr, flush=True)
+        done = subprocess.run([sys.executable, "-m", *command], check=False)
+        if done.returncode:
+            raise BenchmarkError(f"the training of {name} has failed; run it again to go on.")
+
+
+def share_answers(folder: Path, name: str) -> None:
+    """Give a drafter the answers that a Spec-Drafter has learnt, if it has none yet."""
+    own = TrainingFolder(folder / name)
+    for other in sorted(folder.glob("specdec-*/training/report.json")):
+        if own.conversations("train").exists():
+            return
+        for part in ("train", "held_out"):
+            there = TrainingFolder(other.parents[1]).conversations(part)
+            own.conversations(part).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(there, own.conversations(part))
+
+
+def drafters_in(out: Path, options: DrafterOptions) -> Mapping[str, Path]:
+    """By name, the folders of those that are written; a training may still make them better."""
+    folders = {name: out / "drafters" / name for name in options.methods()}
+    return {name: path for name, path in folders.items() if (path / "config.json").exists()}
