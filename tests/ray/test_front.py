@@ -22,7 +22,7 @@ from tokenleap.serve.settings import Settings
 
 SETTINGS = Settings(served_model_names=("tiny",), api_keys=("k",), max_body_bytes=500)
 BODY = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
-OWN = ("front", "replica")
+OWN = ("replicas",)
 
 
 class RayError(Exception):
@@ -124,7 +124,7 @@ def status_of(word: str) -> Any:
 
 
 def stand_in() -> dict[str, Any]:
-    """The names of Ray that the two modules use."""
+    """The names of Ray that the module uses."""
     modules = {
         "ray": {},
         "ray.exceptions": {"RayError": RayError, "RayTaskError": RayTaskError},
@@ -158,8 +158,7 @@ def handle(llm: LLM) -> Iterator[Handle]:
             patch.setitem(sys.modules, name, module)
         for name in OWN:
             patch.delitem(sys.modules, f"tokenleap.ray.{name}", raising=False)
-        replica = importlib.import_module("tokenleap.ray.serving")
-        importlib.import_module("tokenleap.ray.serving")
+        replica = importlib.import_module("tokenleap.ray.replicas")
         made = replica.Replica({"model": llm}, SETTINGS.model_copy(update={"api_keys": ()}), None)
         yield Handle(made)
         made.__del__()
@@ -169,7 +168,7 @@ def handle(llm: LLM) -> Iterator[Handle]:
 
 def asked(handle: Handle, act: Callable[[httpx2.AsyncClient, Any], Any]) -> Any:
     """The result of a client's action on the front."""
-    front = sys.modules["tokenleap.ray.serving"].Front(handle, SETTINGS)
+    front = sys.modules["tokenleap.ray.replicas"].Front(handle, SETTINGS)
 
     async def run() -> Any:
         transport = httpx2.ASGITransport(guarded(front, SETTINGS))
@@ -387,7 +386,7 @@ def test_answers_are_cut_off_when_the_time_to_end_is_over(handle: Handle) -> Non
 def test_a_client_that_goes_away_ends_its_request(handle: Handle) -> None:
     """`receive` tells that it has gone, while the answer is on its way."""
     handle.streams.clear()
-    front = sys.modules["tokenleap.ray.serving"].Front(handle, SETTINGS)
+    front = sys.modules["tokenleap.ray.replicas"].Front(handle, SETTINGS)
     endless = BODY | {"stream": True, "max_tokens": 900}
     replica = handle._replica
 
@@ -419,7 +418,7 @@ def test_a_client_that_goes_away_ends_its_request(handle: Handle) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_told(handle: Handle) -> None:
     del handle
-    made = sys.modules["tokenleap.ray.serving"].Replica({"model": "no/such"}, SETTINGS, None)
+    made = sys.modules["tokenleap.ray.replicas"].Replica({"model": "no/such"}, SETTINGS, None)
     assert "no/such" in str(asyncio.run(made.problem()))
     asyncio.run(made.check_health())  # Ray would make it again before anybody could ask
 
@@ -429,7 +428,7 @@ def test_a_replica_whose_engine_has_ended_ends_at_the_next_look(
 ) -> None:
     """Ray would wait for three looks that fail."""
     del handle
-    replica, codes = sys.modules["tokenleap.ray.serving"], list[int]()
+    replica, codes = sys.modules["tokenleap.ray.replicas"], list[int]()
     monkeypatch.setattr(replica.os, "_exit", codes.append)
     monkeypatch.setattr(replica.logging, "shutdown", lambda: None)
     made = replica.Replica({"model": llm}, SETTINGS, None)
@@ -445,7 +444,7 @@ def test_a_replica_that_starts_later_and_cannot_load_fails(
     handle: Handle, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     del handle
-    replica = sys.modules["tokenleap.ray.serving"]
+    replica = sys.modules["tokenleap.ray.replicas"]
     monkeypatch.setattr(replica.serve, "status", lambda: status_of(word))
     made = replica.Replica({"model": "no/such"}, SETTINGS, None)
     with pytest.raises(RuntimeError, match=r"the model cannot be loaded: .*no/such"):

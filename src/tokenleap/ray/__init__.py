@@ -1,6 +1,6 @@
 """Beyond one process: replicas of a model on a Ray cluster (`pip install 'tokenleap[ray]'`).
 
-`tokenleap serve --replicas N` is the server's app on Ray Serve. `front.py` listens and hands each
+`tokenleap serve --replicas N` is the server's app on Ray Serve. `Front` listens and hands each
 request to a `Replica`, which runs the endpoints on an engine of its own; `router.py` chooses the
 replica by the prompt's beginning and by load. `generate` is a stage of Ray Data for many prompts:
 
