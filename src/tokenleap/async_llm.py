@@ -29,8 +29,6 @@ from tokenleap.errors import ConfigError, RequestError, TokenleapError, in_one_l
 from tokenleap.llm import LLM, REQUIRED, refuse_unknown
 from tokenleap.outputs import RequestOutput, StreamChunk
 
-__all__ = ["AsyncLLM", "AsyncRequest", "Pool", "WorkerThread"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -24,8 +24,6 @@ from tokenleap.drafters.registry import drafter_spec, spec_of
 from tokenleap.drafters.spec import DrafterSpec
 from tokenleap.errors import ConfigError
 
-__all__ = ["SpeculativeConfig"]
-
 
 class SpeculativeConfig(Config):
     """How to draft, how much, and what to accept.

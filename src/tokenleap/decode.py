@@ -24,8 +24,6 @@ from tokenleap.request import Request
 from tokenleap.runtime.network import Need, PassOutput
 from tokenleap.trace import StepTrace, record
 
-__all__ = ["Outcome", "Speculates", "StepTimes", "Verifier", "step"]
-
 
 @dataclass(frozen=True)
 class StepTimes:

@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from tokenleap.engine.prompts import Prompt
     from tokenleap.llm import LLM
 
-__all__ = [
-    "Line",
-    "Shape",
-    "error_of",
-    "jobs_of",
-    "line_of",
-    "records",
-    "settings_of",
-    "shaped",
-]
-
 FORMS = ("prompt", "messages", "prompt_token_ids", "encoder_prompt")
 """The fields that hold a prompt; a line has one of them."""
 

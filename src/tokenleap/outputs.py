@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
     from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
 
-__all__ = [
-    "BeamOutput",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "Metrics",
-    "RequestOutput",
-    "StreamChunk",
-    "StreamedToken",
-    "sequences_of",
-]
-
-
 # `Metrics`: counts and times of one output.
 
 

@@ -27,8 +27,6 @@ from tokenleap.outputs import BeamOutput, CompletionOutput, Metrics, StreamedTok
 from tokenleap.runtime.costs import CostCurve
 from tokenleap.trace import PASS_SIZES, StepTrace, Trace
 
-__all__ = ["Request", "Written"]
-
 
 class Request(SequenceState):
     """State of one output from its prompt to its end.

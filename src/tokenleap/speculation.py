@@ -25,8 +25,6 @@ from tokenleap.errors import CompatibilityError, in_one_line
 from tokenleap.request import Request
 from tokenleap.runtime.kv_slab import SlabFull
 
-__all__ = ["Guard", "Speculation", "Strategy"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -375,4 +373,5 @@ class Plain:
         return self.speculation.hidden_layers(batch)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
+        """Show the step to the drafters that need all hidden states; returns seconds."""
         return self.speculation.observe_plain(outcomes, times)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tokenleap.core.sampler import TreeDistributions
     from tokenleap.core.tree import Draft
 
-__all__ = ["WITHHELD", "Candidate", "Source", "StepTrace", "Trace", "record"]
-
 FORMAT = "tokenleap-trace-1"
 
 NUM_CANDIDATES = 5

@@ -24,32 +24,6 @@ if TYPE_CHECKING:
     from tokenleap.core.distribution import Distribution
     from tokenleap.core.noise import Noise, StepNoise
 
-__all__ = [
-    "MAX_GAMMA",
-    "Result",
-    "Speculation",
-    "acceptance_probability",
-    "acceptance_rate",
-    "accepted_distribution",
-    "best_gamma",
-    "best_gamma_on_curve",
-    "checked_cost",
-    "checked_count",
-    "expected_speedup",
-    "expected_tokens",
-    "guaranteed_improvement",
-    "improvement",
-    "improvement_on_curve",
-    "lenient_acceptance_probability",
-    "lk_divergence",
-    "memory_reduction",
-    "operations",
-    "oracle_improvement",
-    "pays",
-    "rejection_sampling_probability",
-    "specdec_latency",
-]
-
 MAX_GAMMA = 256
 """Longest draft that is considered: the maximum of `SpeculativeConfig`."""
 

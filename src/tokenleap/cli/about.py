@@ -14,8 +14,6 @@ from tokenleap.cli.console import as_json, display, plain, working
 from tokenleap.cli.options import JsonOption
 from tokenleap.cli.root import examples
 
-__all__ = ["DOCTOR_EXAMPLES", "METHODS_EXAMPLES", "doctor", "methods"]
-
 METHODS_EXAMPLES = examples("tokenleap methods", "tokenleap methods --json")
 
 _NAME_CELLS = 12

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tokenleap.bench.run import Journal, Plan
     from tokenleap.bench.summary import Results
 
-__all__ = ["EXAMPLES", "bench", "fitted", "show_results"]
-
 _amount = partial(in_panel, "Amount")
 _contestant = partial(in_panel, "Contestants")
 _output = partial(in_panel, "Output")

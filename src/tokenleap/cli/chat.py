@@ -33,9 +33,6 @@ from tokenleap.errors import ConfigError, PromptError, RequestError, TokenleapEr
 if TYPE_CHECKING:
     from tokenleap.llm import LLM
 
-__all__ = ["EXAMPLES", "Conversation", "chat"]
-
-
 EXAMPLES = examples(
     "tokenleap chat",
     'tokenleap chat --system "You answer in one sentence." --temperature 0.7',

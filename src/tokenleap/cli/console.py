@@ -27,26 +27,6 @@ if TYPE_CHECKING:
     from tokenleap.llm import LLM
     from tokenleap.outputs import CompletionOutput, Metrics, StreamedToken
 
-__all__ = [
-    "TokenWriter",
-    "as_json",
-    "as_json_line",
-    "counting",
-    "display",
-    "errors",
-    "legend",
-    "plain",
-    "safe",
-    "say",
-    "show_summary",
-    "show_what_ran",
-    "summary",
-    "table_of",
-    "what_ran",
-    "working",
-]
-
-
 THEME = Theme(
     {
         **{origin: f"color({code})" if code else "" for origin, code in COLOURS.items()},

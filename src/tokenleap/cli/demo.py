@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from tokenleap.llm import LLM
     from tokenleap.outputs import CompletionOutput
 
-__all__ = ["EXAMPLES", "PROMPTS", "demo"]
-
-
 EXAMPLES = examples(
     "tokenleap demo",
     "tokenleap demo --method ngram_table --num-speculative-tokens 7",

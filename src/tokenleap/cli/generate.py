@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from tokenleap.outputs import CompletionOutput, RequestOutput
     from tokenleap.ray.cluster import Replicas
 
-__all__ = ["EXAMPLES", "check_alone", "generate"]
-
 _output = partial(in_panel, "Output")
 
 

@@ -15,8 +15,6 @@ from tokenleap.cli.root import DefaultGroup, UsageError, examples
 if TYPE_CHECKING:
     from tokenleap.models import Alias, CachedModel
 
-__all__ = ["app"]
-
 EXAMPLES = examples(
     "tokenleap models",
     "tokenleap models fetch smollm2-135m",

@@ -39,31 +39,6 @@ if TYPE_CHECKING:
     from tokenleap.llm import LLM
     from tokenleap.ray.cluster import Replicas
 
-__all__ = [
-    "CachingOptions",
-    "EngineOptions",
-    "JsonOption",
-    "JsonOutput",
-    "MaxNumSeqs",
-    "ModelOptions",
-    "RayOptions",
-    "SamplingOptions",
-    "SpeculationOptions",
-    "amount",
-    "arguments_for_replicas",
-    "as_given",
-    "find_draft",
-    "flat",
-    "in_panel",
-    "open_llm",
-    "open_tokenizer",
-    "option_of",
-    "options_of",
-    "refuse_given",
-    "resolve",
-]
-
-
 # From options to a loaded model, with progress on stderr; for every command that needs one.
 
 

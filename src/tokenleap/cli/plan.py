@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
     from tokenleap.core.params import SamplingParams
 
-__all__ = ["EXAMPLES", "plan", "read_texts"]
-
 _theory = partial(in_panel, "Theory")
 _measure = partial(in_panel, "Measure")
 

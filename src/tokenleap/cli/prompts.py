@@ -25,15 +25,6 @@ from tokenleap.lines import Line, error_of, line_of
 if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams
 
-__all__ = [
-    "STDIN",
-    "BatchOptions",
-    "LineResults",
-    "ReferenceOptions",
-    "generate_lines",
-    "read_prompt",
-]
-
 _several = partial(in_panel, "Several prompts")
 
 STDIN = "-"

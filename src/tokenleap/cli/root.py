@@ -27,19 +27,6 @@ from tokenleap.core.config import nearest
 from tokenleap.core.peers import own_rank
 from tokenleap.errors import ModelError, TokenleapError
 
-__all__ = [
-    "SAMPLING",
-    "DefaultGroup",
-    "RootGroup",
-    "UsageError",
-    "check_writable",
-    "examples",
-    "flag",
-    "in_flags",
-    "write_whole",
-]
-
-
 INTERRUPTED = 130
 
 

@@ -31,8 +31,6 @@ from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import num_bytes
 from tokenleap.serve.settings import Settings, bound_socket
 
-__all__ = ["EXAMPLES", "serve"]
-
 EXAMPLES = examples(
     "tokenleap serve smollm2-135m",
     "tokenleap serve DIR --quantization int4 --max-num-seqs 32 --port 8080",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tokenleap.drafters.text.datastore import Datastore
     from tokenleap.drafters.text.ngrams import NgramTables
 
-__all__ = ["datastore_app", "ngrams_app"]
-
 NGRAMS_EXAMPLES = examples(
     "tokenleap ngrams build notes.txt mail/*.txt --output my.ngrams",
     "tokenleap generate 'Dear' --method corpus_ngram "

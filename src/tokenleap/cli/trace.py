@@ -28,9 +28,6 @@ from tokenleap.errors import TokenleapError
 if TYPE_CHECKING:
     from tokenleap.trace import StepTrace, Trace
 
-__all__ = ["EXAMPLES", "Span", "TraceSummary", "html", "picture", "timeline_of", "trace"]
-
-
 EXAMPLES = examples(
     'tokenleap generate "Count to ten." --trace steps.json',
     "tokenleap trace steps.json",

@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from tokenleap.training.method import DataSettings, TrainingMethod, TrainingSettings
     from tokenleap.training.run import TrainingRun
 
-__all__ = [
-    "CHECK_EXAMPLES",
-    "EXPORT_EXAMPLES",
-    "TRAIN_EXAMPLES",
-    "ShownProgress",
-    "check",
-    "export",
-    "train",
-]
-
 _data = partial(in_panel, "Data")
 _training = partial(in_panel, "Training")
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from tokenleap.tuning.sequoia import Acceptance, BestTree
     from tokenleap.tuning.tune_layers import Deadline, LayerLaboratory, LayerSearch, Trial
 
-__all__ = ["LAYERS_EXAMPLES", "TREE_EXAMPLES", "Costs", "drawn", "solved", "tree", "tune_layers"]
-
 _tree = partial(in_panel, "Tree")
 _search = partial(in_panel, "Search")
 

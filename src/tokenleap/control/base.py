@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
 
-__all__ = [
-    "NO_BUDGET",
-    "BatchTable",
-    "Budget",
-    "Confidence",
-    "Controller",
-    "Fixed",
-    "Heuristic",
-]
-
 
 @dataclass(frozen=True)
 class Budget:

@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
 
-__all__ = ["CostModel", "HybridModel", "LookupModel", "LookupPlan"]
-
-
 _PLANNED_AGAIN = 8
 """Steps after which a plan is made again although nothing was learnt: costs may have changed. As
 long as nothing pays, the steps in between are not even asked."""

@@ -19,40 +19,6 @@ if TYPE_CHECKING:
     from tokenleap.request import Request
     from tokenleap.runtime.costs import CostCurve
 
-__all__ = [
-    "EDITED",
-    "LONGEST_CONTEXT",
-    "LONGEST_GUESS",
-    "LONGEST_MATCH",
-    "NUM_RANKS",
-    "PRICE",
-    "SOONEST",
-    "UNKNOWN",
-    "AcceptanceRates",
-    "Decayed",
-    "DeeperLevels",
-    "DraftSizes",
-    "DraftingCosts",
-    "Estimates",
-    "History",
-    "OutputLengths",
-    "Probing",
-    "Stopping",
-    "agreed",
-    "by_guess",
-    "by_match",
-    "by_prediction",
-    "by_rank",
-    "disagreed",
-    "is_graft",
-    "moved",
-    "path_probs",
-    "prior_rate",
-    "reading",
-    "smoothed",
-]
-
-
 _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
 """Weight of the past after each draft, in the estimates of one request and of all requests."""
 

@@ -18,8 +18,6 @@ from tokenleap.runtime.costs import CostCurve
 if TYPE_CHECKING:
     from tokenleap.request import Request
 
-__all__ = ["Chances", "Expected", "Offer", "Plan", "Rest", "best_plan", "levels_of_one"]
-
 
 @dataclass(frozen=True)
 class Expected:

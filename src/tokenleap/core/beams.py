@@ -26,8 +26,6 @@ from tokenleap.core.params import SamplingParams
 from tokenleap.core.sampler import Sampler, check_finite
 from tokenleap.core.tree import Draft, TokenTree
 
-__all__ = ["BeamDraft", "BeamSettings", "Beams", "Hypothesis", "Searched", "scores_of", "search"]
-
 _UNBEATEN = -1e9  # the worst hypothesis's score in `generate` while there are fewer than `width`
 
 Scores: TypeAlias = Callable[[Sequence[int]], Tensor]

@@ -21,17 +21,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tokenleap.errors import ConfigError
 
-__all__ = [
-    "MIB",
-    "Config",
-    "PathText",
-    "nearest",
-    "num_bytes",
-    "plugin",
-    "plugin_names",
-    "return_freed",
-]
-
 
 def plugin_names(group: str) -> list[str]:
     """Names of all entry points of a group, in alphabetical order."""

@@ -12,8 +12,6 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["Detokenizer"]
-
 _INCOMPLETE = "\ufffd"
 
 Pieces = dict[int, str]

@@ -20,20 +20,6 @@ from typing_extensions import override
 from tokenleap.core.params import SamplingParams
 from tokenleap.errors import RequestError
 
-__all__ = [
-    "Distribution",
-    "LazyDistribution",
-    "Limits",
-    "Logprob",
-    "OneHots",
-    "PromptLogprobs",
-    "TokenLogprobs",
-    "Truncation",
-    "log_probs_of",
-    "truncate",
-    "truncated",
-]
-
 
 @dataclass(frozen=True)
 class Distribution:

@@ -11,17 +11,6 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-__all__ = [
-    "FIRST_NAME",
-    "JsonLines",
-    "levels",
-    "parsed_json",
-    "read_json",
-    "renamed",
-    "validated",
-    "write_whole",
-]
-
 FIRST_NAME, _NAME = "foretoken", "tokenleap"
 """The project's names before its first release; files may still have them."""
 

@@ -27,8 +27,6 @@ from tokenleap.errors import ConfigError, RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Grammar", "Grammars"]
-
 STACK = 16 << 20
 """Bytes of the stack on which grammars are compiled: four times that of their trial."""
 KEPT = 16  # most compiled grammars that are kept for the next request with the same form

@@ -20,8 +20,6 @@ import torch
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.params import MAX_SEED
 
-__all__ = ["Noise", "StepNoise", "Stream", "fresh_seed"]
-
 _LANES = 64
 """Most drafters of one ensemble. Each level of nesting multiplies the lane number by this."""
 _KEY_BYTES = 16

@@ -17,8 +17,6 @@ from tokenleap.core.config import Config
 from tokenleap.core.structured import Structured, StructuredOutputs
 from tokenleap.errors import ConfigError
 
-__all__ = ["GREEDY_BELOW", "Sampling", "SamplingParams"]
-
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by them would overflow."""
 

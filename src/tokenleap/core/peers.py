@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-__all__ = ["ALONE", "OutOfStepError", "Peers", "num_processes", "own_rank"]
-
 T = TypeVar("T")
 
 

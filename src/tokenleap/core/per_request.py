@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["PerRequest", "drop_request"]
-
 _State = TypeVar("_State")
 
 

@@ -10,9 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["NO_REFERENCES", "References", "Source", "common_prefix"]
-
-
 Index = TypeVar("Index")
 
 

@@ -25,8 +25,6 @@ from tokenleap.errors import CompatibilityError
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = ["DecodingRules", "OutputRules", "Timestamps", "TokenSet", "ends_with"]
-
 
 class TokenSet:
     """A set of tokens, and their places in a row of logits; others forbid nothing there.

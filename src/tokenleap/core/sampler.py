@@ -24,8 +24,6 @@ from tokenleap.core.rules import OutputRules, ends_with
 from tokenleap.core.tree import TokenTree
 from tokenleap.errors import ConfigError, RequestError
 
-__all__ = ["BadWords", "Sampler", "TreeDistributions", "check_finite", "check_token_ids"]
-
 
 class Sampler:
     """Turns the logits of one position into p under a request's sampling parameters.

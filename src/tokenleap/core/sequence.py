@@ -15,8 +15,6 @@ from tokenleap.core.references import NO_REFERENCES, References, Source
 from tokenleap.core.sampler import Sampler
 from tokenleap.core.tree import Draft
 
-__all__ = ["SHARED", "Scope", "SequenceState", "new_key"]
-
 _keys = count()
 
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["COLOURS", "colours_as_html", "colours_as_text", "shortened"]
-
 COLOURS = {"draft": 28, "correction": 32, "bonus": None, "plain": None}
 """By origin, of a terminal's 256: readable on black and on white. None is the text's own."""
 

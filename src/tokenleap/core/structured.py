@@ -24,8 +24,6 @@ from tokenleap.core.config import Config
 from tokenleap.core.files import levels
 from tokenleap.errors import ConfigError, in_one_line
 
-__all__ = ["Structured", "StructuredOutputs", "checked_source", "library", "what_is_wrong"]
-
 
 class StructuredOutputs(Config):
     """The form an output must have, under vLLM's names. Exactly one of the first five is given.

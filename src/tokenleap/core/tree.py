@@ -15,8 +15,6 @@ from operator import lt
 
 from tokenleap.core.distribution import Distribution, OneHots
 
-__all__ = ["Draft", "GrowingTree", "TokenTree", "chain"]
-
 
 @dataclass(frozen=True)
 class TokenTree:

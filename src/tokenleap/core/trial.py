@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["MAX_MEGABYTES", "MAX_SECONDS", "first_line", "main", "matcher_of", "on_stack", "wrong"]
-
 T = TypeVar("T")
 
 MAX_SECONDS = 2  # most seconds of CPU that a trial may take

@@ -22,8 +22,6 @@ from tokenleap.drafters.model_drafter import ModelDrafter, Scorer
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 
-__all__ = ["BeamDrafter", "beam_drafter"]
-
 LONGEST_PAUSE = 32
 """Most steps from a draft that saved no pass to the next draft."""
 

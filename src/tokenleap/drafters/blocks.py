@@ -30,18 +30,6 @@ from tokenleap.runtime.network import (
     PassOutput,
 )
 
-__all__ = [
-    "MATRIX",
-    "TRANSITIONS_FILE",
-    "BlockScorer",
-    "TokenTransitions",
-    "Transitions",
-    "product_chain",
-    "product_tree",
-    "save_transitions",
-]
-
-
 # Trees of most probable tokens, of logits that one pass has computed for all depths.
 
 

@@ -23,35 +23,6 @@ if TYPE_CHECKING:
     from tokenleap.drafters.options import HybridOptions
     from tokenleap.drafters.spec import DrafterParts
 
-__all__ = [
-    "build_cascade",
-    "build_copy",
-    "build_corpus_ngram",
-    "build_draft_model",
-    "build_eagle",
-    "build_early_exit",
-    "build_ensemble",
-    "build_horizontal_cascade",
-    "build_hybrid",
-    "build_layer_skip",
-    "build_lookahead",
-    "build_ngram",
-    "build_ngram_table",
-    "build_none",
-    "build_pad",
-    "build_parallel",
-    "build_pass",
-    "build_prediction",
-    "build_random",
-    "build_recycle",
-    "build_regex",
-    "build_rest",
-    "build_spec_drafter",
-    "build_state_head",
-    "build_suffix",
-    "build_switch",
-]
-
 
 def build_none(parts: DrafterParts) -> Drafter:
     from tokenleap.drafters.lookups import NoDrafter

@@ -20,25 +20,6 @@ from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthDraw
 from tokenleap.runtime.network import GrownTree
 
-__all__ = [
-    "Drawn",
-    "GrowingChain",
-    "Growth",
-    "allowed_part",
-    "best_first_nodes",
-    "clearest",
-    "coupled_draws",
-    "distinct",
-    "excludes_all",
-    "grown_draws",
-    "independent",
-    "most_probable",
-    "most_probable_below",
-    "named",
-    "spread",
-    "truncates",
-]
-
 
 @dataclass
 class Growth:

@@ -26,8 +26,6 @@ from tokenleap.runtime.choices import OWN
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.target import Target
 
-__all__ = ["LearnableHead", "LearnableModel"]
-
 _Net = TypeVar("_Net", bound=nn.Module)
 
 

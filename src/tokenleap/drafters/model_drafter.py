@@ -46,16 +46,6 @@ from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.network import GrownTree, GrowthLimit, PassOutput
 from tokenleap.runtime.target import Target
 
-__all__ = [
-    "Committed",
-    "Head",
-    "HeadDrafter",
-    "ModelDrafter",
-    "Scorer",
-    "States",
-    "TargetScorer",
-]
-
 
 class Scorer(ABC):
     """A drafting model with its KV: the part of `ModelDrafter` that differs between methods."""

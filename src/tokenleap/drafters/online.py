@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tokenleap.decode import Outcome
     from tokenleap.request import Request
 
-__all__ = ["Learnable", "Learner", "LossName", "OnlineOptions", "OnlineReport"]
-
 LossName: TypeAlias = Literal["kl", "rkl", "jsd", "tv", "ce"]
 """The losses of `training/trainee.py`."""
 

@@ -24,38 +24,6 @@ from tokenleap.errors import (
     in_one_line,
 )
 
-__all__ = [
-    "CascadeOptions",
-    "CombineOptions",
-    "CopyOptions",
-    "CorpusNgramOptions",
-    "CountedOptions",
-    "DraftModelOptions",
-    "DraftQuantization",
-    "EagleOptions",
-    "EarlyExitOptions",
-    "HorizontalOptions",
-    "HybridOptions",
-    "LayerIndices",
-    "LayerSkipOptions",
-    "LookaheadOptions",
-    "NgramOptions",
-    "NgramTableOptions",
-    "PadOptions",
-    "PassOptions",
-    "PredictionOptions",
-    "RecycleOptions",
-    "RegexOptions",
-    "RestOptions",
-    "SpecDrafterOptions",
-    "StateHeadOptions",
-    "SuffixOptions",
-    "SwitchOptions",
-    "TunedLayers",
-    "drafters_in",
-    "write_drafters",
-]
-
 _CONFIG, _TYPE = "config.json", "tokenleap_drafters"
 
 

@@ -43,9 +43,6 @@ from tokenleap.drafters.options import (
 from tokenleap.drafters.spec import DrafterSpec
 from tokenleap.errors import ConfigError
 
-__all__ = ["METHODS", "drafter_spec", "file_fields", "spec_of"]
-
-
 INSTANCE_TOKENS = 5
 """Default draft length of a drafter that the user passes as an instance."""
 

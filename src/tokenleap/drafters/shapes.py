@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     from tokenleap.control import Budget
     from tokenleap.core.distribution import Distribution
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_NODES",
-    "MAX_RANKS",
-    "OF_Q",
-    "Chain",
-    "Dynamic",
-    "Node",
-    "Paths",
-    "SampledOptions",
-    "Shape",
-    "TreeFile",
-    "TreeOptions",
-    "Widths",
-    "closed",
-    "is_tree_file",
-    "shape_of",
-]
-
 
 @dataclass(eq=False)
 class Node:

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from tokenleap.runtime.target import Target
 
 
-__all__ = ["DrafterParts", "DrafterSpec"]
-
-
 @dataclass(frozen=True)
 class DrafterParts:
     """Everything that `DrafterSpec.build` may use to construct a drafter.

@@ -38,18 +38,6 @@ from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.network import GrowthLimit, PassOutput
 from tokenleap.runtime.target import Target
 
-__all__ = [
-    "INCOMPLETE",
-    "DraftModel",
-    "Script",
-    "Splitter",
-    "TextDrafter",
-    "TranslatedModel",
-    "Translator",
-    "Vocabularies",
-]
-
-
 # Drafting text: the draft model writes in its own tokens, and the target's tokenizer splits it.
 #
 # The string-level method of Timor et al., "Accelerating LLM Inference with Lossless Speculative

@@ -50,17 +50,6 @@ from tokenleap.request import Request
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 
-__all__ = [
-    "MAX_KNOWN_IDS",
-    "AddedJobs",
-    "Job",
-    "JobMaker",
-    "JobSpec",
-    "Outbox",
-    "RequestMaker",
-    "specs_of",
-]
-
 T = TypeVar("T")
 
 

@@ -47,16 +47,6 @@ from tokenleap.runtime.packed import PackedModel
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation
 
-__all__ = [
-    "VARIABLE",
-    "AfterStep",
-    "EngineLoad",
-    "EngineOptions",
-    "LLMEngine",
-    "default_config",
-    "show_log_lines",
-]
-
 VARIABLE = "TOKENLEAP_LOG"
 """An environment variable: the least level of the lines that are written to standard error."""
 

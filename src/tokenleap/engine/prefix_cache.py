@@ -30,8 +30,6 @@ from tokenleap.runtime.kv_slab import KVBlock
 from tokenleap.runtime.network import RowState
 from tokenleap.runtime.target import Target
 
-__all__ = ["BLOCK", "Beginning", "PrefixCache"]
-
 BLOCK = 64
 """Tokens per block: few, so that short prompts have whole blocks to share."""
 

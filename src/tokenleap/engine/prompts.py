@@ -27,34 +27,6 @@ from tokenleap.models.loaded import LoadedModel
 from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
-__all__ = [
-    "QUOTING",
-    "SALT",
-    "GivenPrediction",
-    "GivenReferences",
-    "Message",
-    "Prompt",
-    "ReferenceReader",
-    "SourcePrompt",
-    "SourceReader",
-    "as_list",
-    "cache_salt",
-    "check_prompt",
-    "check_quotes",
-    "check_room",
-    "checked_ids",
-    "checked_text",
-    "conversation_ids",
-    "is_conversation",
-    "languages",
-    "needed",
-    "one_per_prompt",
-    "per_prompt",
-    "predictions_per_prompt",
-    "token_ids",
-    "tokens_of",
-]
-
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
 

@@ -38,9 +38,6 @@ from tokenleap.runtime.passes import Rows
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 
-__all__ = ["KVBudget", "Prefill", "Scheduler"]
-
-
 _log = logging.getLogger(__name__)
 
 

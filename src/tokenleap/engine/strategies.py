@@ -40,17 +40,6 @@ from tokenleap.runtime.profiling import measure_costs
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Strategy
 
-__all__ = [
-    "DraftModels",
-    "LendsModel",
-    "Lent",
-    "Speculative",
-    "StrategyFactory",
-    "learner_for",
-    "lenders",
-]
-
-
 _log = logging.getLogger(__name__)
 
 Speculative: TypeAlias = SpeculativeConfig | Mapping[str, Any] | None

@@ -29,8 +29,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from tokenleap.decode import Outcome
 from tokenleap.errors import TokenleapError
 
-__all__ = ["Command", "SameProcess", "StepReport", "Uninterrupted", "Worker"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

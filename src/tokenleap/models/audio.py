@@ -18,9 +18,6 @@ from tokenleap.core.rules import Timestamps
 from tokenleap.errors import CompatibilityError, PromptError
 from tokenleap.models.load import guarded
 
-__all__ = ["AudioReader", "WhisperStart", "decoder_start"]
-
-
 _Samples: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 

@@ -22,8 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-__all__ = ["rendered"]
-
 _MOST = 1 << 25
 """Characters of a value, written out; a prompt of a million tokens has a fifth of them."""
 

@@ -25,16 +25,6 @@ from tokenleap.models.store import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "GgufWeights",
-    "convert_gguf",
-    "convert_settings",
-    "convert_tokenizer",
-    "converted_bytes",
-    "empty_model",
-]
-
-
 _FLOAT_BYTES = 4
 # Limits the memory of a conversion.
 _SHARD_BYTES = 2_000_000_000

@@ -22,16 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, create_m
 from tokenleap.core.files import read_json, validated
 from tokenleap.errors import ModelError
 
-__all__ = [
-    "Shapes",
-    "check_config",
-    "check_folder",
-    "check_sizes",
-    "check_tokenizer",
-    "read_config",
-    "weight_files",
-]
-
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # of the tensors of a model's files, by name
 
 _WEIGHTS = "model.safetensors"

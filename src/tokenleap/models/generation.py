@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
 
-__all__ = ["defaults_of", "generation_config_of", "is_obeyed", "sampling_defaults"]
-
 _FILE = "generation_config.json"
 
 _SAMPLING = {

@@ -24,20 +24,6 @@ from tokenleap.models.folder import check_config, check_sizes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = [
-    "ARCHITECTURES",
-    "REQUIRED_SETTINGS",
-    "SHARED_SETTINGS",
-    "Architecture",
-    "GgufFile",
-    "GgufTensor",
-    "config_of",
-    "gguf_parts",
-    "named",
-    "sampling_of",
-]
-
-
 # The configuration of a GGUF file's model, in Transformers' words.
 #
 # Transformers' own reader parses the whole vocabulary for it, which takes ten seconds, and loses

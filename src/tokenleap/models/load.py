@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "check_processes",
-    "check_sharded",
-    "checked_config",
-    "guarded",
-    "load_model",
-    "load_tokenizer",
-    "sharded",
-    "silent",
-]
-
-
 # A folder with any of these has a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",

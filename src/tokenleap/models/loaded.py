@@ -24,17 +24,6 @@ from tokenleap.models.resolver import gguf_file
 from tokenleap.models.store import identity_of
 from tokenleap.models.support import default_device, default_dtype
 
-__all__ = [
-    "FolderWeights",
-    "LoadedModel",
-    "OpenPacked",
-    "Packed",
-    "WeightSource",
-    "empty",
-    "fill",
-    "skeleton",
-]
-
 _PIECE_BYTES = 64 * 2**20
 """Read and converted at once. A file is not mapped: pages that were read would count as memory."""
 

@@ -38,27 +38,6 @@ from tokenleap.models.store import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Alias",
-    "PackedName",
-    "aliases",
-    "as_packed",
-    "build_aside",
-    "cache_title",
-    "download_wheel",
-    "fetch_gguf",
-    "find_tokenizer",
-    "gguf_file",
-    "gguf_of",
-    "gguf_title",
-    "hub_folder",
-    "is_hub_id",
-    "packed_beginning",
-    "packed_name",
-    "resolve",
-]
-
-
 _PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)")
 
 

@@ -38,31 +38,6 @@ from pydantic import ConfigDict, StrictInt
 from tokenleap.core.files import FIRST_NAME, read_json, validated, write_whole
 from tokenleap.errors import ModelError
 
-__all__ = [
-    "MODEL",
-    "CacheError",
-    "CachedModel",
-    "FullDiskError",
-    "Kind",
-    "build",
-    "bytes_text",
-    "cache_dir",
-    "cached",
-    "check",
-    "check_space",
-    "disk_errors",
-    "fill_in",
-    "find",
-    "full_disk",
-    "identity_of",
-    "key_of",
-    "progress",
-    "remove",
-    "say",
-    "tells_of_full_disk",
-]
-
-
 _log = logging.getLogger(__name__)
 
 # Increased when conversion changes what it writes; older folders are then rebuilt.

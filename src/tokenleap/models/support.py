@@ -13,14 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tokenleap.errors import CompatibilityError, ConfigError
 
-__all__ = [
-    "check_encoder_decoder",
-    "check_supported",
-    "context_length",
-    "default_device",
-    "default_dtype",
-]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -26,29 +26,6 @@ from starlette.types import Receive, Scope
 from tokenleap.errors import ConfigError, TokenleapError, in_one_line
 from tokenleap.runtime.cores import available_cores
 
-__all__ = [
-    "LOG",
-    "Call",
-    "Message",
-    "PrefixMemory",
-    "Replicas",
-    "Share",
-    "answers",
-    "beside",
-    "check_installed",
-    "check_there",
-    "cluster",
-    "cores_beside",
-    "is_there",
-    "joined",
-    "nothing_at",
-    "prepare",
-    "prompt_keys",
-    "share",
-    "share_of",
-    "watched",
-]
-
 
 @dataclass(frozen=True)
 class Replicas:

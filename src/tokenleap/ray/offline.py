@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tokenleap.engine.jobs import Job
     from tokenleap.llm import LLM
 
-__all__ = ["BLOCK", "Generator", "Offline", "generate"]
-
 BLOCK = 64
 """Most prompts of a block: what is made again if its process is lost."""
 ATTEMPTS = 3

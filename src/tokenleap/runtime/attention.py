@@ -23,19 +23,6 @@ from transformers import AttentionInterface
 
 from tokenleap.errors import CompatibilityError
 
-__all__ = [
-    "IMPLEMENTATION",
-    "KEY_BLOCK",
-    "ROW_MULTIPLE",
-    "SHORT_SPAN",
-    "attend_by_head",
-    "attend_grouped",
-    "attend_scored",
-    "key_span",
-    "padded_rows",
-    "slab_attention",
-]
-
 IMPLEMENTATION = "tokenleap"
 
 KEY_BLOCK = 512  # attention reads keys in multiples of this

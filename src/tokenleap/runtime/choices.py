@@ -5,17 +5,6 @@ This file does not import PyTorch, so that the command line's help pages appear 
 
 from __future__ import annotations
 
-__all__ = [
-    "AUTO",
-    "DRAFTING",
-    "NONE",
-    "OWN",
-    "QUANTIZATIONS",
-    "QUANTIZATION_OPTIONS",
-    "RUNTIMES",
-    "TORCH_RUNTIMES",
-]
-
 QUANTIZATIONS = ("int8", "int4")
 AUTO = "auto"  # a GGUF file keeps its quantization, and other weights stay as they are
 NONE = "none"  # weights as they are, those of a GGUF file dequantized

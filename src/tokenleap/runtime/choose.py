@@ -24,8 +24,6 @@ from tokenleap.runtime.network import Network
 from tokenleap.runtime.seq2seq.network import Seq2SeqNetwork
 from tokenleap.runtime.sharded import Group, ShardedNetwork
 
-__all__ = ["check_sharding", "head_network", "network_for"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -8,9 +8,6 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-__all__ = ["available_cores", "bound_spinning", "unbound_spinning"]
-
-
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 

@@ -23,8 +23,6 @@ from statistics import mean
 
 from tokenleap.core.peers import ALONE, Peers
 
-__all__ = ["CostCurve"]
-
 _DRIFT, _NOISE = 0.01, 0.04
 """Relative standard deviations: of a coefficient's change from pass to pass; of one measurement."""
 

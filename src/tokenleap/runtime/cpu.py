@@ -19,19 +19,6 @@ from transformers.pytorch_utils import Conv1D
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.choices import DRAFTING, QUANTIZATION_OPTIONS, QUANTIZATIONS
 
-__all__ = [
-    "Int8Linear",
-    "PackedLinear",
-    "check_quantization",
-    "decoder_layers",
-    "is_plain_linear",
-    "linear_layer",
-    "pack",
-    "prepare_vector_math",
-    "share",
-]
-
-
 _INT8_WIDTH = 16
 """The input width must be a multiple of this: the kernel reads past the end of other rows."""
 

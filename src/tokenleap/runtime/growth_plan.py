@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from tokenleap.core.distribution import Limits
     from tokenleap.core.noise import Noise
 
-__all__ = ["GrowthDraw", "GrowthPlan"]
-
 
 @dataclass(frozen=True)
 class GrowthPlan:

@@ -23,23 +23,6 @@ from transformers import PreTrainedConfig
 from tokenleap.core.tree import TokenTree
 from tokenleap.runtime.attention import padded_rows
 
-__all__ = [
-    "FULL",
-    "ExtendedEmbedding",
-    "PassInputs",
-    "RowNodes",
-    "Window",
-    "extended",
-    "layer_windows",
-    "look_up",
-    "masked_nodes",
-    "resize_windows",
-    "resized",
-    "tree_nodes",
-    "windows_by_kind",
-]
-
-
 # Attention windows: layers that see only the positions near a node.
 #
 # Windows count positions, not slots. In a token tree, a node's slot says nothing about its

@@ -25,17 +25,6 @@ from transformers import Cache
 
 from tokenleap.runtime.attention import KEY_BLOCK
 
-__all__ = [
-    "KVBlock",
-    "KVSlab",
-    "OverBudget",
-    "SlabBuffers",
-    "SlabFull",
-    "is_out_of_memory",
-    "whole_blocks",
-]
-
-
 # The memory of a KV slab: buffers that grow on demand, within a budget.
 #
 # Each layer has a buffer of keys and one of values, [rows, G, S, D]. They are made when the first

@@ -32,8 +32,6 @@ from tokenleap.runtime.llama import (
 )
 from tokenleap.runtime.network import Need, PassOutput
 
-__all__ = ["DenseLinear", "LeanDecoder", "Linear", "LinearLayer"]
-
 Linear: TypeAlias = Callable[[Tensor], Tensor]  # [T, in] -> [T, out]
 
 

@@ -18,27 +18,6 @@ from transformers import PreTrainedModel
 
 from tokenleap.runtime.inputs import Window, layer_windows
 
-__all__ = [
-    "ARCHITECTURES",
-    "FAMILIES",
-    "LAYER_NORMS",
-    "Activation",
-    "DecoderLayer",
-    "DecoderWeights",
-    "Family",
-    "JointInput",
-    "LayerWeights",
-    "LinearWeights",
-    "LlamaWeights",
-    "MixedInput",
-    "Norms",
-    "Rotary",
-    "Traits",
-    "family_of",
-    "is_llama",
-]
-
-
 # The families that `native/` runs, and what each does differently from Llama: one table.
 #
 # All are decoders with RMSNorm, rotary angles and a gated MLP. `llama.py` reads their weights, and

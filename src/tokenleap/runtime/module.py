@@ -21,8 +21,6 @@ from tokenleap.runtime.inputs import FULL, PassInputs, Window, extended, resized
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.network import Need, PassOutput
 
-__all__ = ["Bias", "ModuleNetwork", "rebuild"]
-
 
 class ModuleNetwork:
     """A Transformers module, its own copy of the tree (see `share`), which it changes."""

@@ -22,23 +22,6 @@ from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
 
-__all__ = [
-    "CHAIN_CANDIDATES",
-    "LOGITS",
-    "MOST_ADDED",
-    "ChainingNetwork",
-    "ContinuingNetwork",
-    "GrowingNetwork",
-    "GrownTree",
-    "GrowthLimit",
-    "Need",
-    "Network",
-    "PassOutput",
-    "RowState",
-    "SourceNetwork",
-    "WindowedNetwork",
-]
-
 
 @dataclass(frozen=True)
 class Need:

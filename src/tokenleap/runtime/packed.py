@@ -58,18 +58,6 @@ from tokenleap.runtime.native.packed import (
 )
 from tokenleap.runtime.probing import probe_tokens
 
-__all__ = [
-    "HEAD_ROWS",
-    "GgufPacker",
-    "NotFiniteError",
-    "PackedModel",
-    "RoundingPacker",
-    "fill_ends",
-    "open_packed",
-    "packing_progress",
-]
-
-
 _log = logging.getLogger(__name__)
 
 _Fill: TypeAlias = Callable[[Path, Path], dict[str, str]]

@@ -34,9 +34,6 @@ from tokenleap.runtime.network import (
     SourceNetwork,
 )
 
-__all__ = ["INTERNAL_KEY", "Passes", "Rows", "SourceRows"]
-
-
 INTERNAL_KEY = -1
 """Rows that belong to no request, such as those of checks and measurements, have this key and
 smaller ones. Requests have keys from 0."""

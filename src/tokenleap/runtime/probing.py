@@ -24,8 +24,6 @@ from tokenleap.runtime.inputs import Window, layer_windows, resize_windows
 from tokenleap.runtime.network import Network, PassOutput, SourceNetwork, WindowedNetwork
 from tokenleap.runtime.passes import INTERNAL_KEY
 
-__all__ = ["probe", "probe_tokens"]
-
 TOLERANCE = {True: 1e-3, False: 0.25}
 """Largest mean error of the logits, in standard deviations of the logits: in float32 (True) and in
 16 bits (False). Rounding stays below it. A model that ignores the mask or positions does not."""

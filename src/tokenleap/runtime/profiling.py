@@ -13,8 +13,6 @@ from tokenleap.runtime.costs import CostCurve
 from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
-__all__ = ["measure_costs"]
-
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 """Nodes of the passes over one row. The native kernels read a weight once for up to 6 or 12 nodes,
 so costs rise steeply above these numbers."""

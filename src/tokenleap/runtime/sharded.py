@@ -31,9 +31,6 @@ from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.network import Need, PassOutput
 
-__all__ = ["Group", "ShardedNetwork", "peers_of", "whole"]
-
-
 # `Group`: the processes that hold a model's shards, and what they tell each other.
 #
 # The shards exchange tensors in the process group that Transformers loaded them with (nccl between

@@ -25,8 +25,6 @@ from tokenleap.runtime.probing import probe
 from tokenleap.runtime.seq2seq.structure import describe
 from tokenleap.runtime.sharded import peers_of, whole
 
-__all__ = ["Target", "final_norm", "vocabulary_weights"]
-
 VocabularyWeights: TypeAlias = tuple[Tensor, Tensor]
 
 

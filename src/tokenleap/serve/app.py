@@ -39,8 +39,6 @@ from tokenleap.serve.fields import DetokenizeBody, Templated, TokenizeBody
 from tokenleap.serve.running import MAX_CONTEXTS, ServerState, answer_of, state_of
 from tokenleap.serve.settings import Settings
 
-__all__ = ["FILES", "Faults", "Origins", "create_app", "endpoints", "guarded"]
-
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     """The ASGI app that serves this model.

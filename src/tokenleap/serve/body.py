@@ -32,31 +32,6 @@ from tokenleap.core.params import SamplingParams
 from tokenleap.errors import PromptError, RequestError, TokenleapError, told
 from tokenleap.serve.settings import Settings
 
-__all__ = [
-    "AT_ONCE",
-    "APIError",
-    "Body",
-    "Items",
-    "JSONObject",
-    "Prompts",
-    "Text",
-    "Texts",
-    "TokenIds",
-    "by_type",
-    "content_of",
-    "describe",
-    "fails",
-    "few",
-    "invalid",
-    "of_engine",
-    "of_output",
-    "parsed",
-    "read",
-    "refuse",
-    "takes",
-    "unknown_response",
-]
-
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",

@@ -44,17 +44,6 @@ from tokenleap.serve.running import (
 )
 from tokenleap.serve.text_limit import TextLimit
 
-__all__ = [
-    "Call",
-    "CallFinder",
-    "chat_ids",
-    "forced_form",
-    "refuse_special_tokens",
-    "router",
-    "text_ids",
-]
-
-
 router = APIRouter()
 
 

@@ -43,9 +43,6 @@ from tokenleap.serve.running import (
     usage_of,
 )
 
-__all__ = ["router"]
-
-
 router = APIRouter()
 
 DEFAULT_MAX_TOKENS = 16

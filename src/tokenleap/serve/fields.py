@@ -39,29 +39,6 @@ from tokenleap.serve.body import (
 )
 from tokenleap.serve.settings import Settings
 
-__all__ = [
-    "OF_RESPONSES",
-    "SAMPLED",
-    "ChatBody",
-    "CompletionBody",
-    "Details",
-    "DetokenizeBody",
-    "Function",
-    "Message",
-    "NamedTool",
-    "ResponseBody",
-    "SamplingBody",
-    "Templated",
-    "TokenizeBody",
-    "Tool",
-    "check_speculation",
-    "form_field",
-    "form_of",
-    "params_of",
-    "wants_form",
-]
-
-
 # The parts of a conversation as requests have them: messages, tools, calls, a prediction.
 
 

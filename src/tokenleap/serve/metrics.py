@@ -18,8 +18,6 @@ from tokenleap.engine.llm_engine import LLMEngine
 from tokenleap.engine.worker import StepReport
 from tokenleap.request import Request
 
-__all__ = ["ServerMetrics"]
-
 _WINDOW = 60.0
 """Seconds that the gauge of goodput looks back."""
 

@@ -23,9 +23,6 @@ from tokenleap.errors import TokenleapError
 from tokenleap.serve.app import create_app
 from tokenleap.serve.settings import Settings
 
-__all__ = ["TokenleapServer", "serve", "until_signalled"]
-
-
 _log = logging.getLogger(__name__)
 
 

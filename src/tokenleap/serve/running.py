@@ -48,31 +48,6 @@ from tokenleap.serve.metrics import ServerMetrics
 from tokenleap.serve.settings import Settings
 from tokenleap.serve.text_limit import TextLimit
 
-__all__ = [
-    "DONE",
-    "MAX_CONTEXTS",
-    "Answer",
-    "Choices",
-    "EventStream",
-    "Pieces",
-    "Run",
-    "ServerState",
-    "all_outputs",
-    "answer_of",
-    "answered",
-    "chat_logprobs",
-    "completion_logprobs",
-    "data",
-    "event",
-    "new_id",
-    "prompt_logprobs",
-    "refuse_stream_options",
-    "shut_down",
-    "state_of",
-    "usage_of",
-    "while_connected",
-]
-
 T = TypeVar("T")
 
 GONE = Response(status_code=499)

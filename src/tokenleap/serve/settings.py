@@ -14,8 +14,6 @@ from tokenleap.errors import ConfigError
 if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
 
-__all__ = ["Settings", "bound_socket"]
-
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A socket at this address. Clients can connect once the server runs."""

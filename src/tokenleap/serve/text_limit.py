@@ -20,8 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from tokenleap.engine.prompts import tokens_of
 from tokenleap.errors import PromptError
 
-__all__ = ["TextLimit", "most_bytes_per_token"]
-
 _COMPOSED = 4
 """Most bytes that become one by the normal form NFC: composed characters have at most four parts,
 and no part is longer than three bytes."""

@@ -29,25 +29,6 @@ from tokenleap.training.conversations import (
 )
 from tokenleap.training.method import DataSettings
 
-__all__ = [
-    "Chooser",
-    "Diversity",
-    "FileData",
-    "FileSource",
-    "Pair",
-    "PairData",
-    "PairSource",
-    "SelfSource",
-    "Source",
-    "Unseen",
-    "collect",
-    "diversity",
-    "ngrams_of_target",
-    "share_of",
-    "texts_in",
-]
-
-
 _HELD_OUT_SEEDS = 500_000_000
 _MOST_IDLE = 50
 """Batches in a row without anything new after which a source is given up."""

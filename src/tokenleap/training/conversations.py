@@ -25,32 +25,6 @@ from tokenleap.llm import LLM
 from tokenleap.models.chat_template import rendered
 from tokenleap.outputs import StreamChunk
 
-__all__ = [
-    "FEWEST_ANSWER_TOKENS",
-    "MOST_TURNS",
-    "Answerer",
-    "Conversation",
-    "ConversationFile",
-    "Opening",
-    "Repeats",
-    "SelfTalk",
-    "Talk",
-    "Template",
-    "Wanted",
-    "Writer",
-    "Writing",
-    "Written",
-    "answered",
-    "authors_of",
-    "first_opening",
-    "loop_start",
-    "next_opening",
-    "opening",
-    "reads",
-    "topics",
-    "usual_temperature",
-]
-
 
 @dataclass(frozen=True)
 class Conversation:

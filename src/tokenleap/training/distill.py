@@ -77,26 +77,6 @@ from tokenleap.training.trainee import (
     llama_fields,
 )
 
-__all__ = [
-    "BoostTraining",
-    "DistillTrainee",
-    "DistillTraining",
-    "OnPolicyRounds",
-    "checked",
-    "decoder",
-    "embedding",
-    "first_layers",
-    "lm_logits",
-    "loaded",
-    "missed",
-    "missed_by",
-    "missed_parts",
-    "new_lm",
-    "output_layer",
-    "target_tokenizer",
-    "write_lm",
-]
-
 SCRATCH, TARGET = "scratch", "target"
 _SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
 

@@ -51,16 +51,6 @@ from tokenleap.training.trainee import (
     llama_fields,
 )
 
-__all__ = [
-    "Eagle1Trainee",
-    "Eagle1Training",
-    "EagleTrainee",
-    "EagleTraining",
-    "HeadTraining",
-    "ParallelTrainee",
-    "ParallelTraining",
-]
-
 
 class EagleTrainee(Trainee):
     def __init__(self, net: EagleNet, loss: Loss, noise: float) -> None:

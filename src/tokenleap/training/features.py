@@ -40,31 +40,6 @@ from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 from tokenleap.training.conversations import Conversation
 
-__all__ = [
-    "ENCODED",
-    "FIRST_LEARNT",
-    "INDEX",
-    "TOP_K",
-    "Batch",
-    "BatchSampler",
-    "Current",
-    "Examples",
-    "FeatureCache",
-    "Features",
-    "Joined",
-    "Levels",
-    "TrainingSet",
-    "array_shapes",
-    "bytes_per_token",
-    "collate",
-    "compute_features",
-    "dequantize",
-    "draft_vocabulary",
-    "noisy",
-    "passes",
-    "quantize",
-]
-
 TOP_K = 16
 """Most probable next tokens that are kept of the target's distribution."""
 

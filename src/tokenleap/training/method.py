@@ -23,20 +23,6 @@ from tokenleap.errors import ConfigError
 if TYPE_CHECKING:
     from tokenleap.training.trainee import HeadParts, Trainee
 
-__all__ = [
-    "TRAINABLE",
-    "DataSettings",
-    "OnPolicy",
-    "Plan",
-    "TrainingMethod",
-    "TrainingSettings",
-    "check_trainable",
-    "training_class",
-    "training_method",
-    "training_methods",
-]
-
-
 _Share = Annotated[FiniteFloat, Ge(0), Le(1)]
 _Beta = Annotated[FiniteFloat, Ge(0), Lt(1)]
 

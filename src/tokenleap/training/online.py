@@ -47,9 +47,6 @@ from tokenleap.training.state_heads import StateTrainee
 from tokenleap.training.trainee import LOSSES, Trainee
 from tokenleap.training.trainer import optimizers_of
 
-__all__ = ["Buffer", "Mark", "OnlineLearner", "Pace", "Recorder", "Window", "marks_of"]
-
-
 _LEVELS = 4
 """Most levels of a draft that are learnt as such; see `replay.marks_of`."""
 

@@ -42,30 +42,6 @@ from tokenleap.training.method import Plan, TrainingMethod, TrainingSettings
 from tokenleap.training.trainee import Trainee
 from tokenleap.training.trainer import Evaluation, Step, Trainer, optimizers_of
 
-__all__ = [
-    "Estimate",
-    "Panel",
-    "Perplexity",
-    "Reporter",
-    "Served",
-    "Speeds",
-    "TrainingBytes",
-    "TrainingReport",
-    "advice",
-    "estimate",
-    "evaluation_text",
-    "measure",
-    "measure_speeds",
-    "perplexity",
-    "save_curves",
-    "save_panels",
-    "save_table",
-    "served_alike",
-    "step_text",
-    "training_bytes",
-    "usage_text",
-]
-
 
 class Reporter(Protocol):
     def say(self, text: str) -> None: ...

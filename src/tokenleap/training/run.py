@@ -67,9 +67,6 @@ from tokenleap.training.report import (
 from tokenleap.training.trainee import HeadParts, Trainee
 from tokenleap.training.trainer import Evaluation, Rounds, Trainer, checkpoints_in, processes
 
-__all__ = ["DrafterFolder", "DrafterSeries", "TrainingFolder", "TrainingRun", "TrainingText"]
-
-
 _ROWS = 32
 """Sequences that the target writes at a time."""
 

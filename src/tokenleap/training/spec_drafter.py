@@ -40,19 +40,6 @@ from tokenleap.training.features import Batch
 from tokenleap.training.method import Plan, TrainingMethod, TrainingSettings
 from tokenleap.training.trainee import LOSSES, HeadParts, Learnt, Trainee, block_mask
 
-__all__ = [
-    "MaskRows",
-    "SpecDrafterTrainee",
-    "SpecDrafterTraining",
-    "copy_target",
-    "mask_rows",
-    "mask_states",
-    "new_masked_lm",
-    "some_of",
-    "some_prefixes",
-]
-
-
 _HALVED_BELOW = 0.25
 _LOGITS = 1 << 25
 """Logits of one part of a step; those of a batch of the published size are one part if there are

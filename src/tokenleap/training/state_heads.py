@@ -47,18 +47,6 @@ from tokenleap.training.trainee import (
 )
 from tokenleap.training.tuned import TargetTrainee, copy_of_target
 
-__all__ = [
-    "HEADS",
-    "BlockwiseTraining",
-    "HydraTraining",
-    "MedusaTraining",
-    "MlpSpeculatorTraining",
-    "StateTrainee",
-    "TunedBlockwiseTraining",
-    "TunedMedusaTraining",
-    "TunedTrainee",
-]
-
 
 class StateTrainee(Trainee):
     def __init__(self, net: StateNet, norm: nn.Module, loss: Loss, noise: float) -> None:

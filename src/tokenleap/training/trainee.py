@@ -24,21 +24,6 @@ from tokenleap.models.support import context_length
 from tokenleap.runtime.target import Target
 from tokenleap.training.features import FIRST_LEARNT, Batch
 
-__all__ = [
-    "LOSSES",
-    "REST",
-    "HeadParts",
-    "Learnt",
-    "Loss",
-    "OwnRate",
-    "Teacher",
-    "Trainee",
-    "at_level",
-    "at_roots",
-    "block_mask",
-    "llama_fields",
-]
-
 _PLACES = 512
 """Places whose logits are in memory at a time, where they are computed again for the gradients."""
 

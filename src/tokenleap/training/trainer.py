@@ -42,22 +42,6 @@ from tokenleap.training.features import Batch, BatchSampler, Current, Examples, 
 from tokenleap.training.method import TrainingSettings
 from tokenleap.training.trainee import Learnt, Trainee
 
-__all__ = [
-    "Acceptance",
-    "Averages",
-    "Checkpoints",
-    "Evaluation",
-    "Progress",
-    "Rounds",
-    "Step",
-    "Trainer",
-    "checkpoints_in",
-    "optimizers_of",
-    "processes",
-    "schedules",
-]
-
-
 _SCORED_LENGTH = 4
 """Chains of this length decide which drafter is the best."""
 

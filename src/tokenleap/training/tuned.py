@@ -49,21 +49,6 @@ from tokenleap.training.trainee import (
     block_mask,
 )
 
-__all__ = [
-    "TUNING_RATES",
-    "EarlyExitTrainee",
-    "EarlyExitTraining",
-    "PadTrainee",
-    "PadTraining",
-    "PassTrainee",
-    "PassTraining",
-    "Schedule",
-    "TargetTrainee",
-    "copy_of_target",
-    "padding_token",
-]
-
-
 TUNING_RATES = {"learning_rate": 2e-4, "vector_learning_rate": 1e-4}
 """The default learning rates of a model that has learnt already; see `TrainingSettings`."""
 

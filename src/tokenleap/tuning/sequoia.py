@@ -42,22 +42,6 @@ if TYPE_CHECKING:
     from tokenleap.runtime.costs import CostCurve
     from tokenleap.trace import StepTrace
 
-__all__ = [
-    "Acceptance",
-    "BestSize",
-    "BestTree",
-    "Path",
-    "acceptance_vector",
-    "accepted_rank",
-    "best_size",
-    "best_tree",
-    "best_widths",
-    "expected_tokens",
-    "measure_acceptance",
-    "one_level",
-    "pass_costs",
-]
-
 
 @dataclass(frozen=True)
 class Acceptance:

@@ -47,22 +47,6 @@ from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Strategy
 
-__all__ = [
-    "KINDS",
-    "Deadline",
-    "Estimate",
-    "Kind",
-    "LayerLaboratory",
-    "LayerSearch",
-    "Objective",
-    "Run",
-    "SkipSet",
-    "Sublayer",
-    "Text",
-    "Trial",
-    "layers_of",
-]
-
 Kind = Literal["attention", "mlp"]
 KINDS: tuple[Kind, ...] = ("attention", "mlp")
 

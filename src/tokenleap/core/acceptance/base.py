@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tokenleap.core.noise import StepNoise
     from tokenleap.core.tree import Draft
 
-__all__ = ["AcceptanceRule", "Accepted", "Origin", "TargetDistributions"]
-
 
 class Origin(StrEnum):
     """Where a committed token came from."""

@@ -20,22 +20,6 @@ if TYPE_CHECKING:
     from tokenleap.core.noise import StepNoise
     from tokenleap.core.tree import Draft
 
-__all__ = [
-    "Block",
-    "BlockOptions",
-    "Coupled",
-    "Distance",
-    "KSequential",
-    "Lenient",
-    "Rejection",
-    "Selection",
-    "TopBeta",
-    "Typical",
-    "accept_by_ratio",
-    "accept_longest",
-    "likelihoods",
-]
-
 
 class Coupled(AcceptanceRule):
     """Seeded sampling that does not depend on the drafter: lossless, for all chains and trees.

@@ -54,20 +54,6 @@ from tokenleap.runtime.network import GrownTree, GrowthLimit, Need, Network, Pas
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
-__all__ = [
-    "EagleHead",
-    "EagleWeights",
-    "Fusion",
-    "ParallelHead",
-    "check_folder",
-    "export_head",
-    "head_passes",
-    "load_head",
-    "load_parts",
-    "network_of",
-    "record_probe",
-]
-
 
 class EagleHead(OwnModel, Head):
     """A head with KV rows of its own.

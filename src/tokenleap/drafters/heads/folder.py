@@ -26,26 +26,6 @@ from tokenleap.core.files import write_whole
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.runtime.target import Target
 
-__all__ = [
-    "CONFIG",
-    "WEIGHTS",
-    "Verifier",
-    "check_layers",
-    "check_sizes",
-    "check_tensors",
-    "draft_tokens",
-    "existing_folder",
-    "first_of",
-    "noted",
-    "notes_of",
-    "read_json",
-    "read_tensors",
-    "validated",
-    "vocabulary_weights",
-    "write_folder",
-]
-
-
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 _Fields = TypeVar("_Fields")

@@ -35,8 +35,6 @@ from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
-__all__ = ["Probe", "Seen", "accepted", "check_head", "check_target", "look", "our_text"]
-
 LENGTH = 48
 """Most tokens of a text: one pass of the target."""
 

@@ -22,25 +22,6 @@ import torch.nn.functional as F
 from annotated_types import Gt, Le
 from torch import Tensor, nn
 
-__all__ = [
-    "BlockwiseConfig",
-    "BlockwiseNet",
-    "Depth",
-    "FrozenLinear",
-    "HydraConfig",
-    "HydraNet",
-    "MedusaConfig",
-    "MedusaNet",
-    "MlpSpeculatorConfig",
-    "MlpSpeculatorNet",
-    "Size",
-    "StateConfig",
-    "StateNet",
-    "linear",
-    "normed",
-]
-
-
 Size = Annotated[int, Gt(0)]
 Depth = Annotated[int, Gt(0), Le(256)]
 

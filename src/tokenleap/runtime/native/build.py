@@ -30,19 +30,6 @@ from tokenleap.models.store import CacheError, cache_dir, disk_errors
 from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, family_of
 from tokenleap.runtime.native.pack import GROUP, Format
 
-__all__ = [
-    "FORMATS",
-    "MOST_HIDDEN_SIZE",
-    "NativeLibraryError",
-    "compiler_version",
-    "library",
-    "why_no_library",
-    "why_not_native",
-    "wrong_place",
-    "wrong_shape",
-    "wrong_sizes",
-]
-
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent

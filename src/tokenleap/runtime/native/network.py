@@ -56,16 +56,6 @@ from tokenleap.runtime.network import (
     PassOutput,
 )
 
-__all__ = [
-    "DecoderParts",
-    "NativeDecoder",
-    "NativeFusion",
-    "NativeNetwork",
-    "checked",
-    "num_threads",
-    "set_num_threads",
-]
-
 
 @dataclass(frozen=True)
 class DecoderParts:

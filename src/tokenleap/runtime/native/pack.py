@@ -18,29 +18,6 @@ from torch import Tensor
 
 from tokenleap.runtime.llama import LinearWeights
 
-__all__ = [
-    "FORMAT_OF",
-    "GROUP",
-    "K_FORMATS",
-    "PANEL",
-    "CLinear",
-    "Format",
-    "PackedWeights",
-    "fields_of",
-    "halves",
-    "in_turns",
-    "joined",
-    "pack",
-    "pack_blocks",
-    "pack_k_blocks",
-    "pack_steps",
-    "packed_in_turns",
-    "panel_bytes",
-    "quads",
-    "split_bits",
-]
-
-
 PANEL = 32  # outputs of a panel; `PANEL` in formats.h
 
 GROUP = 32  # inputs that share a scale in int8 and int4; `GROUP` in formats.h

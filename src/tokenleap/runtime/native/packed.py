@@ -31,21 +31,6 @@ from tokenleap.runtime.llama import (
 from tokenleap.runtime.native.build import FORMATS
 from tokenleap.runtime.native.pack import PANEL, Format, PackedWeights, in_turns, pack, panel_bytes
 
-__all__ = [
-    "LAYOUT_VERSION",
-    "QUANTIZED",
-    "KeptWeights",
-    "MappedDecoder",
-    "MappedFile",
-    "PackedDecoder",
-    "PackedLayer",
-    "Packing",
-    "layer_file",
-    "rest_file",
-    "write",
-]
-
-
 QUANTIZED = {"int8": Format.INT8, "int4": Format.INT4, DRAFTING: Format.INT4}
 """The format of linear layers by the name of a quantization."""
 

@@ -44,14 +44,6 @@ from tokenleap.runtime.seq2seq.structure import (
     describe_encoder,
 )
 
-__all__ = [
-    "NativeEncoder",
-    "NativeSeq2Seq",
-    "packed_stack",
-    "why_not_native_seq2seq",
-    "wrong_stack",
-]
-
 
 def why_not_native_seq2seq(model: PreTrainedModel) -> str | None:
     """Why the C++ code cannot run an encoder-decoder, on any machine; None if it can."""

@@ -22,24 +22,6 @@ from tokenleap.runtime.native.pack import CLinear, Format, PackedWeights, fields
 from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, PackedLayer
 from tokenleap.runtime.network import GrownTree, GrowthLimit, Need
 
-__all__ = [
-    "AngleTables",
-    "CBlockChain",
-    "CBuffers",
-    "CDecoder",
-    "CDraw",
-    "CFusion",
-    "CLayer",
-    "CNorm",
-    "CPass",
-    "CSource",
-    "CTree",
-    "CTrees",
-    "NodeArrays",
-    "TreeArrays",
-    "structures",
-]
-
 
 class CNorm(Structure):
     _fields_ = fields_of("Norm")

@@ -34,16 +34,6 @@ from tokenleap.runtime.seq2seq.structure import (
     describe,
 )
 
-__all__ = [
-    "EncoderSide",
-    "Seq2SeqNetwork",
-    "TorchEncoder",
-    "are_same",
-    "probe_source",
-    "states_of",
-]
-
-
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]  # [T, E] -> [T, E]: a norm or an activation
 
 

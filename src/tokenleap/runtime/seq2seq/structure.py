@@ -22,21 +22,6 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from tokenleap.errors import CompatibilityError
 from tokenleap.runtime.inputs import PassInputs
 
-__all__ = [
-    "AttentionParts",
-    "DecoderLayerParts",
-    "LayerParts",
-    "Positions",
-    "RelativePositions",
-    "Scaled",
-    "Stack",
-    "Structure",
-    "TablePositions",
-    "describe",
-    "describe_encoder",
-]
-
-
 # How the decoder of an encoder-decoder knows the positions of a pass's nodes.
 #
 # Transformers' decoders count positions from the length of the cache, the same for a whole batch.
