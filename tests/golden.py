@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 """Models: architecture, fields of the model, fields of `LLM`."""
 SEQ2SEQ = ("bart", "t5")
 
-GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=2)
+GREEDY = SamplingParams(temperature=0, seed=3, max_tokens=16, logprobs=2)
 SEEDED = SamplingParams(
     temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=5, max_tokens=16, logprobs=2
 )
