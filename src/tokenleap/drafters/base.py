@@ -114,7 +114,7 @@ class DrafterOptions(Config):
 
 @dataclass(frozen=True)
 class DrafterTraits:
-    """What the engine, controllers and other drafters know of a drafter; it does not change.
+    """The fixed facts that the engine, controllers and other drafters read of a drafter.
 
     Args:
         drafts_trees: whether a node of its drafts may have several children.

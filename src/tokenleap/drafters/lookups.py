@@ -117,7 +117,7 @@ class NgramDrafter(OneByOne):
         return Draft.deterministic(chain([request.root, *copied]), by_match(match, len(copied)))
 
     def _quoted(self, request: Request, least: int, length: int) -> tuple[list[int], int] | None:
-        """What follows the last longest match in a reference, if it is longer than `least`."""
+        """The tokens after the last longest match in a reference, if it is longer than `least`."""
         texts, own, longest = request.references, request.token_ids, self.options.prompt_lookup_max
         found = texts.indexed("ngram", lambda: Occurrences(joined(texts.texts)))
         ends, match = found.longest(own[-longest:], longest)

@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 
 
 AfterStep: TypeAlias = Callable[[Sequence[Job]], object]
-"""What is called between two steps, with the jobs that have changed."""
+"""Called between two steps, with the jobs that have changed."""
 
 
 class EngineLoad(NamedTuple):

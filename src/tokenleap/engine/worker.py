@@ -83,7 +83,7 @@ class Command(Generic[T]):
             self.done = True
 
     def result(self) -> T:
-        """What it returned, or raised, once it is done."""
+        """Its result or error, once it is done."""
         if self._error is not None:
             raise self._error
         return cast(T, self._value)

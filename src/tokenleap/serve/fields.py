@@ -248,7 +248,7 @@ class CompletionBody(SamplingBody):
 
 
 class Templated(Body):
-    """What a chat template gets besides the messages."""
+    """The arguments of a chat template besides the messages."""
 
     tools: Annotated[Items[Tool], MaxLen(128)] | None = None
     add_generation_prompt: bool | None = None

@@ -571,7 +571,7 @@ def all_outputs(results: Sequence[RequestOutput]) -> list[CompletionOutput]:
 
 
 class Answer(ABC):
-    """What an endpoint makes of a run, whole or in pieces."""
+    """The response of an endpoint to a run, whole or in pieces."""
 
     def __init__(self, body: Any, run: Run, state: ServerState) -> None:
         self._body, self._run, self._state = body, run, state
@@ -589,7 +589,7 @@ class Choices(Answer):
     """A response with a choice for each output, as completions and chats have it."""
 
     _head: Mapping[str, Any]
-    """What every chunk has besides its choices."""
+    """The fields of every chunk besides its choices."""
 
     def _begun(self) -> Iterator[bytes]:
         """Chunks before the first output's."""
@@ -597,7 +597,7 @@ class Choices(Answer):
 
     @abstractmethod
     def _chunk_data(self, index: int, chunk: StreamChunk) -> Mapping[str, Any]:
-        """What a chunk has besides the head and the usage; `index` is the prompt's."""
+        """The fields of a chunk besides the head and the usage; `index` is the prompt's."""
 
     def _is_large(self, index: int, chunk: StreamChunk) -> bool:
         """Whether the chunk is better made off the loop: it may have a trace."""
@@ -630,7 +630,7 @@ class Choices(Answer):
         output: CompletionOutput | None,
         reason: str | None = None,
     ) -> dict[str, Any]:
-        """What a choice or a piece of it ends with."""
+        """The last fields of a choice or of a piece of it."""
         ids = {"token_ids": [token.token_id for token in tokens]}
         return {
             **stop_fields(output, reason),

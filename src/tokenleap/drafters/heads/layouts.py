@@ -132,7 +132,7 @@ class HeadFolder:
 
 
 def _other(fields: Mapping[str, Any], method: str) -> str:
-    """What is wrong with fields that fit no layout of a method's heads."""
+    """The error in fields that fit no layout of a method's heads."""
     if method not in _EAGLES:
         return f" does not describe a head of method '{method}': is this the folder of such a head?"
     kind, title = _EAGLES[method]
