@@ -214,7 +214,7 @@ def test_a_failing_drafter_is_named_and_harms_nothing(monkeypatch: pytest.Monkey
     def fail(self: object, *_: object) -> None:
         raise RuntimeError("lost")
 
-    monkeypatch.setattr(PredictionDrafter, "_propose", fail)
+    monkeypatch.setattr(PredictionDrafter, "draft", fail)
     llm = tiny_llm(tiny_model(), "prediction")
     expected = tiny_llm(tiny_model()).generate([PROMPTS[0]], GREEDY)[0].token_ids
     (result,) = llm.generate([PROMPTS[0]], GREEDY, prediction=[1, 2, 3])

@@ -18,9 +18,12 @@ from weakref import WeakSet
 from torch import Tensor
 
 from tokenleap.core.references import Source
+from tokenleap.runtime.cpu import prepare_vector_math
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
+
+prepare_vector_math()  # before any network computes
 
 
 @dataclass(frozen=True)
