@@ -185,8 +185,8 @@ class Worker:
     def serve(self, closed: Callable[[], bool]) -> None:
         """Wait for work, and drive as long as there is some; a command changes `closed`."""
         with self._condition:
-            while not (self._inbox or self._has_work()):
-                self._condition.wait()
+            while not (self._inbox or self._has_work() or closed()):
+                self._condition.wait(POLL_SECONDS)  # another thread may have run what closes it
         self._drive(lambda: not self._inbox and (closed() or not self._has_work()))
 
     # Driving
