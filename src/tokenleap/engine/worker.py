@@ -186,7 +186,7 @@ class Worker:
         """Wait for work, and drive as long as there is some; a command changes `closed`."""
         with self._condition:
             while not (self._inbox or self._has_work() or closed()):
-                self._condition.wait(POLL_SECONDS)  # another thread may have run what closes it
+                self._condition.wait()
         self._drive(lambda: not self._inbox and (closed() or not self._has_work()))
 
     # Driving
@@ -239,7 +239,7 @@ class Worker:
         """Call the listeners, and let waiting threads look whether they have what they wait for."""
         for listener in tuple(self.listeners):
             listener()
-        if self._waiting:
+        if self._waiting or len(self._threads) > 1:  # one of them may be closed by a command
             with self._condition:
                 self._condition.notify_all()
 
