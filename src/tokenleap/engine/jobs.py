@@ -42,7 +42,7 @@ from tokenleap.engine.prompts import (
     tokens_of,
 )
 from tokenleap.engine.strategies import Speculative, StrategyFactory
-from tokenleap.engine.worker import Command, Uninterrupted, Worker
+from tokenleap.engine.worker import Command, Worker
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
@@ -195,14 +195,14 @@ MAX_KNOWN_IDS = 100_000
 class AddedJobs:
     """Jobs that a user has added one by one, and whose chunks `LLMEngine.step` returns.
 
-    Any thread may ask. None of them runs a step here.
+    `add` and `collect` are called in a turn of the engine, the others by any thread.
     """
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
-        self._reporting = Lock()
+        self._taking = Lock()
         self._outbox = Outbox()
-        self._collected: list[StreamChunk] = []  # returned by the next `take`
+        self._collected: deque[StreamChunk] = deque()  # appending and taking are atomic
         self._known_ids: dict[str, None] = {}  # the latest ids, in order of arrival
         self._next_id = count()
 
@@ -211,7 +211,7 @@ class AddedJobs:
         return bool(self.jobs or self._collected)
 
     def add(self, job: Job, request_id: str | None) -> str:
-        """Give a job its id and report it from now on; to be called in a turn of the engine."""
+        """Give a job its id and report it from now on."""
         if request_id is not None and request_id in self._known_ids:
             raise ConfigError(f"request_id: '{request_id}' is taken by another request.")
         job.request_id = name = self._free_id() if request_id is None else request_id
@@ -220,33 +220,33 @@ class AddedJobs:
         self._outbox.watch([job])
         return name
 
-    def take(self) -> list[StreamChunk]:
-        """A chunk for each output that has new tokens or has ended since the last call."""
+    def collect(self) -> None:
+        """Make a chunk for each output that has new tokens or has ended since the last call."""
         failed: Exception | None = None
-        with Uninterrupted(), self._reporting:  # a SIGINT must not lose chunks
-            for job in self._outbox.take():
-                request_id = job.request_id or ""
-                if self.jobs.get(request_id) is job:  # else it was aborted
-                    try:
-                        self._collected += job.take()
-                    except Exception as error:
-                        failed = failed or error
-                        del self.jobs[request_id]
-                        continue
-                    if job.all_taken:
-                        del self.jobs[request_id]
+        for job in self._outbox.take():
+            request_id = job.request_id or ""
+            if self.jobs.get(request_id) is not job:  # it was aborted
+                continue
+            try:
+                self._collected += job.take()
+                ended = job.all_taken
+            except Exception as error:
+                failed, ended = failed or error, True
+            if ended:
+                self.jobs.pop(request_id, None)
         if failed is not None:
             raise failed
-        with self._reporting:
-            chunks, self._collected = self._collected, []
-        return chunks
+
+    def take(self) -> list[StreamChunk]:
+        """The chunks that were collected since the last call."""
+        with self._taking:
+            return [self._collected.popleft() for _ in range(len(self._collected))]
 
     def forget(self, request_id: str) -> Job | None:
         """Report no more of a job, which the caller ends; None if it has ended."""
         if request_id not in self._known_ids:
             raise ConfigError(f"request_id: no request has the id {request_id!r}.")
-        with self._reporting:
-            return self.jobs.pop(request_id, None)
+        return self.jobs.pop(request_id, None)
 
     def _remember(self, request_id: str) -> None:
         """Record an id as taken. If there are too many, forget the oldest that is not in use."""

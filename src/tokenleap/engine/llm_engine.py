@@ -247,8 +247,12 @@ class LLMEngine:
         Returns:
             A chunk for each output that has new tokens or has ended since the last call.
         """
-        self.worker.call(self.worker.advance)
+        self.worker.call(self._step)
         return self._added.take()
+
+    def _step(self) -> None:
+        self.worker.advance()
+        self._added.collect()
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has requests to advance or chunks to return."""

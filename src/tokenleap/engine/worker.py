@@ -14,6 +14,7 @@ stack there, and the process would abort.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import atexit
 import logging
 import os
@@ -139,6 +140,11 @@ class Worker:
         self._check()
         while True:
             with Uninterrupted() as uninterrupted:
+                try:
+                    if self._takes_over():  # then no other thread needs to know of it
+                        return self._obeyed(act)
+                finally:
+                    self._hand_over()
                 command = self.post(act)
                 try:
                     self._drive(lambda: command.done or uninterrupted.pending)  # noqa: B023
@@ -201,33 +207,55 @@ class Worker:
                 "callback may not generate with the model that is calling it."
             )
 
+    def _obeyed(self, act: Callable[[], T]) -> T:
+        """Run this command after those that are there."""
+        self._obey()
+        try:
+            return act()
+        finally:
+            self._tell_others()
+
     def _drive(self, done: Callable[[], bool]) -> None:
         try:
-            while self._take_over(done):
-                while not done() and self._ended_by is None:
-                    self._obey()
-                    if not done() and self._has_work():
-                        self.advance()
-                    self._tell_others()
+            while self._take_over(done) and not self._go_on(done):
                 self._hand_over()
         finally:
             self._hand_over()
 
+    def _go_on(self, done: Callable[[], bool]) -> bool:
+        """Obey and step until `done()`; False if Python ends before."""
+        over = False
+        while not over and self._ended_by is None:
+            if self._inbox:
+                self._obey()
+                over = done()
+            if not over and self._has_work():
+                self.advance()
+            self._tell_others()
+            over = over or done()
+        return over
+
     def _take_over(self, done: Callable[[], bool]) -> bool:
         """Wait until no other thread drives; False if `done` came first."""
-        own = threading.get_ident()
         with self._condition:
             self._waiting += 1
             try:
                 while not done():
-                    free = self._driver is None and self._ended_by is None
-                    if free and (not self._threads or threading.current_thread() in self._threads):
-                        self._driver = own
+                    if self._takes_over():
                         return True
                     self._condition.wait(POLL_SECONDS)
                 return False
             finally:
                 self._waiting -= 1
+
+    def _takes_over(self) -> bool:
+        """Take over if no other thread drives."""
+        with self._condition:
+            free = self._driver is None and self._ended_by is None
+            if free and (not self._threads or threading.current_thread() in self._threads):
+                self._driver = threading.get_ident()
+                return True
+            return False
 
     def _hand_over(self) -> None:
         if self.inside:
@@ -300,7 +328,10 @@ class SameProcess:
 
 
 class Uninterrupted:
-    """A context that holds SIGINT back until it ends. Only the main thread receives signals."""
+    """A context that holds SIGINT back until it ends. Only the main thread receives signals.
+
+    It uses `_signal`, because the functions of `signal` look for an enum's value: 7 us a call.
+    """
 
     def __init__(self) -> None:
         self.pending = False
@@ -309,10 +340,10 @@ class Uninterrupted:
 
     def __enter__(self) -> Uninterrupted:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(_signal.SIGINT)
             if callable(handler):
                 self._previous = handler
-                signal.signal(signal.SIGINT, self._defer)
+                _signal.signal(_signal.SIGINT, self._defer)
         return self
 
     def __exit__(
@@ -324,7 +355,7 @@ class Uninterrupted:
         """Call the handler of a SIGINT that was held back; it usually raises KeyboardInterrupt."""
         if self._previous is None:
             return
-        signal.signal(signal.SIGINT, self._previous)
+        _signal.signal(_signal.SIGINT, self._previous)
         if self.pending:
             frame, self.pending, self._frame = self._frame, False, None
             self._previous(signal.SIGINT, frame)
