@@ -8,17 +8,30 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import tokenleap
 from tests.spec_drafters import random_spec_drafter
 from tests.tiny import tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap import LLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STOCHASTIC = EXAMPLES / "stochastic"
 
 on_the_default_model = [pytest.mark.model, pytest.mark.usefixtures("smollm2_path")]
+
+
+_loaded: dict[str, LLM] = {}
+
+
+def loaded(*model: str, **fields: Any) -> LLM:
+    name = repr((model, fields))
+    if name not in _loaded:
+        _loaded[name] = LLM(*model, **fields)
+    return _loaded[name]
 
 
 def run(path: Path, *arguments: str) -> None:
@@ -36,6 +49,11 @@ def module(path: Path) -> ModuleType:
 
 class TestOnTheDefaultModel:
     pytestmark = on_the_default_model
+
+    @pytest.fixture(autouse=True)
+    def loaded_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Several examples load the same."""
+        monkeypatch.setattr(tokenleap, "LLM", loaded)
 
     def test_chat_loop(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

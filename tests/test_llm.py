@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -259,16 +260,21 @@ def methods(request: pytest.FixtureRequest) -> Methods:
     return found
 
 
+@cache
+def ending_llm(method: str) -> LLM:
+    llm = tiny_llm(tiny_model(vocab_size=BYTES), method)
+    llm.engine._maker.tokenizer = TOKENIZER
+    return llm
+
+
 def ends(
     methods: Methods, prompt: Prompt, **fields: Any
 ) -> list[tuple[tuple[int, ...], str | None, Any, str]]:
     """(tokens, finish reason, stop reason, text) under these methods; all must agree."""
-    model = tiny_model(vocab_size=BYTES)
     results = []
     for method in methods:
-        llm = tiny_llm(model, method)
-        llm.engine._maker.tokenizer = TOKENIZER
-        (output,) = llm.generate([prompt], SamplingParams(**{"temperature": 0, **fields}))
+        params = SamplingParams(**{"temperature": 0, **fields})
+        (output,) = ending_llm(method).generate([prompt], params)
         completion = output.outputs[0]
         results.append(
             (output.token_ids, output.finish_reason, completion.stop_reason, output.text)
@@ -463,14 +469,17 @@ def test_generating_while_a_stream_is_open(llm: LLM) -> None:
 # Metrics and trace
 
 
-@pytest.mark.parametrize("method", ["none", *SPECULATIVE])
 @pytest.mark.parametrize(
-    ("rule", "temperature"),
+    ("method", "rule", "temperature"),
     [
-        ("coupled", 0),
-        ("rejection", 0.8),
-        pytest.param("coupled", 0.8, marks=pytest.mark.slow),
-        pytest.param("rejection", 0, marks=pytest.mark.slow),
+        pytest.param(method, rule, temperature, marks=[] if quick else pytest.mark.slow)
+        for method in ("none", *SPECULATIVE)
+        for rule, temperature, quick in (
+            ("coupled", 0, True),
+            ("rejection", 0.8, method in ENDING),
+            ("coupled", 0.8, False),
+            ("rejection", 0, False),
+        )
     ],
 )
 def test_metrics_and_trace_agree(method: str, rule: str, temperature: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.heads import random_head, random_pass_tokens, random_state_head, state_config
-from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE, WITH_TOKENIZER
+from tests.matrix import METHOD_FIELDS, ON_CHAINS, SPECULATIVE
 from tests.tiny import reference_greedy
 from tokenleap import LLM, SamplingParams
 from tokenleap.drafters.heads.eagle_net import EagleConfig, ParallelConfig
@@ -62,23 +62,16 @@ def prompts(smollm2_tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     ]
 
 
-def llm_with(
-    model: PreTrainedModel,
-    method: str,
-    gamma: int = 5,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> LLM:
+def config_of(method: str, llm: LLM, gamma: int = 5) -> dict[str, Any]:
+    if method == "none":
+        return {"method": "none"}
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": gamma}
     config |= METHOD_FIELDS.get(method, {})
     if METHODS[method].takes_model:
-        config["model"] = model  # a perfect draft model: everything accepted
+        config["model"] = llm  # a perfect draft model: everything accepted
     if METHODS[method].takes_head:
         config["model"] = _head(method)
-    return LLM(
-        model,
-        tokenizer=tokenizer if method in WITH_TOKENIZER else None,
-        speculative_config=config if method != "none" else None,
-    )
+    return config
 
 
 def _head(method: str) -> str:
@@ -90,6 +83,22 @@ def _head(method: str) -> str:
         return random_head(attending[method])
     state = {**SIZES, "inner_size": 576} if method == "mlp_speculator" else SIZES
     return random_state_head(method, state_config(method, **state))
+
+
+def loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LLM:
+    """One for all methods; every prompt is computed."""
+    config = {"method": "none"}
+    return LLM(model, tokenizer=tokenizer, speculative_config=config, enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def in_float32(smollm2_float32: PreTrainedModel, smollm2_tokenizer: PreTrainedTokenizerBase) -> LLM:
+    return loaded(smollm2_float32, smollm2_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_auto: PreTrainedModel, smollm2_tokenizer: PreTrainedTokenizerBase) -> LLM:
+    return loaded(smollm2_auto, smollm2_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -111,21 +120,16 @@ QUICK_IN_FLOAT32 = ("suffix",)
     ],
 )
 def test_float32_equals_transformers(
-    smollm2_float32: PreTrainedModel,
-    smollm2_tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    reference: list[tuple[int, ...]],
-    method: str,
+    in_float32: LLM, prompts: list[list[int]], reference: list[tuple[int, ...]], method: str
 ) -> None:
     some = slice(0, 2 if method in COSTLY else None)
-    llm = llm_with(smollm2_float32, method, tokenizer=smollm2_tokenizer)
-    outputs = llm.generate(prompts[some], GREEDY)
+    config = config_of(method, in_float32)
+    outputs = in_float32.generate(prompts[some], GREEDY, speculative_config=config)
     assert [output.token_ids for output in outputs] == reference[some]
 
 
 @pytest.fixture(scope="module")
-def plain(smollm2_auto: PreTrainedModel, prompts: list[list[int]]) -> dict[str, list[Any]]:
-    llm = llm_with(smollm2_auto, "none")
+def plain(llm: LLM, prompts: list[list[int]]) -> dict[str, list[Any]]:
     assert llm.bit_exact
     return {
         name: [(o.token_ids, o.logprobs) for o in llm.generate(prompts, params)]
@@ -141,25 +145,21 @@ def plain(smollm2_auto: PreTrainedModel, prompts: list[list[int]]) -> dict[str, 
     ],
 )
 def test_the_bits_of_none(
-    smollm2_auto: PreTrainedModel,
-    smollm2_tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    plain: dict[str, list[Any]],
-    method: str,
+    llm: LLM, prompts: list[list[int]], plain: dict[str, list[Any]], method: str
 ) -> None:
-    llm = llm_with(smollm2_auto, method, tokenizer=smollm2_tokenizer)
+    config = config_of(method, llm)
     for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
         some = slice(0, 2 if method in COSTLY else None)
-        outputs = llm.generate(prompts[some], params)
+        outputs = llm.generate(prompts[some], params, speculative_config=config)
         assert [(o.token_ids, o.logprobs) for o in outputs] == plain[name][some]
 
 
 def test_one_at_a_time_has_the_bits_of_the_batch(
-    smollm2_auto: PreTrainedModel, prompts: list[list[int]], plain: dict[str, list[Any]]
+    llm: LLM, prompts: list[list[int]], plain: dict[str, list[Any]]
 ) -> None:
-    llm = llm_with(smollm2_auto, "ngram", gamma=9)
+    config = config_of("ngram", llm, gamma=9)
     for prompt, expected in zip(prompts, plain["greedy"], strict=True):
-        (output,) = llm.generate([prompt], GREEDY)
+        (output,) = llm.generate([prompt], GREEDY, speculative_config=config)
         assert (output.token_ids, output.logprobs) == expected
 
 
@@ -177,14 +177,14 @@ def test_by_alias(smollm2_tokenizer: PreTrainedTokenizerBase) -> None:
     assert llm.dtype in (torch.bfloat16, torch.float32)
 
 
-def test_stop_strings_and_stream_on_real_text(
-    smollm2_auto: PreTrainedModel, smollm2_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    llm = LLM(smollm2_auto, tokenizer=smollm2_tokenizer, speculative_config={"method": "ngram"})
+def test_stop_strings_and_stream_on_real_text(llm: LLM) -> None:
+    ngram = {"method": "ngram"}
     prompt = [{"role": "user", "content": "Count from one to five in words."}]
     params = SamplingParams(temperature=0, max_tokens=24)
-    whole = llm.generate(prompt, params)[0].text
-    assert "".join(chunk.text for chunk in llm.stream(prompt, params)) == whole
+    whole = llm.generate(prompt, params, speculative_config=ngram)[0].text
+    pieces = [chunk.text for chunk in llm.stream(prompt, params, speculative_config=ngram)]
+    assert "".join(pieces) == whole
     stop = whole[5:9]
     cut = SamplingParams(temperature=0, max_tokens=24, stop=[stop])
-    assert llm.generate(prompt, cut)[0].text == whole[: whole.index(stop)]
+    (output,) = llm.generate(prompt, cut, speculative_config=ngram)
+    assert output.text == whole[: whole.index(stop)]

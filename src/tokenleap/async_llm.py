@@ -17,13 +17,12 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequenc
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 from tokenleap.core.params import Sampling, SamplingParams
-from tokenleap.engine.jobs import Job, JobSpec, Outbox
+from tokenleap.engine.jobs import Job, JobSpec, Outbox, RequestOptions
 from tokenleap.engine.llm_engine import LLMEngine
-from tokenleap.engine.prompts import GivenPrediction, GivenReferences, Prompt
-from tokenleap.engine.strategies import Speculative
+from tokenleap.engine.prompts import Prompt
 from tokenleap.engine.worker import SameProcess
 from tokenleap.errors import ConfigError, RequestError, TokenleapError, in_one_line
 from tokenleap.llm import LLM, REQUIRED, refuse_unknown
@@ -162,12 +161,7 @@ class AsyncLLM:
         self,
         prompt: Prompt = REQUIRED,
         sampling_params: Sampling = None,
-        *,
-        speculative_config: Speculative = None,
-        references: GivenReferences = None,
-        prediction: GivenPrediction = None,
-        trace: bool = False,
-        **unknown: Any,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[StreamChunk, None]:
         """Yield the tokens of one prompt as they are committed.
 
@@ -176,9 +170,8 @@ class AsyncLLM:
         Closing the generator, or cancelling the task that reads it, ends the request and frees its
         memory at once.
         """
-        refuse_unknown("generate", unknown, prompt)
-        spec = JobSpec(prompt, sampling_params, speculative_config, references, prediction, trace)
-        (request,) = await self.submit([spec])
+        refuse_unknown("generate", options, prompt)
+        (request,) = await self.submit([JobSpec(prompt, sampling_params, **options)])
         try:
             async for chunk in request:
                 yield chunk

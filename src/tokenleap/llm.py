@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.drafters.base import VocabularyOverlap
 from tokenleap.drafters.online import OnlineReport
 from tokenleap.drafters.vocabulary import DraftModel
-from tokenleap.engine.jobs import Job, specs_of
+from tokenleap.engine.jobs import CallOptions, Job, specs_of
 from tokenleap.engine.llm_engine import AfterStep, EngineOptions, LLMEngine
 from tokenleap.engine.prompts import (
     GivenPrediction,
@@ -329,12 +329,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt] = REQUIRED,
         sampling_params: Sampling | Sequence[Sampling] = None,
-        *,
-        speculative_config: Speculative | Sequence[Speculative] = None,
-        references: GivenReferences | Sequence[GivenReferences] = None,
-        prediction: GivenPrediction | Sequence[GivenPrediction] = None,
-        trace: bool = False,
-        **unknown: Any,
+        **options: Unpack[CallOptions],
     ) -> Generator[StreamChunk, None, None]:
         """Yield tokens as they are committed, for one prompt or many; arguments as in `generate`.
 
@@ -351,16 +346,8 @@ class LLM:
             RequestError: a request ended with an error while it ran. The others go on to their
                 ends first; `outputs` has all results.
         """
-        refuse_unknown("stream", unknown, prompts)
-        specs = specs_of(
-            prompts,
-            sampling_params,
-            speculative_config=speculative_config,
-            references=references,
-            prediction=prediction,
-            trace=trace,
-        )
-        jobs = self.engine.jobs(specs)
+        refuse_unknown("stream", options, prompts)
+        jobs = self.engine.jobs(specs_of(prompts, sampling_params, **options))
         return self.engine.stream(jobs)
 
     def chat(
@@ -368,29 +355,17 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]] = REQUIRED,
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
-        speculative_config: Speculative | Sequence[Speculative] = None,
-        references: GivenReferences | Sequence[GivenReferences] = None,
-        prediction: GivenPrediction | Sequence[GivenPrediction] = None,
-        trace: bool = False,
         use_tqdm: UseTqdm = None,
-        **unknown: Any,
+        **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Generate the next turn of one conversation or of many; arguments as in `generate`."""
-        refuse_unknown("chat", unknown, messages)
+        refuse_unknown("chat", options, messages)
         for conversation in as_list(messages):
             if not is_conversation(conversation):
                 raise PromptError(
                     'messages: a conversation is a list of {"role": ..., "content": ...}.'
                 )
-        return self.generate(
-            messages,
-            sampling_params,
-            speculative_config=speculative_config,
-            references=references,
-            prediction=prediction,
-            trace=trace,
-            use_tqdm=use_tqdm,
-        )
+        return self.generate(messages, sampling_params, use_tqdm=use_tqdm, **options)
 
     def beam_search(
         self,
@@ -488,6 +463,8 @@ def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> 
     wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
     takes = f"give {wanted} as its first argument."
     for name in unknown:
+        if name in CallOptions.__annotations__:
+            continue
         if _is_of(SamplingParams, name):
             own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
             raise ConfigError(f"{method}() takes {name} in `sampling_params`: {own}")

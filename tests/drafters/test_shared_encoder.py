@@ -24,7 +24,7 @@ from tokenleap import LLM, CompatibilityError, SamplingParams, models
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.references import Source
 from tokenleap.drafters.spec_drafter import load_spec_drafter
-from tokenleap.engine.jobs import RequestMaker
+from tokenleap.engine.jobs import JobMaker
 from tokenleap.request import Request
 from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.target import Target
@@ -248,13 +248,13 @@ def test_a_request_is_checked_with_the_drafter_that_it_asks_for(
     """The source in its row counts when the request is made."""
     kept = list[bool]()
 
-    def make(self: RequestMaker, *args: Any) -> Any:
+    def make(self: JobMaker, *args: Any) -> Any:
         assert self._target.source_network is not None
         kept.append(self._target.source_network.keeps_encoded)
         return original(self, *args)
 
-    original = RequestMaker.make
-    monkeypatch.setattr(RequestMaker, "make", make)
+    original = JobMaker._requests
+    monkeypatch.setattr(JobMaker, "_requests", make)
     llm = LLM(tiny_seq2seq("bart"))
     llm.generate(SOURCES[:1], GREEDY, speculative_config=config())
     assert kept == [True]

@@ -11,7 +11,7 @@ import torch
 from tests.drafting import Reader
 from tests.engine.serving import GREEDY, alone, assert_empty, bits
 from tests.tiny import tiny_model
-from tokenleap import LLM, RequestError, SamplingParams
+from tokenleap import LLM, RequestError, SamplingParams, SpeculativeConfig
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
@@ -163,16 +163,20 @@ def test_an_ensemble_survives_a_step_without_room_for_drafts(
 
 
 def test_a_request_with_the_default_configuration_has_the_default_strategy() -> None:
-    config = {"method": "draft_model", "model": tiny_model(seed=1)}
-    llm = LLM(tiny_model(), speculative_config=config)
-    assert llm.engine.strategies.strategy(config) is None
-    assert llm.engine.strategies.strategy({**config, "num_speculative_tokens": 2}) is not None
+    draft = tiny_model(seed=1)
+    config = SpeculativeConfig(model=draft)
+    strategies = LLM(tiny_model(), speculative_config=config).engine.strategies
+    assert strategies.strategy(SpeculativeConfig(model=draft)) is None
+    other = SpeculativeConfig(model=draft, num_speculative_tokens=2)
+    assert strategies.strategy(other) is not None
 
 
 def test_strategies_that_were_used_lately_are_kept() -> None:
     strategies = LLM(tiny_model()).engine.strategies
     strategies.most_kept = 2
-    one, two, three = ({"method": "ngram", "num_speculative_tokens": n} for n in (1, 2, 3))
+    one, two, three = (
+        SpeculativeConfig(method="ngram", num_speculative_tokens=n) for n in (1, 2, 3)
+    )
     first, second = strategies.strategy(one), strategies.strategy(two)
     assert strategies.strategy(one) is first
     third = strategies.strategy(three)

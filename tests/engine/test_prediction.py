@@ -11,7 +11,7 @@ import pytest
 from tests.matrix import BRANCHING, LOSSLESS, PROMPTS, SPECULATIVE, fits, tiny_llm
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
-from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams
+from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams, SpeculativeConfig
 from tokenleap.control.estimates import AcceptanceRates, by_prediction
 from tokenleap.core.references import References
 from tokenleap.drafters.copying import PredictionDrafter
@@ -267,7 +267,7 @@ def test_what_predictions_taught_is_forgotten() -> None:
 def test_a_strategy_that_is_dropped_leaves_nothing_behind(*, beams: bool) -> None:
     """Its draft model and the KV of this would stay in memory."""
     strategies = tiny_llm(tiny_model()).engine.strategies
-    config = {"model": tiny_model(), "method": "draft_model"}
+    config = SpeculativeConfig(model=tiny_model(), method="draft_model")
     strategy = strategies.strategy(config)
     assert strategy is not None
     made = strategies.for_beams(strategy) if beams else strategies.for_prediction(config, strategy)

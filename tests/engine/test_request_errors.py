@@ -50,9 +50,14 @@ def model() -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(params=[None, NGRAM], ids=["plain", "ngram"])
+@pytest.fixture(scope="module", params=[None, NGRAM], ids=["plain", "ngram"])
 def llm(model: PreTrainedModel, request: pytest.FixtureRequest) -> LLM:
     return LLM(model, tokenizer=tiny_tokenizer(), speculative_config=request.param)
+
+
+@pytest.fixture(scope="module")
+def drafting(model: PreTrainedModel) -> LLM:
+    return LLM(model, tokenizer=tiny_tokenizer(), speculative_config=NGRAM)
 
 
 # Faults
@@ -373,7 +378,7 @@ def spoilt(values: str, logits: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("restricted", [False, True])
 def test_logits_that_are_no_numbers_end_their_request(
-    llm: LLM,
+    drafting: LLM,
     expected: tuple[RequestOutput, list[Any]],
     values: str,
     fields: dict[str, Any],
@@ -400,9 +405,11 @@ def test_logits_that_are_no_numbers_end_their_request(
         return outputs
 
     monkeypatch.setattr(Target, "verify", verify)
-    ids = [llm.engine.add_request(*each) for each in zip(PROMPTS, [params, *OTHERS], strict=False)]
-    (victim,) = llm.engine._added.jobs[ids[0]].requests
-    outputs = run(llm.engine)
+    ids = [
+        drafting.engine.add_request(*each) for each in zip(PROMPTS, [params, *OTHERS], strict=False)
+    ]
+    (victim,) = drafting.engine._added.jobs[ids[0]].requests
+    outputs = run(drafting.engine)
     ended = outputs[ids[0]]
     assert ended.finish_reason == "error"
     assert "logit" in str(ended.error)
@@ -410,7 +417,7 @@ def test_logits_that_are_no_numbers_end_their_request(
     if restricted:
         assert set(ended.token_ids) <= set(allowed)
     assert [bits(outputs[i]) for i in ids[1:]] == others
-    assert_empty(llm)
+    assert_empty(drafting)
 
 
 @pytest.mark.parametrize("runtime", ["native", "torch"])

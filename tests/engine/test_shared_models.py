@@ -14,6 +14,7 @@ import torch
 from tests.drafting import drafter_of
 from tests.tiny import tiny_model
 from tokenleap import LLM, CompatibilityError, ConfigError, SamplingParams, models
+from tokenleap.config import SpeculativeConfig
 from tokenleap.drafters.vocabulary import DraftModel
 from tokenleap.engine.jobs import JobSpec
 
@@ -191,10 +192,11 @@ def test_two_may_lend_to_each_other_at_once(
 def test_a_copy_of_the_factory_takes_what_was_lent_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, draft = LLM(tiny_model(head_dim=32)), small()
     strategies = llm.engine.strategies.sharing_models()
-    config = {"model": draft}
+    config = SpeculativeConfig.parse({"model": draft})
     lent = strategies.lent_to(config)
+    ((_, lent_model),) = lent
     monkeypatch.setattr(draft, "as_draft_model", lambda: pytest.fail("it waits for another turn"))
     strategy = strategies.strategy(config, lent)
     assert strategy is not None
     drafter: Any = strategy.drafter
-    assert drafter.scorer._model is lent[0][1].model
+    assert drafter.scorer._model is lent_model.model

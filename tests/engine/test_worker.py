@@ -41,11 +41,21 @@ def model() -> PreTrainedModel:
     return tiny_model(num_attention_heads=2, num_key_value_heads=2, head_dim=32)
 
 
-@pytest.fixture(params=["native", "torch"])
-def llm(model: PreTrainedModel, request: pytest.FixtureRequest) -> LLM:
-    llm = LLM(model, speculative_config=NGRAM, runtime=request.param)
+def loaded(model: PreTrainedModel, runtime: str) -> LLM:
+    llm = LLM(model, speculative_config=NGRAM, runtime=runtime)
     assert llm.bit_exact
     return llm
+
+
+@pytest.fixture
+def llm(model: PreTrainedModel) -> LLM:
+    return loaded(model, "native")
+
+
+@pytest.fixture(params=["native", "torch"])
+def on_each(model: PreTrainedModel, request: pytest.FixtureRequest) -> LLM:
+    """On the threads of each runtime."""
+    return loaded(model, request.param)
 
 
 def params_of(index: int, max_tokens: int = 60) -> SamplingParams:
@@ -95,23 +105,23 @@ def start_together(llm: LLM, count: int) -> Callable[[], None]:
     return lambda: llm.engine.worker.call(wait)
 
 
-def test_threads_that_generate_get_what_they_get_alone_and_share_passes(llm: LLM) -> None:
+def test_threads_that_generate_get_what_they_get_alone_and_share_passes(on_each: LLM) -> None:
     def generate(index: int) -> Any:
         prompts = [PROMPTS[index], PROMPTS[(index + 1) % len(PROMPTS)]]
         params = [params_of(index), params_of(index + 1)]
-        return [bits(output) for output in llm.generate(prompts, params)]
+        return [bits(output) for output in on_each.generate(prompts, params)]
 
     expected, passes = [], 0
     for index in range(4):
-        before = llm.engine.target.num_passes
+        before = on_each.engine.target.num_passes
         expected.append(generate(index))
-        passes += llm.engine.target.num_passes - before
-    before = llm.engine.target.num_passes
+        passes += on_each.engine.target.num_passes - before
+    before = on_each.engine.target.num_passes
     calls = [partial(generate, index) for index in range(4)]
-    results: list[Any] = in_threads([start_together(llm, 4), *calls])
+    results: list[Any] = in_threads([start_together(on_each, 4), *calls])
     assert results[1:] == expected
-    assert llm.engine.target.num_passes - before < 0.6 * passes
-    assert_empty(llm)
+    assert on_each.engine.target.num_passes - before < 0.6 * passes
+    assert_empty(on_each)
 
 
 def test_threads_that_stream_lose_no_token(llm: LLM) -> None:
@@ -129,7 +139,7 @@ def test_threads_that_stream_lose_no_token(llm: LLM) -> None:
         lambda index=index: stream(index)  # type: ignore[misc]
         for index in range(len(PROMPTS))
     ]
-    for _ in range(5):
+    for _ in range(3):
         results = in_threads([*calls, lambda: llm.generate(PROMPTS, params_of(0))])
         assert results[:-1] == expected
     assert_empty(llm)
@@ -274,16 +284,16 @@ def exit_code(child: Callable[[], None]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
-    expected = bits(llm.generate([PROMPTS[0]], params_of(1))[0])
+def test_a_forked_process_is_told_to_spawn(on_each: LLM) -> None:
+    expected = bits(on_each.generate([PROMPTS[0]], params_of(1))[0])
 
     def refused() -> None:
         uses: list[Callable[[], object]] = [
-            lambda: llm.generate(PROMPTS, params_of(0)),
-            lambda: list(llm.stream(PROMPTS[0], params_of(0))),
-            lambda: llm.engine.add_request(PROMPTS[0]),
-            lambda: llm.engine.step(),
-            lambda: llm.reset_drafter_memory(),
+            lambda: on_each.generate(PROMPTS, params_of(0)),
+            lambda: list(on_each.stream(PROMPTS[0], params_of(0))),
+            lambda: on_each.engine.add_request(PROMPTS[0]),
+            lambda: on_each.engine.step(),
+            lambda: on_each.reset_drafter_memory(),
         ]
         for use in uses:
             with pytest.raises(TokenleapError, match="'spawn'"):
@@ -292,10 +302,10 @@ def test_a_forked_process_is_told_to_spawn(llm: LLM) -> None:
     assert exit_code(refused) == 0
     # Also while a thread of the parent has its turn.
     codes: list[int] = []
-    llm.engine.worker.call(lambda: codes.append(exit_code(refused)))
+    on_each.engine.worker.call(lambda: codes.append(exit_code(refused)))
     assert codes == [0]
-    assert bits(llm.generate([PROMPTS[0]], params_of(1))[0]) == expected
-    assert_empty(llm)
+    assert bits(on_each.generate([PROMPTS[0]], params_of(1))[0]) == expected
+    assert_empty(on_each)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -685,7 +695,7 @@ assert hits > times * (0.9 if kind is AtACall else 0.25), hits
 
 
 @pytest.mark.parametrize(
-    ("moments", "times"), [("calls", 120), pytest.param("clock", 240, marks=pytest.mark.slow)]
+    ("moments", "times"), [("calls", 60), pytest.param("clock", 240, marks=pytest.mark.slow)]
 )
 def test_an_interrupt_at_any_moment_leaves_the_model_usable(moments: str, times: int) -> None:
     with Program(INTERRUPTS, moments, times) as program:

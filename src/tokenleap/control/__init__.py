@@ -38,17 +38,15 @@ CONTROLLERS: dict[str, type[Controller]] = {
 }
 
 
-FOR_LOOKUPS: dict[str, type[Controller]] = {LookupModel.name: LookupModel}
-"""Replacements, by name, for drafters that look their tokens up (`DrafterTraits.looks_up`)."""
-
-FOR_HYBRIDS: dict[str, type[Controller]] = {HybridModel.name: HybridModel}
-"""Replacements, by name, for drafters that have a lookup and a trained draft (`hybrid`)."""
-
-
 def controller_class(
     name: str, *, looks_up: bool = False, hybrid: bool = False
 ) -> type[Controller]:
-    """The controller of this name, from this library or from another package."""
+    """The controller of this name, from this library or from another package.
+
+    Args:
+        looks_up: whether the drafter looks its tokens up.
+        hybrid: whether it has a lookup and a trained draft.
+    """
     controller = CONTROLLERS.get(name) or plugin(PLUGINS, name)
     if controller is None:
         names = [*CONTROLLERS, *plugin_names(PLUGINS)]
@@ -58,5 +56,6 @@ def controller_class(
             f"controller '{name}': the entry point in {PLUGINS} has to name a subclass of "
             f"Controller, not {controller!r}."
         )
-    replacements = FOR_HYBRIDS if hybrid else FOR_LOOKUPS if looks_up else {}
-    return replacements.get(name, controller)
+    if controller is CostModel:
+        return HybridModel if hybrid else LookupModel if looks_up else CostModel
+    return controller

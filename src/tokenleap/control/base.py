@@ -199,12 +199,12 @@ class Heuristic(Controller):
         grow: Annotated[int, Ge(0)] = 2
         shrink: Annotated[int, Ge(0)] = 1
 
+    options: Options
     name: ClassVar[str] = "heuristic"
     summary: ClassVar[str] = "grows on full acceptance, shrinks otherwise (Transformers' schedule)"
 
     @override
     def setup(self) -> None:
-        assert isinstance(self.options, self.Options)
         start = min(self.num_speculative_tokens, self.options.max_length)
         self._lengths = PerRequest(lambda: start)
 
@@ -214,7 +214,6 @@ class Heuristic(Controller):
 
     @override
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        assert isinstance(self.options, self.Options)
         for outcome in outcomes:
             if not outcome.draft.tree.num_drafted:
                 continue
@@ -250,12 +249,12 @@ class BatchTable(Controller):
                 raise ValueError("the table needs an entry for batch size 1")
             return value
 
+    options: Options
     name: ClassVar[str] = "batch"
     summary: ClassVar[str] = "a table of lengths by batch size, capped by num_speculative_tokens"
 
     @override
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        assert isinstance(self.options, self.Options)
         lengths = self.options.lengths
         entry = max(size for size in lengths if size <= max(1, rows))
         length = min(lengths[entry], self.num_speculative_tokens)
@@ -289,12 +288,12 @@ class Confidence(Controller):
         of: Literal["token", "path"] = "token"
         step: Annotated[float, Ge(0), Le(1)] = 0.02
 
+    options: Options
     name: ClassVar[str] = "confidence"
     summary: ClassVar[str] = "stops below a token that is less probable than an adaptive threshold"
 
     @override
     def setup(self) -> None:
-        assert isinstance(self.options, self.Options)
         threshold = self.options.threshold
         self._thresholds = PerRequest(lambda: threshold)
 
@@ -303,7 +302,6 @@ class Confidence(Controller):
         return [self._budget(request) for request in batch]
 
     def _budget(self, request: Request) -> Budget:
-        assert isinstance(self.options, self.Options)
         threshold = self._thresholds[request.key]
         budget = within(request, self.num_speculative_tokens)
         if self.options.of == "path":
@@ -312,7 +310,6 @@ class Confidence(Controller):
 
     @override
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        assert isinstance(self.options, self.Options)
         for outcome in outcomes:
             if not outcome.draft.tree.num_drafted or not self.options.step:
                 continue

@@ -23,6 +23,7 @@ If no draft raises the batch's expected tokens per second, the step is plain dec
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -104,17 +105,33 @@ class _ByCosts(Controller):
 
         probe_every: Annotated[int, Ge(2)] = 64
 
+    options: Options
     name: ClassVar[str] = "cost_model"
     summary: ClassVar[str] = "drafts as much as gives the most expected tokens per second"
     needs_costs: ClassVar[bool] = True
 
-    @property
-    def _probe_every(self) -> int:
-        assert isinstance(self.options, _ByCosts.Options)
-        return self.options.probe_every
+
+class _Resting(_ByCosts, ABC):
+    """One that rests: a plan takes time, and where nothing pays, nothing will a step later."""
+
+    def setup(self) -> None:
+        self._rest = Rest()
+
+    def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
+        rest = self._rest
+        if rest.goes_on(batch, rows):
+            return True
+        if rest.taken:
+            self.rest(rest.waiting, rest.taken)
+        self._rest = Rest()
+        return False
+
+    @abstractmethod
+    def rest(self, waiting: Sequence[int], steps: int) -> None:
+        """Record steps in which these requests, by their keys, had no drafts and were not asked."""
 
 
-class CostModel(_ByCosts):
+class CostModel(_Resting):
     """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level.
 
     A request's first draft takes longer, because the drafter reads the whole text, and the source
@@ -129,6 +146,7 @@ class CostModel(_ByCosts):
     """
 
     def setup(self) -> None:
+        super().setup()
         self._trees = self.levels is not None
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
         self._levels = len(sizes)
@@ -139,7 +157,7 @@ class CostModel(_ByCosts):
             at_once=self.at_once,
             stops_early=self.stops_early,
         )
-        self._probing = Probing(self._probe_every, self._estimates)
+        self._probing = Probing(self.options.probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
@@ -147,21 +165,16 @@ class CostModel(_ByCosts):
         self._plan: _Planned | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
         self.idle = False  # whether the last step had no drafts because none pays
-        self._rest = Rest()
 
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        rest = self._rest
-        if rest.goes_on(batch, rows):
+        if self._goes_on_resting(batch, rows):
             return [NO_BUDGET] * len(batch)
-        if rest.taken:
-            self.rest(rest.waiting, rest.taken)
         plain = Expected.plain(rows)
         budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
-        self._rest = Rest()
         if steps := min(self.idle_steps(batch), _PLANNED_AGAIN - 1):
-            self._rest = Rest(tuple(request.key for request in batch), rows, batch, steps)
+            self._rest = Rest.of(batch, rows, batch, steps)
         return budgets
 
     def budgets_beside(
@@ -210,10 +223,9 @@ class CostModel(_ByCosts):
             return 0
         return self._probing.idle_steps(batch)
 
-    def rest(self, batch: Sequence[Request], steps: int) -> None:
-        """Record steps in which these requests had no drafts and it was not asked."""
+    def rest(self, waiting: Sequence[int], steps: int) -> None:
         self._probing.wait(steps)
-        self._estimates.rest(batch, steps)
+        self._estimates.rest(waiting, steps)
         if self._plan is not None:
             self._plan.steps += steps
 
@@ -310,9 +322,6 @@ class CostModel(_ByCosts):
             self._plan = None
 
     def release(self, request: Request) -> None:
-        if request.key in self._rest.keys:
-            rest, self._rest = self._rest, Rest()
-            self.rest(rest.waiting, rest.taken)
         self._estimates.release(request)
 
 
@@ -393,7 +402,9 @@ class LookupModel(_ByCosts):
         price = self._lookup_seconds / self.costs(rows, rows)
         poll = self._step >= self._next_poll
         if poll:
-            self._next_poll = self._step + min(self._probe_every, len(batch) * price / _POLLING)
+            self._next_poll = self._step + min(
+                self.options.probe_every, len(batch) * price / _POLLING
+            )
         for row, request in enumerate(batch):
             state = self._states.setdefault(request.key, _State(self._gain))
             if poll or state.gain >= price:
@@ -506,7 +517,7 @@ class _Clock:
         return seconds
 
 
-class HybridModel(_ByCosts):
+class HybridModel(_Resting):
     """Lookups of at most `num_speculative_tokens` tokens, or trained drafts of at most `levels`.
 
     In every step and for every request, one of three is verified: the lookup, a trained draft, or
@@ -525,6 +536,7 @@ class HybridModel(_ByCosts):
     """
 
     def setup(self) -> None:
+        super().setup()
         levels = self.levels or [1] * self.num_speculative_tokens
         self._lookups = LookupModel(self.num_speculative_tokens, self.options, self.costs)
         self._trained = CostModel(
@@ -542,7 +554,6 @@ class HybridModel(_ByCosts):
         self._found: PerRequest[tuple[Draft, list[int]]] = PerRequest()  # lookup, nodes that pay
         self._drafts: PerRequest[Draft] = PerRequest()  # trained draft, before grafts were cut
         self._clock = _Clock()
-        self._rest = Rest()
         self._resting = False  # whether this step is one of a rest
 
     # Before a step
@@ -556,15 +567,9 @@ class HybridModel(_ByCosts):
         self._clock = _Clock(since=clock.now())
         return budgets
 
-    def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
-        rest = self._rest
-        if rest.goes_on(batch, rows):
-            return True
-        if rest.taken:
-            self._lookups.rest(rest.taken)
-            self._trained.rest(rest.waiting, rest.taken)
-        self._rest = Rest()
-        return False
+    def rest(self, waiting: Sequence[int], steps: int) -> None:
+        self._lookups.rest(steps)
+        self._trained.rest(waiting, steps)
 
     def choose(
         self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
@@ -594,8 +599,7 @@ class HybridModel(_ByCosts):
         self._lookups.follow(batch, plan, left_out=drafting)
         if not drafting:
             idle = min(self._lookups.idle_steps(), self._trained.idle_steps(requests))
-            keys = tuple(request.key for request in batch)
-            self._rest = Rest(keys, rows, requests, min(idle, _LONGEST_REST))
+            self._rest = Rest.of(batch, rows, requests, min(idle, _LONGEST_REST))
         self._clock.lap()
         return trained
 

@@ -126,9 +126,9 @@ class Estimates:
         further = self._deeper_levels.share if self._at_once else 1.0
         return plan.rate * (node + per_level * shared * further)
 
-    def rest(self, batch: Sequence[Request], steps: int) -> None:
-        for request in batch:
-            if history := self._histories.get(request.key):
+    def rest(self, waiting: Sequence[int], steps: int) -> None:
+        for key in waiting:
+            if history := self._histories.get(key):
                 history.rest(steps)
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> bool:

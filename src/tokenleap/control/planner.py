@@ -187,9 +187,14 @@ class Rest:
 
     keys: tuple[int, ...] = ()
     rows: int = 0
-    waiting: Sequence[Request] = ()
+    waiting: tuple[int, ...] = ()
     steps: int = 0
     taken: int = 0
+
+    @staticmethod
+    def of(batch: Sequence[Request], rows: int, waiting: Sequence[Request], steps: int) -> Rest:
+        """A rest after a step of this batch; some requests are without drafts from elsewhere."""
+        return Rest(tuple(r.key for r in batch), rows, tuple(r.key for r in waiting), steps)
 
     def goes_on(self, batch: Sequence[Request], rows: int) -> bool:
         """Whether the step of this batch is another one of them; it is then counted."""

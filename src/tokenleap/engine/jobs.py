@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.distribution import PromptLogprobs
@@ -48,9 +48,7 @@ from tokenleap.models.loaded import LoadedModel
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
-from tokenleap.speculation import Speculation, Strategy
-
-T = TypeVar("T")
+from tokenleap.speculation import Strategy
 
 
 @dataclass
@@ -126,25 +124,19 @@ class Job:
 
     def result(self) -> RequestOutput:
         """All outputs with the tokens generated so far."""
-        request, outputs = self.requests[0], [request.output() for request in self.requests]
-        if request.source is None:
-            prompt = self.prompt if isinstance(self.prompt, str) else None
-            return RequestOutput(
-                prompt,
-                request.prompt_ids,
-                outputs,
-                self.request_id,
-                prompt_logprobs=request.prompt_logprobs,
-            )
-        given = SourcePrompt.of(self.prompt)
+        request, of_source = self.requests[0], dict[str, Any]()
+        text = self.prompt if isinstance(self.prompt, str) else None
+        if request.source is not None:
+            given = SourcePrompt.of(self.prompt)
+            text, of_source["encoder_prompt"] = given.decoder_text, given.text
+            of_source["encoder_prompt_token_ids"] = request.source.tokens
         return RequestOutput(
-            given.decoder_text,
+            text,
             request.prompt_ids,
-            outputs,
+            [request.output() for request in self.requests],
             self.request_id,
-            encoder_prompt=given.text,
-            encoder_prompt_token_ids=request.source.tokens,
             prompt_logprobs=request.prompt_logprobs,
+            **of_source,
         )
 
     def _unreported(self) -> list[Request]:
@@ -281,6 +273,24 @@ class JobSpec:
     scope: Scope = SHARED
 
 
+class RequestOptions(TypedDict, total=False):
+    """How one prompt is generated for; see `LLM.generate`."""
+
+    speculative_config: Speculative
+    references: GivenReferences
+    prediction: GivenPrediction
+    trace: bool
+
+
+class CallOptions(TypedDict, total=False):
+    """The same, one for all prompts of a call or one per prompt."""
+
+    speculative_config: Speculative | Sequence[Speculative]
+    references: GivenReferences | Sequence[GivenReferences]
+    prediction: GivenPrediction | Sequence[GivenPrediction]
+    trace: bool
+
+
 def specs_of(
     prompts: Any,
     params: Any = None,
@@ -322,7 +332,7 @@ class _Read(NamedTuple):
 
 
 class JobMaker:
-    """Makes jobs for one engine.
+    """Makes the jobs and requests of one engine.
 
     Args:
         chose_drafter: whether the default was chosen by the user, so that it is for beams, too.
@@ -330,20 +340,25 @@ class JobMaker:
 
     def __init__(
         self,
-        maker: RequestMaker,
-        references: ReferenceReader,
+        target: Target,
+        loaded: LoadedModel,
+        grammars: Grammars,
         strategies: StrategyFactory,
-        speculation: Speculation,
         worker: Worker,
         *,
         chose_drafter: bool,
     ) -> None:
-        self._maker = maker
-        self._references = references
-        self._strategies = strategies
-        self._speculation = speculation
-        self._worker = worker
+        self.tokenizer = loaded.tokenizer
+        self.sampling_defaults = loaded.sampling_defaults
+        self.references = ReferenceReader(target, loaded.tokenizer)
+        self._target, self._grammars = target, grammars
+        self._strategies, self._worker = strategies, worker
         self._chose_drafter = chose_drafter
+        self._beam_defaults = loaded.beam_defaults
+        self._eos_token_ids = eos = loaded.eos_token_ids
+        self._reader = SourceReader.of(target, loaded, worker.call_inside)
+        self._rules = DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size)
+        self._new_seed = partial(target.peers.from_first, fresh_seed)
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
         """The jobs of some prompts; errors are those of `LLM.generate`.
@@ -357,18 +372,18 @@ class JobMaker:
         return [self._job(each, strategy, index) for index, (each, strategy) in enumerate(pairs)]
 
     def requests(self, spec: JobSpec) -> list[Request]:
-        """The requests of a prompt alone."""
+        """The requests of a prompt alone, one per output."""
         (read,) = self._read([spec])
-        return self._maker.make(read)
+        return self._requests(read)
 
     def _read(self, specs: Sequence[JobSpec]) -> list[_Read]:
         """Check parameters and read texts; a text that several prompts share is read once."""
-        references = self._references.read_all([spec.references for spec in specs])
-        predictions = self._references.predictions([spec.prediction for spec in specs])
+        references = self.references.read_all([spec.references for spec in specs])
+        predictions = self.references.predictions([spec.prediction for spec in specs])
         found = [
             _Read(
                 spec,
-                SamplingParams.parse(spec.params, self._maker.sampling_defaults),
+                SamplingParams.parse(spec.params, self.sampling_defaults),
                 None
                 if spec.speculative_config is None
                 else SpeculativeConfig.parse(spec.speculative_config),
@@ -382,6 +397,8 @@ class JobMaker:
             )
         return found
 
+    # How requests speculate
+
     def _strategies_of(self, specs: Sequence[_Read]) -> list[Strategy | None]:
         """How the requests of each prompt speculate; None is the default.
 
@@ -394,11 +411,10 @@ class JobMaker:
             if spec.config is not None and spec.config not in configs:
                 configs.append(spec.config)
         # Outside the command: it waits for other engines.
-        lent = [self._strategies.lent_to(config) for config in configs]
+        lent = [pair for config in configs for pair in self._strategies.lent_to(config)]
 
         def build() -> list[Strategy | None]:
-            pairs = zip(configs, lent, strict=True)
-            named = [self._strategies.strategy(config, models) for config, models in pairs]
+            named = [self._strategies.strategy(config, lent) for config in configs]
             own = (
                 None if spec.config is None else named[configs.index(spec.config)] for spec in specs
             )
@@ -409,16 +425,16 @@ class JobMaker:
     def _strategy(self, spec: _Read, strategy: Strategy | None) -> Strategy | None:
         """A strategy that also follows the prediction, or searches beams."""
         if spec.prediction:
-            own = strategy or self._speculation.default
+            own = strategy or self._strategies.default
             strategy = self._strategies.for_prediction(spec.config, own)
         if not spec.searches_beams:
             return strategy
         if strategy is None and self._chose_drafter:
-            strategy = self._speculation.default
+            strategy = self._strategies.default
         return self._strategies.for_beams(strategy)
 
     def _job(self, spec: _Read, strategy: Strategy | None, index: int) -> Job:
-        requests = self._maker.make(spec)
+        requests = self._requests(spec)
         if spec.given.trace:
             for request in requests:
                 request.pass_costs = self._strategies.costs
@@ -426,44 +442,17 @@ class JobMaker:
             own = self._strategies.config
             default = own if self._chose_drafter or not spec.searches_beams else None
             method = SpeculativeConfig.parse(spec.config or default).method_name
-            check_quotes(method, (strategy or self._speculation.default).drafter)
+            check_quotes(method, (strategy or self._strategies.default).drafter)
         return Job(spec.given.prompt, requests, strategy, prompt_index=index)
 
+    # Requests
 
-# Makes the engine's requests from a prompt and its sampling parameters.
-
-
-class RequestMaker:
-    """Makes the requests of one model.
-
-    Args:
-        between_steps: runs what it gets between two steps, or at once in one of its own commands.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        loaded: LoadedModel,
-        grammars: Grammars,
-        between_steps: Callable[[Callable[[], int]], int],
-    ) -> None:
-        self.tokenizer = loaded.tokenizer
-        self.sampling_defaults = loaded.sampling_defaults
-        self._target = target
-        self._beam_defaults = loaded.beam_defaults
-        self._eos_token_ids = eos = loaded.eos_token_ids
-        self._grammars = grammars
-        self._reader = SourceReader.of(target, loaded, between_steps)
-        self._rules = DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size)
-        self._new_seed = partial(target.peers.from_first, fresh_seed)
-
-    def make(self, spec: _Read) -> list[Request]:
-        """Make one request per output."""
+    def _requests(self, spec: _Read) -> list[Request]:
         params, trace = spec.params, spec.given.trace
         bad_words = self._bad_words(params)
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
-        if params.beam_width > 1:
+        if spec.searches_beams:
             params = self._for_beams(params, trace=trace)
         source, ids = self.read(spec.given.prompt)
         scope, salt = spec.given.scope, cache_salt(spec.given.prompt)
@@ -476,7 +465,7 @@ class RequestMaker:
         most = self._target.most_tokens_beside(state_bytes)
         if params.truncate_prompt_tokens is not None:
             ids = _truncated(ids, params, most, reads_source=source is not None)
-        check_prompt(ids, self._target, state_bytes)
+        check_prompt(ids, self._target, most)
         check_room(ids, params, self._target.max_model_len, most)
         return [
             Request(
@@ -500,11 +489,6 @@ class RequestMaker:
             )
             for index in range(params.n)
         ]
-
-    def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Token ids of a prompt; of an encoder-decoder, those of the source."""
-        source, ids = self.read(prompt)
-        return ids if source is None else source.tokens
 
     def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
         """The source, if the model reads one, and the prompt that it continues."""

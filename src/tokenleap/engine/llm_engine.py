@@ -28,14 +28,9 @@ from tokenleap.core.params import Sampling
 from tokenleap.core.references import Source
 from tokenleap.drafters.heads.shipped import shipped_config
 from tokenleap.drafters.online import OnlineReport
-from tokenleap.engine.jobs import AddedJobs, Job, JobMaker, JobSpec, Outbox, RequestMaker
+from tokenleap.engine.jobs import AddedJobs, Job, JobMaker, JobSpec, Outbox
 from tokenleap.engine.prefix_cache import PrefixCache
-from tokenleap.engine.prompts import (
-    GivenPrediction,
-    GivenReferences,
-    Prompt,
-    ReferenceReader,
-)
+from tokenleap.engine.prompts import GivenPrediction, GivenReferences, Prompt
 from tokenleap.engine.scheduler import KVBudget, Scheduler
 from tokenleap.engine.strategies import Speculative, StrategyFactory
 from tokenleap.engine.worker import StepReport, Uninterrupted, Worker
@@ -130,10 +125,6 @@ class LLMEngine:
             config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
         self.worker = Worker(lambda: self.advance(), lambda: self._scheduler.busy)
-        self._maker = RequestMaker(self.target, loaded, grammars, self.worker.call_inside)
-        self.references = ReferenceReader(self.target, self.tokenizer)
-        if config.drafter_spec.takes_model:  # heads may read the module's embedding
-            loaded.forget_module()
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,
@@ -144,7 +135,18 @@ class LLMEngine:
             runtime=options.runtime,
             max_num_seqs=options.max_num_seqs,
         )
-        default = self.strategies.build(config)
+        self._maker = JobMaker(
+            self.target,
+            loaded,
+            grammars,
+            self.strategies,
+            self.worker,
+            chose_drafter=chose_drafter,
+        )
+        self.references = self._maker.references
+        if config.drafter_spec.takes_model:  # heads may read the module's embedding
+            loaded.forget_module()
+        default = self.strategies.default = self.strategies.build(config)
         loaded.forget_module()
         prefixes = options.prefix_cache_bytes
         self._speculation = Speculation(default)
@@ -165,14 +167,6 @@ class LLMEngine:
             default.controller.name,
         )
         self.controller = default.controller.name
-        self._job_maker = JobMaker(
-            self._maker,
-            self.references,
-            self.strategies,
-            self._speculation,
-            self.worker,
-            chose_drafter=chose_drafter,
-        )
         self._added = AddedJobs()
 
     @property
@@ -289,7 +283,7 @@ class LLMEngine:
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
         """See `JobMaker.jobs`."""
-        return self._job_maker.jobs(specs)
+        return self._maker.jobs(specs)
 
     def job(self, spec: JobSpec) -> Job:
         """The job of one prompt; see `JobMaker.jobs`."""
@@ -298,7 +292,7 @@ class LLMEngine:
 
     def make_requests(self, spec: JobSpec) -> list[Request]:
         """Check a prompt and make one request per output, without queueing them."""
-        return self._job_maker.requests(spec)
+        return self._maker.requests(spec)
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Let the jobs' requests be queued before the next step; returns at once."""
@@ -393,7 +387,8 @@ class LLMEngine:
         return self._maker.read(prompt)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        return list(self._maker.encode(prompt))
+        source, ids = self.read(prompt)
+        return list(ids if source is None else source.tokens)
 
     def measure_costs(self) -> None:
         """Time passes now, and not at the first request whose controller decides by their costs.

@@ -188,8 +188,8 @@ def _with_text(message: Message) -> dict[str, Any]:
     return {**message, "content": "".join(texts)}
 
 
-def check_prompt(ids: Sequence[int], target: Target, state_bytes: int = 0) -> None:
-    """Refuse a prompt that the target cannot continue."""
+def check_prompt(ids: Sequence[int], target: Target, most: int) -> None:
+    """Refuse a prompt that the target cannot continue, with `most` tokens in memory."""
     if not ids:
         raise PromptError("the prompt is empty: give at least one token to continue.")
     if len(ids) >= target.max_model_len:
@@ -197,16 +197,20 @@ def check_prompt(ids: Sequence[int], target: Target, state_bytes: int = 0) -> No
             f"the prompt has {len(ids)} tokens, which leaves no room in the context of "
             f"{target.max_model_len}: shorten it."
         )
-    most = target.most_tokens_beside(state_bytes)
     if len(ids) >= most:
         raise PromptError(
             f"the prompt has {len(ids)} tokens, and kv_cache_memory has room for {most}, output "
             "included: shorten it, or raise kv_cache_memory."
         )
-    highest = target.vocab_size - 1
+    _check_known(ids, target.vocab_size)
+
+
+def _check_known(ids: Sequence[int], vocab_size: int, name: str = "", of: str = "") -> None:
     for token in ids:
-        if not 0 <= token <= highest:
-            raise PromptError(f"token id {token} is outside the vocabulary (0 to {highest}).")
+        if not 0 <= token < vocab_size:
+            raise PromptError(
+                f"{name}token id {token}{of} is outside the vocabulary (0 to {vocab_size - 1})."
+            )
 
 
 def check_room(ids: Sequence[int], params: SamplingParams, most: int, most_kept: int) -> None:
@@ -236,11 +240,7 @@ def needed(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase
 
 def checked_ids(prompt: Any) -> list[int]:
     """Token ids as the user gave them."""
-    if (
-        not isinstance(prompt, Sequence)
-        or isinstance(prompt, bytes)
-        or not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-    ):
+    if not _is_ids(prompt):
         raise PromptError(f"{FORMS}.")
     return list(prompt)
 
@@ -295,23 +295,14 @@ class ReferenceReader:
         return _once(self.prediction, given)
 
     def _tokens(self, name: str, given: Any) -> tuple[int, ...]:
-        if isinstance(given, str):
-            return tuple(self._encoded(name, given))
+        if isinstance(given, str):  # as an output would have it
+            text, tokenizer = checked_text(name, given), needed(self.tokenizer)
+            return tuple(tokens_of(tokenizer, text, in_output=self.target.reads_source))
         if not _is_ids(given):
             each = "each is" if name == "references" else "it is"
             raise PromptError(f"{name}: {each} a text or a list of token ids.")
-        highest = self.target.vocab_size - 1
-        for token in given:
-            if not 0 <= token <= highest:
-                raise PromptError(
-                    f"{name}: token id {token} is outside the vocabulary (0 to {highest})."
-                )
+        _check_known(given, self.target.vocab_size, f"{name}: ")
         return tuple(given)
-
-    def _encoded(self, name: str, text: str) -> Sequence[int]:
-        """The tokens that an output would have, without special tokens."""
-        text, tokenizer = checked_text(name, text), needed(self.tokenizer)
-        return tokens_of(tokenizer, text, in_output=self.target.reads_source)
 
 
 def per_prompt(count: int, given: Any) -> list[GivenReferences]:
@@ -476,18 +467,17 @@ class SourceReader:
     # The encoder's part
 
     def _source(self, parts: SourcePrompt) -> Source:
-        if self.audio is None and parts.audio is not None:
-            raise PromptError("this model reads text, not audio.")
-        if self.audio is None:
-            for key in OF_SPEECH:
-                if getattr(parts, key) is not None:
-                    raise PromptError(f"{key}: it is for audio, and this model reads text.")
         if self.audio is not None:
             if parts.audio is None:
                 raise PromptError('this model reads audio: pass {"audio": samples}.')
             if parts.source_language is not None:
                 raise PromptError("source_language: audio has none: leave it out.")
             return Source.of_audio(self.audio.features(parts.audio))
+        if parts.audio is not None:
+            raise PromptError("this model reads text, not audio.")
+        for key in OF_SPEECH:
+            if getattr(parts, key) is not None:
+                raise PromptError(f"{key}: it is for audio, and this model reads text.")
         return Source(tuple(self._source_ids(parts)))
 
     def _source_ids(self, parts: SourcePrompt) -> Sequence[int]:
@@ -616,12 +606,7 @@ def check_source(source: Source, target: Target) -> None:
             f"the source has {len(source)} tokens and the encoder takes {network.source_limit}: "
             "shorten it."
         )
-    highest = network.source_vocab_size - 1
-    for token in source.tokens:
-        if not 0 <= token <= highest:
-            raise PromptError(
-                f"token id {token} of the source is outside the vocabulary (0 to {highest})."
-            )
+    _check_known(source.tokens, network.source_vocab_size, of=" of the source")
     if target.most_tokens_beside(target.state_bytes(source)) < 2:
         raise PromptError(
             f"kv_cache_memory has no room for a source of {len(source)} tokens: shorten it, or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import copy
 from importlib import import_module
 from itertools import chain
@@ -54,6 +54,7 @@ class StrategyFactory:
     """Builds the strategies of one target, one for each configuration.
 
     Attributes:
+        default: the strategy of requests without one of their own.
         vocabulary_overlap: how the vocabulary of the last draft model compares with the target's;
             None without a draft model.
     """
@@ -71,6 +72,7 @@ class StrategyFactory:
         max_num_seqs: int,
     ) -> None:
         self.config = config
+        self.default: Strategy
         self.most_kept = MAX_STRATEGIES
         self.vocabulary_overlap: VocabularyOverlap | None = None
         self._target, self._tokenizer, self._grammars = target, tokenizer, grammars
@@ -83,18 +85,21 @@ class StrategyFactory:
         self._for_beams: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
         self._for_predictions: WeakKeyDictionary[Strategy, Strategy] = WeakKeyDictionary()
 
-    def strategy(self, given: Speculative, lent: Sequence[Lent] = ()) -> Strategy | None:
-        """The strategy of a configuration, built at its first use; None for the `LLM`'s default."""
-        if given is None:
-            return None
-        config = SpeculativeConfig.parse(given)
+    def strategy(
+        self, config: SpeculativeConfig, lent: list[Lent] | None = None
+    ) -> Strategy | None:
+        """The strategy of a configuration, built at its first use; None for the `LLM`'s default.
+
+        Args:
+            lent: what `lent_to` returned; models that are built in are taken out.
+        """
         if config == self.config:
             return None
         if (strategy := self._known(config)) is not None:
             others = [built for built in self._built if built[1] is not strategy]
             self._built = [*others, (config, strategy)]  # the latest is last
             return strategy
-        self._draft_models.lent = list(lent)
+        self._draft_models.lent = lent or []
         try:
             self._built.append((config, self.build(config)))
         finally:
@@ -102,22 +107,14 @@ class StrategyFactory:
         del self._built[: -self.most_kept]
         return self._built[-1][1]
 
-    def knows(self, given: Speculative) -> bool:
-        """Whether the strategy of a configuration is built; any thread may ask."""
-        if given is None:
-            return True
-        config = SpeculativeConfig.parse(given)
-        return config == self.config or self._known(config) is not None
-
-    def lent_to(self, given: Speculative) -> list[Lent]:
-        """Models of other `LLM`s that building a strategy will need.
+    def lent_to(self, config: SpeculativeConfig) -> list[Lent]:
+        """Models of other `LLM`s that building a strategy will need; any thread may ask.
 
         It waits for their turns, so call it outside the own one: else two `LLM`s that lend to each
         other would wait for each other.
         """
-        if given is None or self.knows(given):
+        if config == self.config or self._known(config) is not None:
             return []
-        config = SpeculativeConfig.parse(given)
         return [(llm, llm.as_draft_model()) for llm in lenders(dict(config))]
 
     def _known(self, config: SpeculativeConfig) -> Strategy | None:
@@ -140,7 +137,7 @@ class StrategyFactory:
         """Costs of the target's passes; all controllers share them."""
         return self._costs
 
-    def for_prediction(self, given: Speculative, strategy: Strategy) -> Strategy:
+    def for_prediction(self, config: SpeculativeConfig | None, strategy: Strategy) -> Strategy:
         """The strategy of requests with a prediction, which drafts from it first.
 
         Where the prediction is of no use, it drafts with the same drafter as `strategy`.
@@ -149,7 +146,7 @@ class StrategyFactory:
             return strategy
         if (known := self._for_predictions.get(strategy)) is not None:
             return known
-        config = self.config if given is None else SpeculativeConfig.parse(given)
+        config = config or self.config
         drafter = with_prediction(strategy.drafter, strategy.controller.num_speculative_tokens)
         if not config.gamma:  # nothing was drafted, so there was no choice of how much
             config = SpeculativeConfig(method="prediction")
