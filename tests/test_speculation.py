@@ -329,7 +329,7 @@ def test_each_request_has_its_own_rule() -> None:
     other = RULES["rejection"]()
     speculation.assign(requests[1], Strategy(NoDrafter(), Fixed(0), other))
     assert [speculation.rule(request).name for request in requests] == ["coupled", "rejection"]
-    assert speculation.plain().rule(requests[1]) is other
+    assert speculation.rule(requests[1]) is other
     speculation.release(requests[1])
     assert speculation.rule(requests[1]).name == "coupled"
 
@@ -404,10 +404,10 @@ def test_a_step_without_drafts_is_for_readers_of_hidden_states(layers: tuple[int
     drafter.traits = DrafterTraits(hidden_layers=layers)
     speculation = Speculation(strategy_of(drafter, controller))
     request = request_of([1, 2])
-    plain = speculation.plain()
-    (draft,) = plain.draft([request])
-    assert draft.tree.num_drafted == 0
-    plain.observe([outcome_of(request, (), 0)], StepTimes(0.0, 0.5, 0.0))
+    with speculation.without_drafts():
+        (draft,) = speculation.draft([request])
+        assert draft.tree.num_drafted == 0
+        speculation.observe([outcome_of(request, (), 0)], StepTimes(0.0, 0.5, 0.0))
     assert controller.seconds is None
     assert drafter.observed == [request.key] * len(layers)
 

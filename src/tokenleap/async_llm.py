@@ -85,10 +85,15 @@ class AsyncRequest:
         self._open -= chunk.finished
         return chunk
 
-    def abort(self) -> None:
-        """End the request and free its memory, if it has not ended; returns at once."""
+    def abort(self, error: Exception | None = None) -> None:
+        """End the request and free its memory, if it has not ended; returns at once.
+
+        Args:
+            error: for a caller that waits for the next chunk; None tells it that there is none.
+        """
         if self._open and self._failure is None:
-            self._open = 0
+            self._failure = error
+            self._open = 0 if error is None else self._open
             self._chunks.clear()
             self._news.set()
             self._thread.end(self.job)
@@ -97,14 +102,6 @@ class AsyncRequest:
         """End the outputs where they are, with the reason "abort"; their last chunks still come."""
         if self._open and self._failure is None:
             self._thread.stop(self.job)
-
-    def give_up(self, error: Exception) -> None:
-        """End the request at once, with this error for a caller that waits for its next chunk."""
-        if self._open and self._failure is None:
-            self._failure = error
-            self._chunks.clear()
-            self._news.set()
-            self._thread.end(self.job)
 
     def result(self) -> RequestOutput:
         """All outputs with the tokens generated so far."""

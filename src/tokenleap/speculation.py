@@ -8,7 +8,8 @@ strategies share a pass. A drafter that fails affects only the request it failed
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -169,14 +170,6 @@ class Strategy:
             self.learner.forget()
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The requests of a batch that share a strategy."""
-
-    strategy: Strategy
-    requests: list[Request]
-
-
 class Speculation:
     """The strategies of all requests of a target (see `decode.Speculates`).
 
@@ -186,6 +179,7 @@ class Speculation:
 
     def __init__(self, default: Strategy) -> None:
         self.default = default
+        self._drafts = True  # whether steps have drafts
         self._assigned: dict[int, Strategy] = {}
         self._guard = Guard()
         self._seconds: dict[int, float] = {}  # id of a strategy -> proposing, this step
@@ -220,17 +214,25 @@ class Speculation:
         """See `decode.Speculates`: each strategy drafts for its requests together."""
         self._seconds.clear()
         self._rows = len(batch)
-        groups = self._groups(batch)
-        if len(groups) == 1 and len(groups[0].requests) == len(batch):
-            return self._draft(groups[0])
+        groups = self._groups(batch) if self._drafts else []
+        if len(groups) == 1 and len(groups[0][1]) == len(batch):
+            return self._draft(*groups[0])
         drafts = {request.key: request.undrafted() for request in batch}
-        for group in groups:
-            made = self._draft(group)
-            drafts.update((r.key, draft) for r, draft in zip(group.requests, made, strict=True))
+        for strategy, requests in groups:
+            made = self._draft(strategy, requests)
+            drafts.update((r.key, draft) for r, draft in zip(requests, made, strict=True))
         return [drafts[request.key] for request in batch]
 
-    def _draft(self, group: _Group) -> list[Draft]:
-        strategy, requests = group.strategy, group.requests
+    @contextmanager
+    def without_drafts(self) -> Iterator[None]:
+        """Steps in here have no drafts. Drafters miss no hidden state that they need."""
+        self._drafts = False
+        try:
+            yield
+        finally:
+            self._drafts = True
+
+    def _draft(self, strategy: Strategy, requests: Sequence[Request]) -> list[Draft]:
         budgets = strategy.controller.budgets(requests, self._rows)
         began = clock.now()
         drafts = self._guard.propose(strategy.drafter, requests, budgets)
@@ -247,21 +249,24 @@ class Speculation:
         """See `decode.Speculates`: the cost curve, drafters and controllers learn."""
         groups = self._groups([outcome.request for outcome in outcomes])
         by_key = {outcome.request.key: outcome for outcome in outcomes}
-        self._observe_costs(groups, outcomes, times.verify + times.accept)
+        if self._drafts:
+            self._observe_costs([each for each, _ in groups], outcomes, times.verify + times.accept)
         learning = 0.0
-        for group in groups:
-            own = [by_key[request.key] for request in group.requests]
-            began = clock.now()
-            self._guard.observe(group.strategy.drafter, own, times)
-            seconds = clock.now() - began
-            learning += seconds
-            proposing = self._seconds.get(id(group.strategy), 0.0)
-            group.strategy.controller.observe(own, proposing + seconds)
-            self._teach(group.strategy, own)
+        for strategy, requests in groups:
+            own, seconds = [by_key[request.key] for request in requests], 0.0
+            if self._drafts or strategy.drafter.traits.hidden_layers:
+                began = clock.now()
+                self._guard.observe(strategy.drafter, own, times)
+                seconds = clock.now() - began
+                learning += seconds
+            if self._drafts:
+                proposing = self._seconds.get(id(strategy), 0.0)
+                strategy.controller.observe(own, proposing + seconds)
+            self._teach(strategy, own)
         return learning
 
     def _observe_costs(
-        self, groups: Sequence[_Group], outcomes: Sequence[Outcome], seconds: float
+        self, strategies: Sequence[Strategy], outcomes: Sequence[Outcome], seconds: float
     ) -> None:
         """Add the pass to every cost curve that a controller of the batch uses.
 
@@ -271,7 +276,7 @@ class Speculation:
         """
         if len(outcomes) != self._rows:
             return
-        controllers = [group.strategy.controller for group in groups]
+        controllers = [strategy.controller for strategy in strategies]
         curves = {id(c.costs): c.costs for c in controllers if c.needs_costs}
         positions = sum(len(outcome.draft.tree) for outcome in outcomes)
         for curve in curves.values():
@@ -281,7 +286,7 @@ class Speculation:
 
     def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
         """See `decode.Speculates`: ascending; empty if no drafter asks."""
-        return layers_of([group.strategy.drafter for group in self._groups(batch)])
+        return layers_of([strategy.drafter for strategy, _ in self._groups(batch)])
 
     def observe_prefill(self, request: Request, start: int, hidden: Mapping[int, Tensor]) -> None:
         """Show a request's drafter the hidden states of prompt tokens (see `Drafter`)."""
@@ -316,62 +321,14 @@ class Speculation:
         for learner in learners:
             learner.work(seconds / len(learners))
 
-    # Without drafts
-
-    def plain(self) -> Plain:
-        """The drafting side of a step in which there is no memory for drafts."""
-        return Plain(self)
-
-    def observe_plain(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
-        """Show a step without drafts to the drafters that need all hidden states."""
-        by_key = {outcome.request.key: outcome for outcome in outcomes}
-        seconds = 0.0
-        for group in self._groups([outcome.request for outcome in outcomes]):
-            own = [by_key[request.key] for request in group.requests]
-            if group.strategy.drafter.traits.hidden_layers:
-                began = clock.now()
-                self._guard.observe(group.strategy.drafter, own, times)
-                seconds += clock.now() - began
-            self._teach(group.strategy, own)
-        return seconds
-
     # Inside
 
-    def _groups(self, batch: Sequence[Request]) -> list[_Group]:
+    def _groups(self, batch: Sequence[Request]) -> list[tuple[Strategy, Sequence[Request]]]:
         """The requests by strategy, without those whose drafter has failed."""
         if not self._assigned and not self._guard.failed:
-            return [_Group(self.default, list(batch))] if batch else []
-        groups: dict[int, _Group] = {}
+            return [(self.default, batch)] if batch else []
+        groups: dict[Strategy, list[Request]] = {}
         for request in batch:
-            if request.key in self._guard.failed:
-                continue
-            strategy = self.strategy(request)
-            groups.setdefault(id(strategy), _Group(strategy, [])).requests.append(request)
-        return list(groups.values())
-
-
-@dataclass(frozen=True)
-class Plain:
-    """The drafting side of steps without drafts (see `decode.Speculates`)."""
-
-    speculation: Speculation
-
-    def draft(self, batch: Sequence[Request]) -> list[Draft]:
-        """Drafts without proposals."""
-        return [request.undrafted() for request in batch]
-
-    def rule(self, request: Request) -> AcceptanceRule:
-        """The rule of the request's strategy."""
-        return self.speculation.rule(request)
-
-    def give_up(self, request: Request, error: Exception) -> None:
-        """The same as with drafts."""
-        self.speculation.give_up(request, error)
-
-    def hidden_layers(self, batch: Sequence[Request]) -> tuple[int, ...]:
-        """The same as with drafts, so that drafters miss no committed token."""
-        return self.speculation.hidden_layers(batch)
-
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> float:
-        """Show the step to the drafters that need all hidden states; returns seconds."""
-        return self.speculation.observe_plain(outcomes, times)
+            if request.key not in self._guard.failed:
+                groups.setdefault(self.strategy(request), []).append(request)
+        return list(groups.items())

@@ -217,19 +217,16 @@ class Trace:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise TokenleapError(f"not a trace: expected an object with format '{FORMAT}'.")
         try:
-            named = {"steps": value["steps"]}
-            steps = validated(dict[str, list[StepTrace]], named)["steps"]
-            for step in steps:
+            needed = {name: value[name] for name in ("steps", "pieces")}
+            trace = validated(Trace, {**value, **needed})
+            for step in trace.steps:
                 _check_tree(step)
-            pieces = {int(token): str(piece) for token, piece in value["pieces"].items()}
-            encode, prefill = (float(value.get(f"{x}_seconds", 0)) for x in ("encode", "prefill"))
-            passes = value.get("pass_seconds", {}).items()
-            pass_seconds = {int(size): float(seconds) for size, seconds in passes}
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, ValueError) as error:
             raise TokenleapError(f"damaged trace: {in_one_line(error).rstrip('.')}.") from error
-        if not all(map(math.isfinite, (encode, prefill, *pass_seconds.values()))):
+        times = (trace.encode_seconds, trace.prefill_seconds, *trace.pass_seconds.values())
+        if not all(map(math.isfinite, times)):
             raise TokenleapError("damaged trace: a time is not finite.")
-        return Trace(steps, pieces, encode, prefill, pass_seconds)
+        return trace
 
     @staticmethod
     def load(path: Path) -> Trace:

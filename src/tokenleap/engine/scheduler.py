@@ -206,7 +206,8 @@ class Scheduler:
                     raise
                 self._clear_prefixes(error)  # so that later drafts may fit
             try:
-                return step(self._target, self._speculation.plain(), batch)
+                with self._speculation.without_drafts():
+                    return step(self._target, self._speculation, batch)
             except (SlabFull, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -140,7 +140,7 @@ class Run:
         """End all outputs, with this error for the client."""
         self._refusal = error
         for request in self.requests:
-            request.give_up(error)
+            request.abort(error)
         if self.preparing is not None:
             self.preparing.cancel()
 
