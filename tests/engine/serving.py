@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -16,8 +17,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
 
 def alone(model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams = GREEDY) -> Any:
     """Tokens and logprobs of a request that has no neighbours and no drafts."""
-    (output,) = LLM(model, enable_prefix_caching=False).generate([prompt], params)
+    (output,) = _plain(model).generate([prompt], params)
     return output.token_ids, output.logprobs
+
+
+@lru_cache(maxsize=4)
+def _plain(model: PreTrainedModel) -> LLM:
+    return LLM(model, enable_prefix_caching=False)
 
 
 def bits(output: RequestOutput | CompletionOutput) -> Any:
