@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from threading import Event, current_thread
+from threading import enumerate as threads
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tokenleap import (
     StreamChunk,
     TokenleapError,
 )
-from tokenleap.async_llm import WorkerThread
+from tokenleap.async_llm import Pool, WorkerThread
 from tokenleap.engine.jobs import Job, JobSpec
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=1)
@@ -489,3 +490,50 @@ def test_a_failed_step_ends_the_requests_of_other_threads_too(
 
     monkeypatch.setattr(llm.engine, "advance", fails)
     run(llm, generating)
+
+
+# Threads that a process does not wait for
+
+
+def test_what_is_submitted_runs_and_errors_reach_who_waits() -> None:
+    pool = Pool(2, "test")
+    assert [pool.submit(partial(pow, n, 2)).result(60) for n in range(5)] == [0, 1, 4, 9, 16]
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 / 0).result(60)
+    pool.close()
+
+
+def test_closing_waits_for_nothing_and_refuses_the_rest() -> None:
+    pool, begun, gate = Pool(1, "test"), Event(), Event()
+
+    def slow() -> str:
+        begun.set()
+        gate.wait(60)
+        return "done"
+
+    runs, waits = pool.submit(slow), pool.submit(lambda: "never")
+    assert begun.wait(60)
+    pool.close()
+    with pytest.raises(TokenleapError, match="closed"):
+        waits.result(60)
+    with pytest.raises(TokenleapError, match="closed"):
+        pool.submit(lambda: "never")
+    assert not runs.done()
+    gate.set()
+    assert runs.result(60) == "done"
+    assert all(each.daemon for each in threads() if each.name.startswith("test-"))
+
+
+def test_clients_take_turns() -> None:
+    pool, gate, ran = Pool(1, "test"), Event(), list[str]()
+    pool.submit(lambda: gate.wait(60))
+    waits = [
+        pool.submit(partial(ran.append, f"{client}{n}"), client)
+        for client, calls in (("a", 3), ("b", 2), (None, 1))
+        for n in range(calls)
+    ]
+    gate.set()
+    for each in waits:
+        each.result(60)
+    assert ran == ["a0", "b0", "None0", "a1", "b1", "a2"]
+    pool.close()

@@ -3,121 +3,99 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tokenleap import ConfigError, SamplingParams, SpeculativeConfig
 from tokenleap.core.acceptance import RULES
 
+NAN, INF = float("nan"), float("inf")
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"temperature": -0.1}, "temperature: input should be greater than or equal to 0"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": INF}, "temperature: "),
         ({"top_p": 0}, "top_p: input should be greater than 0, got 0."),
         ({"top_p": 1.1}, "top_p: input should be less than or equal to 1"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_k": 2.5}, "top_k"),
-        ({"min_p": 2}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"presence_penalty": 2.5}, "presence_penalty"),
-        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"top_k": -2}, "top_k: "),
+        ({"top_k": 2.5}, "top_k: "),
+        ({"min_p": 2}, "min_p: "),
+        ({"repetition_penalty": 0}, "repetition_penalty: "),
+        ({"presence_penalty": 2.5}, "presence_penalty: "),
+        ({"frequency_penalty": -3}, "frequency_penalty: "),
         ({"max_tokens": -1}, "max_tokens: input should be greater than or equal to 0, got -1."),
-        ({"min_tokens": -1}, "min_tokens"),
-        ({"seed": -1}, "seed"),
-        ({"seed": 2**63}, "seed"),
+        ({"min_tokens": -1}, "min_tokens: "),
+        ({"seed": -1}, "seed: "),
+        ({"seed": 2**63}, "seed: "),
         ({"n": 0}, "n: input should be greater than or equal to 1"),
-        ({"logprobs": -2}, "logprobs"),
+        ({"logprobs": -2}, "logprobs: "),
         ({"allowed_token_ids": []}, "allowed_token_ids: at least one token must be allowed"),
         ({"stop": ["a", ""]}, "stop: a stop string cannot be empty"),
         ({"stop": 3}, "stop"),
-        ({"max_token": 3}, "no field 'max_token': did you mean 'max_tokens'?"),
+        ({"max_token": 3}, "SamplingParams has no field 'max_token': did you mean 'max_tokens'?"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens (9) is larger than max_tokens (3)."),
         ({"temperature": 0, "n": 2}, "n=2 with temperature 0"),
+        # Distributions are computed in float32: these would become infinite, or 0.
+        *(
+            ({name: value}, f"{name}: ")
+            for name, value in (
+                ("temperature", 1e39),
+                ("temperature", NAN),
+                *(("logit_bias", {3: bias}) for bias in (1e39, -1e39, NAN, -INF)),
+                ("repetition_penalty", 1e-46),
+                ("repetition_penalty", 1e39),
+                *((f"{kind}_penalty", NAN) for kind in ("presence", "frequency")),
+                ("min_p", NAN),
+                ("top_p", NAN),
+            )
+        ),
+        # What beam search has no use for.
+        *(
+            ({"temperature": 0.0, "beam_width": 2, **fields}, message)
+            for fields, message in (
+                ({"temperature": 1.0}, "beam_width=2 searches and does not sample: set temper"),
+                ({"top_k": 5}, "top_k is not possible in beam search"),
+                ({"stop": "."}, "stop is not possible in beam search"),
+                ({"logprobs": 0}, "logprobs is not possible in beam search"),
+                ({"presence_penalty": 0.5}, "presence_penalty is not possible in beam search"),
+                ({"structured_outputs": {"regex": "a"}}, "structured_outputs is not possible in"),
+                ({"beam_width": 1, "length_penalty": 2.0}, "length_penalty is for beam search"),
+                ({"beam_width": 1, "early_stopping": "never"}, "early_stopping is for beam sea"),
+                ({"early_stopping": "soon"}, "early_stopping: "),
+                ({"length_penalty": 6.0}, "length_penalty: "),
+                ({"beam_width": 65}, "beam_width: "),
+            )
+        ),
+        # Names of other libraries.
+        *(
+            ({name: 3}, f"SamplingParams has no field '{name}': use {advice}")
+            for name, advice in (
+                ("max_new_tokens", "'max_tokens'"),
+                ("max_length", "'max_tokens'"),
+                ("do_sample", "'temperature', where 0 is greedy"),
+                ("num_beams", "'beam_width' with temperature 0"),
+                ("num_return_sequences", "'n'"),
+                ("best_of", "'n'"),
+                ("guided_decoding", "structured_outputs"),
+                ("guided_json", "structured_outputs={'json': ...}"),
+                ("guided_regex", "structured_outputs={'regex': ...}"),
+                ("guided_choice", "structured_outputs={'choice': ...}"),
+                ("guided_grammar", "structured_outputs={'grammar': ...}"),
+            )
+        ),
     ],
+    ids=str,
 )
-def test_out_of_range(fields: dict[str, Any], message: str) -> None:
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SamplingParams(**fields)
-    assert message in str(caught.value)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 1e39},
-        {"logit_bias": {3: 1e39}},
-        {"logit_bias": {3: -1e39}},
-        {"logit_bias": {3: float("nan")}},
-        {"logit_bias": {3: float("-inf")}},
-        {"repetition_penalty": 1e-46},
-        {"repetition_penalty": 1e39},
-        {"presence_penalty": float("nan")},
-        {"frequency_penalty": float("nan")},
-        {"min_p": float("nan")},
-        {"top_p": float("nan")},
-    ],
-    ids=str,
-)
-def test_values_that_float32_does_not_hold_are_refused(fields: dict[str, Any]) -> None:
-    """Distributions are computed in it: they would become infinite, or 0."""
-    with pytest.raises(ConfigError) as caught:
-        SamplingParams(**fields)
-    assert str(caught.value).startswith(f"{next(iter(fields))}: ")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("max_new_tokens", "use 'max_tokens'"),
-        ("max_length", "use 'max_tokens'"),
-        ("do_sample", "use 'temperature', where 0 is greedy"),
-        ("num_beams", "use 'beam_width' with temperature 0"),
-        ("num_return_sequences", "use 'n'"),
-        ("best_of", "use 'n'"),
-        ("guided_decoding", "use structured_outputs"),
-        ("guided_json", "use structured_outputs={'json': ...}"),
-        ("guided_regex", "use structured_outputs={'regex': ...}"),
-        ("guided_choice", "use structured_outputs={'choice': ...}"),
-        ("guided_grammar", "use structured_outputs={'grammar': ...}"),
-    ],
-)
-def test_names_of_other_libraries_get_the_right_one(name: str, advice: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        SamplingParams(**cast(Any, {name: 3}))
-    assert str(caught.value).startswith(f"SamplingParams has no field '{name}': {advice}")
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 120
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"temperature": 1.0}, "beam_width=2 searches and does not sample: set temperature=0."),
-        ({"top_k": 5}, "top_k is not possible in beam search"),
-        ({"stop": "."}, "stop is not possible in beam search"),
-        ({"logprobs": 0}, "logprobs is not possible in beam search"),
-        ({"presence_penalty": 0.5}, "presence_penalty is not possible in beam search"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs is not possible in beam"),
-        ({"beam_width": 1, "length_penalty": 2.0}, "length_penalty is for beam search: set beam_"),
-        ({"beam_width": 1, "early_stopping": "never"}, "early_stopping is for beam search"),
-        ({"early_stopping": "soon"}, "early_stopping: "),
-        ({"length_penalty": 6.0}, "length_penalty: "),
-        ({"beam_width": 65}, "beam_width: "),
-    ],
-    ids=str,
-)
-def test_what_beam_search_has_no_use_for_is_refused(fields: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        SamplingParams(**{"temperature": 0.0, "beam_width": 2, **fields})
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "lookahead"])

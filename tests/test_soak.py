@@ -10,6 +10,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
+from tests.engine.serving import assert_empty
 from tests.matrix import METHOD_FIELDS
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
@@ -131,10 +132,7 @@ def test_nothing_stays_behind(requests: int, monkeypatch: pytest.MonkeyPatch) ->
         assert len(llm.engine._scheduler._prefixes or ()) <= PREFIX_BLOCKS
     assert preemptions > 0
     assert cached > 0
-    assert not llm.engine.target._keys
-    assert not llm.engine._scheduler.busy
-    assert not llm.engine._speculation._assigned
-    assert not llm.engine._speculation._guard.failed
+    assert_empty(llm)
     drafters: list[Drafter] = [
         llm.engine._speculation.default.drafter,
         *(each.drafter for each in llm.engine.strategies.kept()),

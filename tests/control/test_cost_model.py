@@ -52,14 +52,14 @@ def model_of(world: World, *, costs: bool = True, sizes: bool = True) -> CostMod
 def test_it_settles_at_the_best_of_all_depths(name: str) -> None:
     """In tokens per second, probes included: neighbours of the best depth are nearly as good."""
     world = WORLDS[name]
-    depths = [depth for seed in range(3) for depth in world.steps(model_of(world), 250, seed)[100:]]
+    depths = [depth for seed in range(2) for depth in world.steps(model_of(world), 250, seed)[100:]]
     assert world.share_of_best(depths) > 0.97
 
 
 @pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if world.sizes != CHAIN])
 def test_it_learns_how_large_trees_are(name: str) -> None:
     world = WORLDS[name]
-    steps = [world.steps(model_of(world, sizes=False), 250, seed)[100:] for seed in range(3)]
+    steps = [world.steps(model_of(world, sizes=False), 250, seed)[100:] for seed in range(2)]
     deepest = len(world.sizes)
     assert world.share_of_best([min(d, deepest) for each in steps for d in each]) > 0.96
 
@@ -67,7 +67,7 @@ def test_it_learns_how_large_trees_are(name: str) -> None:
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_learns_the_costs_where_none_were_measured(name: str) -> None:
     world = WORLDS[name]
-    steps = [world.steps(model_of(world, costs=False), 250, seed)[100:] for seed in range(3)]
+    steps = [world.steps(model_of(world, costs=False), 250, seed)[100:] for seed in range(2)]
     share = world.share_of_best([depth for each in steps for depth in each])
     most = 0.8 if name == "stairs" else 0.9  # the curve starts from points, and bends slowly
     assert share > max(most, 0.97 * world.rate(0) / world.rate(world.best))

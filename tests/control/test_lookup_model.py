@@ -140,7 +140,7 @@ def test_guesses_are_cut_to_the_best_depth(name: str, costs: bool) -> None:
     world = WORLDS[name]
     steps = [
         step
-        for seed in range(3)
+        for seed in range(2)
         for step in world.steps(model_of(world, costs=costs), 600, seed)[300:]
     ]
     chosen = sum(world.rate(match, depth) for match, depth in steps)

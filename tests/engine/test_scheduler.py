@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,12 @@ from tokenleap import LLM, CompletionOutput, ConfigError, PromptError, SamplingP
 from tokenleap.control import CostCurve
 from tokenleap.core.config import num_bytes
 from tokenleap.engine import strategies as strategies_module
+from tokenleap.engine.scheduler import KVBudget
 from tokenleap.errors import CompatibilityError, RequestError
 from tokenleap.runtime import kv_slab as slab_module
 from tokenleap.runtime.attention import KEY_BLOCK
+from tokenleap.runtime.kv_slab import KVSlab
+from tokenleap.runtime.passes import Rows
 from tokenleap.runtime.profiling import measure_costs
 from tokenleap.runtime.target import Target
 
@@ -367,6 +371,18 @@ def test_budgets_that_make_no_sense(model: PreTrainedModel, cell_bytes: int) -> 
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         with pytest.raises(ConfigError, match=f"{name}: must be at least 1, got 0"):
             LLM(model, **{name: 0})  # type: ignore[arg-type]
+
+
+def test_draft_models_that_are_gone_do_not_count() -> None:
+    """Requests may name any number of them, one after the other."""
+    budget = KVBudget(None)
+    target = Rows(KVSlab(), 99)
+    budget.add(target)
+    for _ in range(3):
+        budget.add(Rows(KVSlab(), 99))
+        gc.collect()
+    budget.add(target)
+    assert len(budget._slabs) == len(budget.held_bytes) == 1
 
 
 @pytest.mark.parametrize(
