@@ -125,12 +125,11 @@ def test_references_under_every_rule(method: str, rule: str, model_llm: LLM, pla
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "hybrid", "prediction"])
-def test_predictions_under_every_rule(method: str, rule: str, model_llm: LLM, plain: Plain) -> None:
+def test_predictions_under_every_rule(method: str, rule: str, plain: Plain) -> None:
     if not fits(method, rule):
         pytest.skip("trees")
-    given = [edited(each) for each in plain["greedy"]]
-    config = speculative_config(method, rule, 4)
-    tokens, metrics = generated(model_llm, GREEDY, prediction=given, speculative_config=config)
+    llm = tiny_llm(tiny_model(), method, rule)
+    tokens, metrics = generated(llm, GREEDY, prediction=[edited(each) for each in plain["greedy"]])
     assert tokens == plain["greedy"]
     assert sum(each.accepted_prediction_tokens for each in metrics) > 60
 

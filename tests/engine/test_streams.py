@@ -73,7 +73,7 @@ def test_the_forms_of_arguments_are_those_of_generate() -> None:
     with pytest.raises(ConfigError, match="sampling_params: 2 given for 1 prompts"):
         llm.stream(["one"], [GREEDY, GREEDY])
     with pytest.raises(ConfigError, match=r"stream\(\) takes max_tokens"):
-        llm.stream(["one"], max_tokens=3)
+        llm.stream(["one"], max_tokens=3)  # type: ignore[call-arg]
 
 
 def test_the_order_of_chunks() -> None:
