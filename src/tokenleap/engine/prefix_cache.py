@@ -15,7 +15,7 @@ They take longer to compute than blocks, so blocks are evicted before them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
@@ -53,14 +53,15 @@ class _Entry:
     number: int
     kv: KVBlock
     hidden: Mapping[int, Tensor]  # layer id -> [BLOCK, E]
-
-    @property
-    def hidden_bytes(self) -> int:
-        return sum(states.nbytes for states in self.hidden.values())
+    num_bytes: int
 
 
 class PrefixCache:
-    """Cached blocks of KV of one target."""
+    """Cached blocks of KV of one target.
+
+    Attributes:
+        num_bytes: memory of all blocks, hidden states included, and of all sources.
+    """
 
     def __init__(self, target: Target, num_bytes: int) -> None:
         self._block_bytes = BLOCK * target.cell_bytes
@@ -71,9 +72,8 @@ class PrefixCache:
                 "set enable_prefix_caching=False."
             )
         self._target = target
-        self._num_bytes = num_bytes
-        self._hidden_bytes = 0
-        self._state_bytes = 0
+        self._most_bytes = num_bytes
+        self.num_bytes = 0
         # Least recently used first.
         self._states: OrderedDict[Beginning, RowState] = OrderedDict()
         # Least recently used first, and each block before its predecessor in the prompt. Eviction
@@ -132,10 +132,13 @@ class PrefixCache:
             block = {layer: each[start : start + BLOCK] for layer, each in states.items()}
             entry = self._entries.get(block_id)
             if entry is None or block.keys() - entry.hidden.keys():
+                old_bytes = 0 if entry is None else entry.num_bytes
                 entry = self._new_entry(key, start, entry, block)
-                if not self._make_room(self._more_bytes(block_id, entry), {*kept, block_id}):
+                more = entry.num_bytes - old_bytes
+                if not self._make_room(more, {*kept, block_id}):
                     break
-                self._put(block_id, entry)
+                self._entries[block_id] = entry
+                self.num_bytes += more
             kept.append(block_id)
             parent = entry.number
             self._mark_used(kept)
@@ -150,22 +153,16 @@ class PrefixCache:
     def keep_state(self, beginning: Beginning, state: RowState) -> None:
         """Cache what the encoder made of a source, if there is room for it."""
         more = _num_bytes(state)
-        if more <= self._num_bytes and beginning not in self._states:
+        if more <= self._most_bytes and beginning not in self._states:
             self._make_room(more, frozenset())
             self._states[beginning] = state
-            self._state_bytes += more
+            self.num_bytes += more
 
     def clear(self) -> None:
         """Drop everything."""
         self._entries.clear()
         self._states.clear()
-        self._hidden_bytes = self._state_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all blocks, hidden states included, and of all sources."""
-        blocks = len(self._entries) * self._block_bytes
-        return blocks + self._hidden_bytes + self._state_bytes
+        self.num_bytes = 0
 
     def _new_entry(
         self, key: int, start: int, entry: _Entry | None, hidden: Mapping[int, Tensor]
@@ -173,32 +170,23 @@ class PrefixCache:
         """A new block, or the cached one with more hidden states."""
         # Cloned, because slices would keep the whole prompt's states in memory.
         states = {layer: each.clone() for layer, each in hidden.items()}
-        if entry is not None:
-            return _Entry(entry.number, entry.kv, {**states, **entry.hidden})
-        kv = self._target.read(key, start, start + BLOCK)
-        return _Entry(next(self._numbers), kv, states)
-
-    def _more_bytes(self, block_id: _Key, entry: _Entry) -> int:
-        """Bytes that the cache grows by if it gets this entry."""
-        old = self._entries.get(block_id)
-        return entry.hidden_bytes - (old.hidden_bytes if old else -self._block_bytes)
+        if entry is None:
+            number, kv = next(self._numbers), self._target.read(key, start, start + BLOCK)
+        else:
+            number, kv, states = entry.number, entry.kv, {**states, **entry.hidden}
+        return _Entry(number, kv, states, self._block_bytes + _num_bytes(states.values()))
 
     def _make_room(self, more: int, protected: Set[_Key]) -> bool:
         """Evict the others until `more` bytes fit; returns whether they do."""
-        while self.num_bytes + more > self._num_bytes:
+        while self.num_bytes + more > self._most_bytes:
             oldest = next(iter(self._entries), None)
             if oldest is not None and oldest not in protected:
-                self._hidden_bytes -= self._entries.pop(oldest).hidden_bytes
+                self.num_bytes -= self._entries.pop(oldest).num_bytes
             elif self._states:
-                self._state_bytes -= _num_bytes(self._states.popitem(last=False)[1])
+                self.num_bytes -= _num_bytes(self._states.popitem(last=False)[1])
             else:
                 return False
         return True
-
-    def _put(self, block_id: _Key, entry: _Entry) -> None:
-        old = self._entries.get(block_id)
-        self._hidden_bytes += entry.hidden_bytes - (old.hidden_bytes if old else 0)
-        self._entries[block_id] = entry
 
     def _find(
         self, tokens: Sequence[int], layers: tuple[int, ...], beginning: Beginning
@@ -221,5 +209,5 @@ class PrefixCache:
             self._entries.move_to_end(block_id)
 
 
-def _num_bytes(state: RowState) -> int:
-    return sum(tensor.nbytes for tensor in state)
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
