@@ -31,9 +31,9 @@ from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.combine import Ensemble, Switch, SwitchOptions, graft, merge
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions, NoDrafter
-from tokenleap.drafters.options import write_drafters
+from tokenleap.drafters.combine import Ensemble, Switch, graft, merge
+from tokenleap.drafters.lookups import NgramDrafter, NoDrafter
+from tokenleap.drafters.options import NgramOptions, SwitchOptions, write_drafters
 
 NOTHING = ({"method": "none"}, {"method": "none"})
 """Options of two drafters that a test makes itself."""

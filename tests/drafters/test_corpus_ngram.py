@@ -12,12 +12,8 @@ from tests.drafters.text.test_ngrams import ngrams_of
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft
-from tokenleap.drafters.text.ngrams import (
-    CorpusNgramDrafter,
-    CorpusNgramOptions,
-    SmoothedNgrams,
-    count_ngrams,
-)
+from tokenleap.drafters.options import CorpusNgramOptions
+from tokenleap.drafters.text.ngrams import CorpusNgramDrafter, SmoothedNgrams, count_ngrams
 from tokenleap.request import Request
 
 V = 7

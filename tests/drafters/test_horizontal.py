@@ -15,7 +15,8 @@ from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, LazyDistribution
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.combine import HorizontalCascade, HorizontalOptions
+from tokenleap.drafters.combine import HorizontalCascade
+from tokenleap.drafters.options import HorizontalOptions
 from tokenleap.request import Request
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40)

@@ -13,7 +13,8 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.references import Source
-from tokenleap.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
+from tokenleap.drafters.lookahead import LookaheadDrafter, Pool, Window
+from tokenleap.drafters.options import LookaheadOptions
 from tokenleap.request import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60)

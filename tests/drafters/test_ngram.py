@@ -9,7 +9,8 @@ import pytest
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.control.estimates import LONGEST_MATCH
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions, copy_from
+from tokenleap.drafters.lookups import NgramDrafter, copy_from
+from tokenleap.drafters.options import NgramOptions
 from tokenleap.request import Request
 
 

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from tokenleap import SamplingParams
 from tokenleap.control import Budget
-from tokenleap.drafters.lookups import (
-    ORDERS,
-    NgramTable,
-    NgramTableDrafter,
-    NgramTableOptions,
-    distribution_of_counts,
-)
+from tokenleap.drafters.lookups import ORDERS, NgramTable, NgramTableDrafter, distribution_of_counts
+from tokenleap.drafters.options import NgramTableOptions
 from tokenleap.request import Request
 
 

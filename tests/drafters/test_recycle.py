@@ -18,7 +18,8 @@ from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.lookahead import Memory, RecycleDrafter, RecycleOptions, most_probable
+from tokenleap.drafters.lookahead import Memory, RecycleDrafter, most_probable
+from tokenleap.drafters.options import RecycleOptions
 from tokenleap.outputs import StreamedToken
 from tokenleap.request import Request
 from tokenleap.runtime.network import PassOutput

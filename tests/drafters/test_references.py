@@ -13,9 +13,10 @@ from tokenleap import SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.references import References, Source
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.copying import CopyDrafter, CopyOptions
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions
-from tokenleap.drafters.suffix import SuffixDrafter, SuffixOptions
+from tokenleap.drafters.copying import CopyDrafter
+from tokenleap.drafters.lookups import NgramDrafter
+from tokenleap.drafters.options import CopyOptions, NgramOptions, SuffixOptions
+from tokenleap.drafters.suffix import SuffixDrafter
 from tokenleap.request import Request
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

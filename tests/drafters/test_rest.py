@@ -14,7 +14,8 @@ from tests.tiny import reference_greedy, tiny_model
 from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.text.datastore import RestDrafter, RestOptions, index_texts, spread
+from tokenleap.drafters.options import RestOptions
+from tokenleap.drafters.text.datastore import RestDrafter, index_texts, spread
 from tokenleap.request import Request
 
 V = 40

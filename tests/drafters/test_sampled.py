@@ -26,13 +26,9 @@ from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, Truncation, truncate, truncated
 from tokenleap.core.tree import Draft
-from tokenleap.drafters.lookups import NgramTableDrafter, NgramTableOptions
-from tokenleap.drafters.text.ngrams import (
-    CorpusNgramDrafter,
-    CorpusNgramOptions,
-    SmoothedNgrams,
-    count_ngrams,
-)
+from tokenleap.drafters.lookups import NgramTableDrafter
+from tokenleap.drafters.options import CorpusNgramOptions, NgramTableOptions
+from tokenleap.drafters.text.ngrams import CorpusNgramDrafter, SmoothedNgrams, count_ngrams
 from tokenleap.request import Request
 
 OWN: list[dict[str, Any]] = [

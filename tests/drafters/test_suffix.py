@@ -17,10 +17,10 @@ from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.sequence import SHARED, Scope
 from tokenleap.core.tree import Draft, TokenTree
+from tokenleap.drafters.options import SuffixOptions
 from tokenleap.drafters.suffix import (
     EarlierOutputs,
     SuffixDrafter,
-    SuffixOptions,
     SuffixTrie,
     grow_chain,
     grow_tree,

@@ -24,29 +24,11 @@ from tokenleap.core.tree import Draft, GrowingTree, chain
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest, layers_of
 from tokenleap.drafters.options import (
-    CombineOptions,
     HorizontalOptions,
-    HybridOptions,
     SwitchOptions,
 )
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
-
-__all__ = [
-    "Chooser",
-    "CombineOptions",
-    "Ensemble",
-    "HorizontalCascade",
-    "HorizontalOptions",
-    "Hybrid",
-    "HybridOptions",
-    "MoreTokens",
-    "Several",
-    "Switch",
-    "SwitchOptions",
-    "graft",
-    "merge",
-]
 
 
 class Several(Drafter):

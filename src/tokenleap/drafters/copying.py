@@ -42,17 +42,6 @@ from tokenleap.drafters.lookups import NoDrafter, Occurrences, Positions, joined
 from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
 from tokenleap.request import Request
 
-__all__ = [
-    "BetterLookup",
-    "CopyDrafter",
-    "CopyOptions",
-    "Follower",
-    "PredictedText",
-    "PredictionDrafter",
-    "with_prediction",
-]
-
-
 MOST_INSERTED = 4
 """Tokens in a row that can be inserted."""
 

@@ -32,16 +32,6 @@ from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import LookaheadOptions, RecycleOptions
 from tokenleap.request import Request
 
-__all__ = [
-    "LookaheadDrafter",
-    "LookaheadOptions",
-    "Pool",
-    "RecycleDrafter",
-    "RecycleOptions",
-    "Window",
-    "most_probable",
-]
-
 
 class Pool:
     """The latest n-grams of one request, by their first token."""

@@ -33,24 +33,6 @@ from tokenleap.drafters.options import (
 )
 from tokenleap.request import Request
 
-__all__ = [
-    "SEPARATOR",
-    "CountedChains",
-    "CountedOptions",
-    "NgramDrafter",
-    "NgramOptions",
-    "NgramTable",
-    "NgramTableDrafter",
-    "NgramTableOptions",
-    "NoDrafter",
-    "Occurrences",
-    "Positions",
-    "RandomDrafter",
-    "RegexDrafter",
-    "RegexOptions",
-    "joined",
-]
-
 
 class SearchedText:
     """The text of one request as a string with one character per token.

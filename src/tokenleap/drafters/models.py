@@ -28,7 +28,6 @@ from tokenleap.drafters.growth import GrowingChain
 from tokenleap.drafters.model_drafter import Scorer, TargetScorer
 from tokenleap.drafters.options import (
     CascadeOptions,
-    DraftModelOptions,
     EarlyExitOptions,
     LayerSkipOptions,
 )
@@ -46,25 +45,6 @@ from tokenleap.runtime.network import (
 )
 from tokenleap.runtime.passes import Passes, Rows
 from tokenleap.runtime.target import Target
-
-__all__ = [
-    "Cascade",
-    "CascadeOptions",
-    "DraftModelOptions",
-    "EarlyExitOptions",
-    "LayerSkipOptions",
-    "OwnModel",
-    "SaturatingLayers",
-    "SharedLayers",
-    "exit_early",
-    "leave_out",
-    "most_tokens",
-    "open_row",
-    "resized",
-    "rows_that_fit",
-    "scored",
-    "skip_layers",
-]
 
 FIRST_PASS = 32
 """Most committed tokens that the first drafting pass computes. If more are missing, a prefill

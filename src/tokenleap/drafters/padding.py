@@ -43,22 +43,9 @@ from tokenleap.drafters.heads.folder import (
     write_folder,
 )
 from tokenleap.drafters.heads.probe import check_target
-from tokenleap.drafters.options import PadOptions, PassOptions
 from tokenleap.errors import ModelError
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
-
-__all__ = [
-    "MOST_PADDING",
-    "PadDrafter",
-    "PadOptions",
-    "PassDrafter",
-    "PassOptions",
-    "block_nodes",
-    "read_pass_tokens",
-    "write_pass_tokens",
-]
-
 
 MOST_PADDING = 15
 """Longest block that is trained: it takes 255 nodes, and a draft has at most 256."""

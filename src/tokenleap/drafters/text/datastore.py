@@ -47,17 +47,6 @@ from tokenleap.drafters.text.ngrams import (
 from tokenleap.errors import TokenleapError
 from tokenleap.request import Request
 
-__all__ = [
-    "FILE",
-    "Datastore",
-    "RestDrafter",
-    "RestOptions",
-    "build_datastore",
-    "index_texts",
-    "load_datastore",
-]
-
-
 FILE = TensorFile("tokenleap-datastore", 1, "datastore", "tokenleap datastore build")
 MAX_VOCAB = (1 << 31) - 1
 """Largest vocabulary: token ids and the separator must fit into 32-bit integers."""

@@ -35,23 +35,6 @@ from tokenleap.drafters.options import CorpusNgramOptions
 from tokenleap.errors import CompatibilityError, TokenleapError
 from tokenleap.request import Request
 
-__all__ = [
-    "EMPTY",
-    "FILE",
-    "CorpusNgramDrafter",
-    "CorpusNgramOptions",
-    "NgramTables",
-    "SmoothedNgrams",
-    "TensorFile",
-    "build_ngrams",
-    "check_target",
-    "check_tokens",
-    "count_ngrams",
-    "fingerprint",
-    "load_corpus",
-    "read_tokens",
-]
-
 BLOCK = 1 << 20
 """Bytes that are read from a file at once."""
 
