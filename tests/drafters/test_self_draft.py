@@ -75,8 +75,8 @@ def test_weights_and_cache_are_there_once() -> None:
     llm = tiny_llm(tiny_model("lean"), "early_exit")
     llm.generate(PROMPTS, SamplingParams(max_tokens=8))
     scorer = drafter_of(llm)._scorer  # type: ignore[attr-defined]
-    assert scorer._target._slab is llm.engine.target._slab
-    ours: Any = scorer._target.network
+    assert scorer._model._slab is llm.engine.target._slab
+    ours: Any = scorer._model.network
     whole: Any = llm.engine.target.network
     assert ours._embedding is whole._embedding
     assert all(a.qkv is b.qkv for a, b in zip(ours._layers, whole._layers, strict=False))

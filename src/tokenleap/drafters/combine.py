@@ -10,7 +10,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from operator import itemgetter
 from typing import Protocol, TypeAlias
@@ -20,9 +20,10 @@ from torch import Tensor
 from tokenleap.control import Budget
 from tokenleap.control.estimates import Decayed, agreed, disagreed, path_probs, prior_rate
 from tokenleap.core.distribution import Distribution
-from tokenleap.core.tree import Draft, GrowingTree, chain
+from tokenleap.core.tree import Draft, GrowingTree
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest, layers_of
+from tokenleap.drafters.growth import GrowingChain
 from tokenleap.drafters.options import (
     HorizontalOptions,
     SwitchOptions,
@@ -237,31 +238,21 @@ class Switch(Several):
 # that of the drafter that drew it.
 
 
-@dataclass
-class _Chain:
-    request: Request
-    budget: Budget
-    tokens: list[int] = field(default_factory=list)
-    distributions: list[Distribution] = field(default_factory=list)
-    path_prob: float = 1.0
-    stopped: bool = False
+class _Chain(GrowingChain):
+    def __init__(self, request: Request, budget: Budget) -> None:
+        super().__init__(request.root, budget)
+        self.request = request
 
     def rest(self, max_tokens: int) -> Budget:
         """The budget of the next drafter, for at most `max_tokens` tokens."""
-        left = self.budget.chain - len(self.tokens)
-        length = 0 if self.stopped else min(left, max_tokens)
-        min_path_prob = self.budget.min_path_prob / self.path_prob if self.path_prob else 0.0
-        return replace(self.budget, nodes=length, depth=length, min_path_prob=min_path_prob)
+        budget, left = self.budget, self.budget.chain - len(self.tokens)
+        length = 0 if self.ended else min(left, max_tokens)
+        min_path_prob = budget.min_path_prob / self.path_prob if self.path_prob else 0.0
+        return replace(budget, nodes=length, depth=length, min_path_prob=min_path_prob)
 
-    def add(self, draft: Draft) -> None:
-        self.tokens += draft.tree.tokens[1:]
-        self.distributions += draft.q
-        for token_prob in _token_probs(draft):
-            self.path_prob *= token_prob
-            self.stopped = self.budget.stops_below(token_prob, self.path_prob)
-
-    def draft(self) -> Draft:
-        return Draft(chain([self.request.root, *self.tokens]), tuple(self.distributions))
+    def extend(self, draft: Draft) -> None:
+        for each in zip(draft.tree.tokens[1:], draft.q, _token_probs(draft), strict=True):
+            self.add(*each)
 
 
 def _token_probs(draft: Draft) -> list[float]:
@@ -313,7 +304,7 @@ class HorizontalCascade(Drafter):
         chains = [_Chain(*pair) for pair in zip(batch, budgets, strict=True)]
         for lane, stage in enumerate(self._stages):
             stage.extend(chains, lane)
-        return [drafted.draft() for drafted in chains]
+        return [drafted.draft(with_probs=False) for drafted in chains]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         for stage in self._stages:
@@ -356,7 +347,7 @@ class _Stage:
             self._seen[request.key] = request.token_ids
         drafts = self._drafter.propose(shown, [budget for _, budget in growing])
         for (drafted, _), draft in zip(growing, drafts, strict=True):
-            drafted.add(draft)
+            drafted.extend(draft)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         if self._drafter.traits.hidden_layers:  # it needs all outcomes

@@ -34,8 +34,7 @@ from tokenleap.drafters.models import OwnModel, resized
 from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request
-from tokenleap.runtime.growth_plan import GrowthPlan
-from tokenleap.runtime.network import GrowthLimit, PassOutput
+from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
 
 # Drafting text: the draft model writes in its own tokens, and the target's tokenizer splits it.
@@ -188,6 +187,8 @@ class TranslatedModel(OwnModel):
         to_draft: [V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
     """
 
+    grows = False  # the draft model's most probable tokens may not be shared
+
     def __init__(self, model: Target, translator: Translator, to_draft: Sequence[int]) -> None:
         super().__init__(model, partial=True)
         self._translator = translator
@@ -217,15 +218,6 @@ class TranslatedModel(OwnModel):
         trees = [self._translated(*pair) for pair in zip(keys, trees, strict=True)]
         outputs = super().verify(keys, trees, num_computed)
         return [PassOutput(self._restricted(output.scores)) for output in outputs]
-
-    def grow(
-        self,
-        keys: Sequence[int],
-        pending: Sequence[Sequence[int]],
-        plan: GrowthPlan,
-        limits: Sequence[GrowthLimit],
-    ) -> None:
-        """None: the draft model's most probable tokens may not be shared."""
 
     def release(self, request: Request) -> None:
         super().release(request)
