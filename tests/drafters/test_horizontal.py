@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafting import request_of
 from tests.matrix import PROMPTS, tiny_llm
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.tiny import tiny_model
 from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, LazyDistribution
@@ -61,10 +62,6 @@ def _unsure(token: int, probability: float) -> Distribution:
 def cascade(*drafters: Drafter, tokens: Sequence[int]) -> HorizontalCascade:
     configs = tuple({"method": "test"} for _ in drafters)
     return HorizontalCascade(drafters, HorizontalOptions(drafters=configs, tokens=tuple(tokens)))
-
-
-def request_of(tokens: list[int]) -> Request:
-    return Request(tokens, PARAMS, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
 
 
 def tokens_of(drafter: Drafter, request: Request, budget: Budget) -> list[int]:

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.drafting import drafter_of
+from tests.drafting import draft_of, drafter_of, request_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import ConfigError, SamplingParams
@@ -111,7 +111,7 @@ def test_counted_distributions_are_truncated_like_logits(
 @pytest.mark.parametrize("method", ["ngram_table", "corpus_ngram"])
 def test_counted_drafters_truncate_their_own_q(method: str) -> None:
     text = [9, 1, 9, 1, 9, 1, 9, 2, 9, 2, 9, 3, 9]
-    request = Request(text, SamplingParams(seed=3), vocab_size=50, max_model_len=99)
+    request = request_of(text, SamplingParams(seed=3), 50)
 
     def first_q(**own: Any) -> Distribution:
         drafter: NgramTableDrafter | CorpusNgramDrafter
@@ -121,8 +121,7 @@ def test_counted_drafters_truncate_their_own_q(method: str) -> None:
             ngrams = SmoothedNgrams(count_ngrams([text], vocab_size=50))
             options = CorpusNgramOptions(corpus="x", **own)
             drafter = CorpusNgramDrafter(ngrams, options, coupled=False)
-        draft: Draft = drafter.propose([request], [Budget(1, 1)])[0]
-        return draft.q_of(1)
+        return draft_of(drafter, request, 1).q_of(1)
 
     whole = first_q()
     assert whole.tokens.tolist() == [1, 2, 3]
