@@ -218,12 +218,11 @@ def _sorter() -> Callable[[Integers], Integers]:
 
 # `rest`: drafts what followed the text's longest suffix in a datastore of the user's own text.
 #
-# He et al., "REST: Retrieval-Based Speculative Decoding". `tokenleap datastore build` makes the
-# datastore (see `tokenleap.drafters.text.datastore`). The longest suffix of the text that occurs in
-# it is looked up, and the continuations of its occurrences are merged into a trie. The weight of a
-# node is the number of continuations that pass through it. Its probability is its weight over its
-# parent's weight. A tree draft has the nodes of greatest weight (section 3.2). A chain follows the
-# most frequent token at every node.
+# The longest suffix of the text that occurs in the datastore is looked up, and the continuations
+# of its occurrences are merged into a trie. The weight of a node is the number of continuations
+# that pass through it. Its probability is its weight over its parent's weight. A tree draft has
+# the nodes of greatest weight (section 3.2). A chain follows the most frequent token at every
+# node.
 
 
 Place = tuple[list[list[int]], int]
