@@ -33,7 +33,7 @@ from tokenleap.request import Request
 
 
 class Several(Drafter):
-    """Base of `Ensemble`, `Switch` and `Hybrid`: several drafters that serve the same requests."""
+    """Several drafters that serve the same requests: the base of what combines them."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         traits = [drafter.traits for drafter in drafters]
@@ -49,6 +49,11 @@ class Several(Drafter):
         for drafter in self.inner:
             if drafter.traits.hidden_layers:
                 drafter.observe_prefill(request, start, hidden)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """All see every outcome: trained drafters need all hidden states."""
+        for drafter in self.inner:
+            drafter.observe(outcomes, times)
 
     def rewind(self, request: Request) -> None:
         for drafter in self.inner:
@@ -74,10 +79,6 @@ class Ensemble(Several):
             merge(drafts, budget.nodes, shared=self._shares_nodes)
             for drafts, budget in zip(zip(*proposals, strict=True), budgets, strict=True)
         ]
-
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        for drafter in self.inner:
-            drafter.observe(outcomes, times)
 
 
 def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft:
@@ -270,7 +271,7 @@ def _token_probs(draft: Draft) -> list[float]:
     return probs
 
 
-class HorizontalCascade(Drafter):
+class HorizontalCascade(Several):
     """Chains that the first drafter begins and the next ones continue."""
 
     def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
@@ -290,14 +291,8 @@ class HorizontalCascade(Drafter):
                 "a drafter that reads hidden states, which end with the committed tokens, can only "
                 "come first in a horizontal cascade."
             )
-        traits = [drafter.traits for drafter in drafters]
-        self.traits = DrafterTraits(
-            reads_target_kv=traits[0].reads_target_kv,
-            hidden_layers=traits[0].hidden_layers,
-            quotes_references=any(each.quotes_references for each in traits),
-            follows_prediction=any(each.follows_prediction for each in traits),
-        )
-        self.inner = list(drafters)
+        super().__init__(drafters)
+        self.traits = replace(self.traits, reads_target_kv=drafters[0].traits.reads_target_kv)
         self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
@@ -465,11 +460,6 @@ class Hybrid(Several):
                     draft, found[row], budgets[row].nodes, siblings=self._adds_siblings
                 )
         return drafts
-
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Both see every outcome: the trained drafter needs all hidden states."""
-        self._lookup.observe(outcomes, times)
-        self._trained.observe(outcomes, times)
 
 
 def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:

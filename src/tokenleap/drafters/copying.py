@@ -276,8 +276,7 @@ class BetterLookup(Several):
             if pair := self._proposed.pop(outcome.request.key, None):
                 for draft, rates in zip(pair, self._rates, strict=True):
                     rates.learn(draft, outcome)
-        for drafter in self.inner:
-            drafter.observe(outcomes, times)
+        super().observe(outcomes, times)
 
     def forget(self) -> None:
         self._rates = AcceptanceRates(), AcceptanceRates()
