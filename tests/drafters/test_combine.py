@@ -35,6 +35,7 @@ from tokenleap.drafters.combine import Ensemble, Switch, graft, merge
 from tokenleap.drafters.lookups import NgramDrafter, NoDrafter
 from tokenleap.drafters.options import NgramOptions, SwitchOptions, write_drafters
 
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 NOTHING = ({"method": "none"}, {"method": "none"})
 """Options of two drafters that a test makes itself."""
 
@@ -179,19 +180,7 @@ def test_a_cascade_of_the_target_itself_is_always_accepted() -> None:
         assert output.metrics.mean_acceptance_length == 5.0
 
 
-def test_a_cascade_of_cascades() -> None:
-    inner = {
-        "method": "cascade",
-        "model": tiny_model(seed=2),
-        "drafter": {"method": "ngram", "prompt_lookup_min": 1},
-    }
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=30)
-    plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
-    deep = tiny_llm(tiny_model(), "cascade", drafter=inner).generate(PROMPTS, params)
-    assert [o.token_ids for o in deep] == [o.token_ids for o in plain]
-
-
-@pytest.mark.parametrize("inner", [1, 3, 8])
+@pytest.mark.parametrize("inner", [1, 8])
 def test_a_cascade_stays_within_the_middle_models_context(inner: int) -> None:
     """Learned positions have no row for a token beyond it."""
     model = tiny_model("gpt2", n_positions=32)
@@ -216,13 +205,15 @@ def test_a_cascade_stays_within_the_middle_models_context(inner: int) -> None:
         ("layer_skip", "rejection"),
         ("suffix", "coupled"),
         ("ngram_table", "rejection"),
+        ("cascade", "coupled"),
     ],
 )
 def test_a_cascade_over_any_drafter(method: str, rule: str) -> None:
     """The middle model's own layers, for one, draft for the middle model."""
-    params = SamplingParams(temperature=0, max_tokens=30)
+    params = SamplingParams(temperature=0 if rule == "rejection" else 0.7, seed=3, max_tokens=20)
     plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
-    llm = tiny_llm(tiny_model(), "cascade", rule, drafter={"method": method})
+    inner = {"model": tiny_model(seed=2), "drafter": NGRAM} if method == "cascade" else {}
+    llm = tiny_llm(tiny_model(), "cascade", rule, drafter={"method": method, **inner})
     assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
 
 
@@ -258,9 +249,6 @@ def test_a_cascade_saves_passes_of_the_middle_model() -> None:
         middle = drafter._model if method == "cascade" else drafter._scorer._model  # type: ignore[attr-defined]
         passes[name] = middle.num_passes
     assert passes["cascade"] < passes["alone"]
-
-
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 
 
 @pytest.mark.parametrize("method", ["ensemble", "switch", "horizontal_cascade", "cascade"])

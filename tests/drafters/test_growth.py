@@ -116,6 +116,20 @@ def drafts(output: RequestOutput) -> list[Any]:
     return [(step.drafted, step.parents) for step in output.trace]
 
 
+def both_ways(
+    llm: LLM, params: list[SamplingParams], grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[RequestOutput], list[RequestOutput]]:
+    """The outputs with trees that are grown in one call, and level by level."""
+    at_once = llm.generate(PROMPTS, params)
+    assert max(grown) == len(PROMPTS)
+    calls = len(grown)
+    level_by_level(monkeypatch)
+    by_levels = llm.generate(PROMPTS, params)
+    assert len(grown) == calls
+    assert all(output.metrics.drafter_failure is None for output in at_once)
+    return at_once, by_levels
+
+
 @pytest.mark.parametrize(("method", "shape", "dtype", "quantization"), CASES)
 def test_grown_trees_are_those_of_the_levels(
     method: str,
@@ -131,14 +145,7 @@ def test_grown_trees_are_those_of_the_levels(
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         for length in (12, 9, 12, 300, 7)
     ]
-    at_once = llm.generate(PROMPTS, params)
-    assert max(grown) == len(PROMPTS)
-    calls = len(grown)
-    level_by_level(monkeypatch)
-    by_levels = llm.generate(PROMPTS, params)
-    assert len(grown) == calls
-    for one, other in zip(at_once, by_levels, strict=True):
-        assert one.metrics.drafter_failure is None
+    for one, other in zip(*both_ways(llm, params, grown, monkeypatch), strict=True):
         assert one.metrics.num_draft_tokens > 0
         assert drafts(one) == drafts(other)
 
@@ -233,18 +240,11 @@ def test_drawn_trees_are_those_of_the_levels(
 ) -> None:
     """The same tokens, and the same q to the last bit."""
     llm = made(method, dtype, **DRAWN[shape])
-    at_once = llm.generate(PROMPTS, SAMPLED)
-    assert max(grown) == len(PROMPTS)
-    calls, first = len(grown), all_drafts[:]
-    level_by_level(monkeypatch)
-    all_drafts.clear()
-    by_levels = llm.generate(PROMPTS, SAMPLED)
-    assert len(grown) == calls
-    for one, other in zip(at_once, by_levels, strict=True):
-        assert one.metrics.drafter_failure is None
+    for one, other in zip(*both_ways(llm, SAMPLED, grown, monkeypatch), strict=True):
         assert one.token_ids == other.token_ids
-    assert sum(draft.tree.num_drafted for draft in first) > 100
-    for draft, same in zip(first, all_drafts, strict=True):
+    half = len(all_drafts) // 2
+    assert sum(draft.tree.num_drafted for draft in all_drafts[:half]) > 100
+    for draft, same in zip(all_drafts[:half], all_drafts[half:], strict=True):
         assert draft.tree == same.tree
         for q, others in zip(draft.q, same.q, strict=True):
             assert q.tokens.tolist() == others.tokens.tolist()
