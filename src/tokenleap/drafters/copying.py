@@ -222,17 +222,11 @@ def _follower(request: Request) -> Follower:
 
 def _count(outcome: Outcome, proposed: Sequence[int]) -> None:
     """Count the nodes of the verified draft that are tokens of the prediction."""
-    tree, metrics, node = outcome.draft.tree, outcome.request.metrics, 0
-    kept = outcome.accepted.path[: len(outcome.committed)]
-    for token in proposed:
-        among = tree.children[node]
-        node = next((child for child in among if tree.tokens[child] == token), 0)
-        if not node:
-            return
-        if node in kept:
-            metrics.accepted_prediction_tokens += 1
-        else:
-            metrics.rejected_prediction_tokens += 1
+    metrics, kept = outcome.request.metrics, outcome.accepted.path[: len(outcome.committed)]
+    nodes = outcome.draft.tree.walk(proposed)
+    num_kept = len(set(nodes).intersection(kept))
+    metrics.accepted_prediction_tokens += num_kept
+    metrics.rejected_prediction_tokens += len(nodes) - num_kept
 
 
 class BetterLookup(Several):
