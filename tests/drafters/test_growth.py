@@ -206,21 +206,6 @@ def test_masked_requests_are_drafted_level_by_level(grown: list[int]) -> None:
 # Drawn tokens
 
 
-@pytest.fixture
-def all_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
-    """Every draft of a `ModelDrafter`."""
-    found: list[Draft] = []
-    propose = ModelDrafter.propose
-
-    def kept(self: ModelDrafter, *args: Any) -> list[Draft]:
-        drafts = propose(self, *args)
-        found.extend(drafts)
-        return drafts
-
-    monkeypatch.setattr(ModelDrafter, "propose", kept)
-    return found
-
-
 @pytest.mark.parametrize(
     ("method", "shape", "dtype"),
     [

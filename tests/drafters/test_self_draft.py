@@ -9,24 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.drafting import drafter_of
+from tests.drafting import drafter_of, request_of, tokens_of
 from tests.matrix import PROMPTS, tiny_llm
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
-from tokenleap.control import Budget
-from tokenleap.request import Request
 
 
 def first_draft(method: str, **fields: Any) -> tuple[int, ...]:
     """Greedy draft of four tokens after the first prompt."""
     llm = tiny_llm(tiny_model(num_hidden_layers=4), method, **fields)
-    request = Request(
-        PROMPTS[0], SamplingParams(temperature=0), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
-    )
+    request = request_of(PROMPTS[0], SamplingParams(temperature=0), VOCAB_SIZE)
     llm.engine.target.add(request.key)
     llm.engine.target.prefill(request.key, request.token_ids[:-1])
-    (draft,) = drafter_of(llm).propose([request], [Budget(4, 4)])
-    return draft.tree.tokens[1:]
+    return tuple(tokens_of(drafter_of(llm), request, 4))
 
 
 def greedy_of_the_first(layers: int) -> tuple[int, ...]:

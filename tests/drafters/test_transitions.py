@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.drafters.heads.folders import Fault, assert_refused
+from tests.drafting import request_of
 from tests.spec_drafters import random_spec_drafter, save_spec_drafter, spec_drafter_of
-from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
+from tests.tiny_seq2seq import VOCAB_SIZE, tiny_seq2seq, tiny_source
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.tree import TokenTree
@@ -25,7 +26,6 @@ from tokenleap.drafters.blocks import (
     product_tree,
 )
 from tokenleap.drafters.spec_drafter import load_spec_drafter
-from tokenleap.request import Request
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.network import GrowthLimit
@@ -235,13 +235,7 @@ def test_logits_of_nodes_are_those_behind_their_tokens() -> None:
     scorer, _other = load_spec_drafter(random_spec_drafter("bart", MASKS, transitions=True), target)
     assert scorer.transitions is not None
     pending = (2, 20, 21)
-    request = Request(
-        pending,
-        SamplingParams(),
-        vocab_size=VOCAB_SIZE,
-        max_model_len=CONTEXT,
-        source=tiny_source(),
-    )
+    request = request_of(pending, vocab_size=VOCAB_SIZE, source=tiny_source())
     found = []
     for each in (without, scorer):
         each.admit([request], 8)
