@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -92,7 +93,35 @@ def test_another_vocabulary_of_the_same_size(kind: Kind, tmp_path: Path) -> None
         LLM(model, tokenizer=other, speculative_config=config)
 
 
+def test_nothing_to_make_it_of(kind: Kind, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for files in ([tmp_path / "empty"], []):
+        with pytest.raises(TokenleapError, match="the corpus is empty"):
+            kind.of_files(files, ascii_tokenizer())
+    with pytest.raises(TokenleapError, match="missing: No such file"):
+        kind.of_files([tmp_path / "missing"], ascii_tokenizer())
+    with pytest.raises(TokenleapError, match="the corpus is empty"):
+        kind.of_tokens([[], []], 5)
+    with pytest.raises(TokenleapError, match="outside the vocabulary of 5 tokens"):
+        kind.of_tokens([[1, 5]], 5)
+    for vocab_size in (0, 2**31):
+        with pytest.raises(TokenleapError, match=f"a vocabulary of {vocab_size} tokens"):
+            kind.of_tokens([[0]], vocab_size)
+
+
 # The file, whatever its arrays are
+
+
+def test_saved_and_loaded(kind: Kind, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("some text")
+    made, path = kind.of_files([tmp_path / "text"], ascii_tokenizer()), tmp_path / "a"
+    made.save(path)
+    loaded = kind.load(path)
+    for field in fields(made):
+        assert np.array_equal(getattr(loaded, field.name), getattr(made, field.name)), field.name
+    assert made.fingerprint
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["a", "text"]
+    assert path.stat().st_mode == (tmp_path / "text").stat().st_mode
 
 
 @pytest.fixture

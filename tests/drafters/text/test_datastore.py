@@ -118,21 +118,6 @@ def test_tokens_the_tokenizer_does_not_have() -> None:
 # The file
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("some text")
-    store = build_datastore([tmp_path / "text"], ascii_tokenizer())
-    path = tmp_path / "a.datastore"
-    store.save(path)
-    loaded = Datastore.load(path)
-    assert np.array_equal(loaded.tokens, store.tokens)
-    assert np.array_equal(loaded.suffixes, store.suffixes)
-    assert loaded.vocab_size == store.vocab_size
-    assert loaded.fingerprint == store.fingerprint
-    assert loaded.find(loaded.tokens[:4].tolist())
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["a.datastore", "text"]
-    assert path.stat().st_mode == (tmp_path / "text").stat().st_mode
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_reads_next_to_nothing(tmp_path: Path) -> None:
     """64 MB are mapped; a copy would make this process larger by as much."""
@@ -159,20 +144,6 @@ def file(tmp_path: Path) -> Path:
 
 
 # Bad input
-
-
-def test_nothing_to_sort(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    for files in ([tmp_path / "empty"], []):
-        with pytest.raises(TokenleapError, match="the corpus is empty"):
-            build_datastore(files, ascii_tokenizer())
-    with pytest.raises(TokenleapError, match="the corpus is empty"):
-        index_texts([[], []], V)
-    with pytest.raises(TokenleapError, match="outside the vocabulary of 5 tokens"):
-        index_texts([[1, V]], V)
-    for vocab_size in (0, 2**31):
-        with pytest.raises(TokenleapError, match=f"a vocabulary of {vocab_size} tokens"):
-            index_texts([[0]], vocab_size)
 
 
 def test_without_pydivsufsort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:

@@ -110,34 +110,7 @@ def test_files_are_counted_block_by_block(
     assert tables.fingerprint == fingerprint(tokenizer)
 
 
-def test_saved_and_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (tmp_path / "text").write_text(TEXT)
-    tables = build_ngrams([tmp_path / "text"], tokenizer)
-    path = tmp_path / "a.ngrams"
-    tables.save(path)
-    loaded = NgramTables.load(path)
-    for name in ngrams._DTYPES:
-        assert np.array_equal(getattr(loaded, name), getattr(tables, name))
-    assert loaded.fingerprint == tables.fingerprint
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["a.ngrams", "text"]
-    assert path.stat().st_mode == (tmp_path / "text").stat().st_mode
-
-
 # Bad input
-
-
-def test_nothing_to_count(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (tmp_path / "empty").touch()
-    with pytest.raises(TokenleapError, match="the corpus is empty"):
-        build_ngrams([tmp_path / "empty"], tokenizer)
-    with pytest.raises(TokenleapError, match="the corpus is empty"):
-        build_ngrams([], tokenizer)
-    with pytest.raises(TokenleapError, match="missing: No such file"):
-        build_ngrams([tmp_path / "missing"], tokenizer)
-    with pytest.raises(TokenleapError, match="outside the vocabulary of 5 tokens"):
-        count_ngrams([[1, 5]], 5)
-    with pytest.raises(TokenleapError, match="a vocabulary of 0 tokens"):
-        count_ngrams([[0]], 0)
 
 
 @pytest.fixture
