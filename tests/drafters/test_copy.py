@@ -143,7 +143,7 @@ def brute_force(source: list[int], tokens: list[int], shortest: int, start: int)
     return [] if position is None else source[position : position + 3]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_against_brute_force(seed: int) -> None:
     dice = random.Random(seed)
     prompt = [dice.randrange(4) for _ in range(dice.randrange(1, 40))]
@@ -196,7 +196,7 @@ def test_a_region_of_a_source() -> None:
     assert Translation([7], copy_start=2).draft() == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_source_against_brute_force(seed: int) -> None:
     dice = random.Random(seed)
     source = [dice.randrange(4, 8) for _ in range(dice.randrange(1, 40))]

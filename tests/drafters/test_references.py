@@ -79,19 +79,19 @@ def test_copying_a_region_still_begins_at_its_beginning() -> None:
     assert draft(drafter, asked) == [10, 11, 12]
 
 
-@ALL
-def test_the_index_is_shared_and_freed_with_the_requests(method: str) -> None:
-    drafter = DRAFTERS[method]()
-    texts = References(((40, 41, 50),))
-    seen = weakref.ref(texts)
-    asked = [request_of([40], references=texts) for _ in range(2)]
-    assert [draft(drafter, each, 1) for each in asked] == [[41], [41]]
-    assert len(texts._indexes) == (method != "copy")
-    for each in asked:
-        drafter.release(each)
+def test_the_index_is_shared_and_freed_with_the_requests() -> None:
+    drafters, seen = {name: make() for name, make in DRAFTERS.items()}, []
+    for method, drafter in drafters.items():
+        texts = References(((40, 41, 50),))
+        seen.append(weakref.ref(texts))
+        asked = [request_of([40], references=texts) for _ in range(2)]
+        assert [draft(drafter, each, 1) for each in asked] == [[41], [41]]
+        assert len(texts._indexes) == (method != "copy")
+        for each in asked:
+            drafter.release(each)
     del texts, asked, each
     gc.collect()
-    assert seen() is None
+    assert [texts() for texts in seen] == [None] * len(drafters)
 
 
 def test_ngram_finds_what_the_definition_says() -> None:

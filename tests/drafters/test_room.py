@@ -115,7 +115,7 @@ def test_every_method_drafts_within_a_limit(method: str) -> None:
     assert output.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("name", ["draft_model", "dynamic", "cascade"])
+@pytest.mark.parametrize("name", METHODS)
 def test_both_slabs_stay_inside(
     model: PreTrainedModel, small: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
