@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.drafting import draft_of, drafter_of, tokens_of
+from tests.invariants.test_statistics import p_value
 from tests.tiny import CONTEXT, tiny_model
 from tests.vocabularies import END, OTHER_TEXT, TEXT, bpe, permuted, small, words
 from tokenleap import (
@@ -260,6 +263,45 @@ def test_q_is_the_restricted_distribution() -> None:
         own_ids = [translator._to_draft[token] for token in kept]
         mass = logits.softmax(-1)[own_ids]
         torch.testing.assert_close(plain.dense(len(shared))[kept], mass / mass.sum())
+
+
+VOCAB = "abcdef"
+SAMPLES, LENGTH = 400, 2
+ALARM = 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_output_distribution(way: str) -> None:
+    """Counts over fixed seeds against the exact distribution, by a chi-square test.
+
+    If the distribution holds, both cases together fail with probability below `ALARM`.
+    """
+    target, draft = small(VOCAB), small("xfabcy")
+    prompt = target.encode("abcabdab")
+    model = tiny_model(vocab_size=6, initializer_range=0.12)
+    config = {
+        "model": tiny_model(seed=1, vocab_size=6, initializer_range=0.12),
+        "draft_tokenizer": draft,
+        "vocabulary": way,
+        "acceptance": "rejection",
+        "num_speculative_tokens": 2,
+    }
+    llm = LLM(model, tokenizer=target, speculative_config=config, max_num_seqs=64)
+    overlap = llm.vocabulary_overlap
+    assert overlap is not None
+    assert overlap.shared == 4
+    all_params = [SamplingParams(seed=seed, max_tokens=LENGTH + 2) for seed in range(SAMPLES)]
+    outputs = llm.generate([prompt] * SAMPLES, all_params)
+    drafted = sum(output.metrics.num_draft_tokens for output in outputs)
+    assert drafted > SAMPLES / 2
+    distribution = {}
+    for output in product(range(6), repeat=LENGTH):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0]
+        probs = logits[len(prompt) - 1 :].softmax(-1)
+        distribution[output] = float(probs[0, output[0]] * probs[1, output[1]])
+    counts = Counter(output.token_ids[:LENGTH] for output in outputs)
+    assert p_value(counts, distribution) > ALARM / len(WAYS)
 
 
 # State
