@@ -189,7 +189,9 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def packed_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def packed_once(
+    native_library: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A model's folder, and the cache with its packed weights."""
     base = tmp_path_factory.mktemp("packed")
     library = build.library()
