@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run
 from tests.heads import save_head, tiny_config, tiny_net
 from tests.tiny import tiny_model
 
@@ -23,12 +23,10 @@ def head(tiny: Path, tmp_path: Path) -> Path:
 def test_a_record_is_kept(run: Run, tiny: Path, head: Path, tmp_path: Path) -> None:
     """With it, another model of the same sizes is refused."""
     before = (head / "config.json").read_text()
-    shown = run("check", head, "-m", tiny)
-    assert shown.exit_code == 0, shown.stderr
+    shown = run.done("check", head, "-m", tiny)
     assert "% of the model's most probable tokens" in shown.stdout
     assert (head / "config.json").read_text() == before
-    kept = run("check", head, "-m", tiny, "--record")
-    assert kept.exit_code == 0, kept.stderr
+    kept = run.done("check", head, "-m", tiny, "--record")
     assert str(head / "config.json") in kept.stdout
     assert "probe" in json.loads((head / "config.json").read_text())["tokenleap"]
     assert run("check", head, "-m", tiny).stdout == shown.stdout
@@ -38,12 +36,8 @@ def test_a_record_is_kept(run: Run, tiny: Path, head: Path, tmp_path: Path) -> N
     other.save_pretrained(tmp_path / "other")
     for file in tiny.glob("*token*"):
         (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
-    refused = run("check", head, "-m", tmp_path / "other")
-    assert refused.exit_code == 2
-    assert "this is another model" in error_of(refused)
+    assert "this is another model" in run.refused("check", head, "-m", tmp_path / "other")
 
 
 def test_mistakes(run: Run, tiny: Path, tmp_path: Path) -> None:
-    result = run("check", tmp_path / "none", "-m", tiny)
-    assert result.exit_code == 2
-    assert "there is no folder" in error_of(result)
+    assert "there is no folder" in run.refused("check", tmp_path / "none", "-m", tiny)
