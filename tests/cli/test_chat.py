@@ -226,11 +226,7 @@ def test_save_and_load(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_cannot_be_loaded(
-    llm: LLM,
-    tmp_path: Path,
-    content: str | None,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    llm: LLM, tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
     if content is not None:

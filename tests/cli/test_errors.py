@@ -155,10 +155,11 @@ def test_what_cannot_be_read_is_1(run: Run, tiny: Path, tmp_path: Path) -> None:
     "command", ["plan --measure --prompts", "tree", "bench", "tune-layers -o layers.json"]
 )
 def test_prompt_files_that_cannot_be_read(run: Run, tmp_path: Path, command: str) -> None:
-    absent, empty = tmp_path / "none.txt", tmp_path / "empty.txt"
-    assert "none.txt" in run.refused(*command.split(), absent, code=1)
-    empty.touch()
-    assert "has no prompts" in run.refused(*command.split(), empty)
+    file = tmp_path / "prompts.txt"
+    assert "prompts.txt" in run.refused(*command.split(), file, code=1)
+    for content, message in ((b"\n \n", "has no prompts"), (b"caf\xe9", "is not UTF-8 text")):
+        file.write_bytes(content)
+        assert message in run.refused(*command.split(), file)
 
 
 def test_models_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`export`: the head with the target's embedding and output rows, and mistakes in one line."""
+"""`export` and `check`: a head with the target's embedding and output rows; how well one fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.cli.conftest import Run
-from tests.heads import save_state_head, state_config, state_net, tiny_config, tiny_net
+from tests.heads import save_head, save_state_head, state_config, state_net, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tokenleap.drafters.heads.layouts import Verifier, write_head
 
@@ -118,3 +118,30 @@ def test_a_place_that_cannot_be_written(run: Run, tiny: Path, head: Path, tmp_pa
     assert "cannot be written" in run.refused(
         "export", head, "--out", tmp_path / "file", "-m", tiny, code=1
     )
+
+
+# Checking a head
+
+
+def test_a_record_is_kept(run: Run, tiny: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    """With it, another model of the same sizes is refused."""
+    head = tmp_path / "own"
+    save_head(head, tiny_net(tiny_config(model.config.vocab_size), model))
+    before = (head / "config.json").read_text()
+    shown = run.done("check", head, "-m", tiny)
+    assert "% of the model's most probable tokens" in shown.stdout
+    assert (head / "config.json").read_text() == before
+    kept = run.done("check", head, "-m", tiny, "--record")
+    assert str(head / "config.json") in kept.stdout
+    assert "probe" in json.loads((head / "config.json").read_text())["tokenleap"]
+    assert run("check", head, "-m", tiny).stdout == shown.stdout
+    sizes = {"vocab_size": model.config.vocab_size, "num_hidden_layers": 2}
+    other = tiny_model(seed=1, **sizes)
+    other.save_pretrained(tmp_path / "other")
+    for file in tiny.glob("*token*"):
+        (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
+    assert "this is another model" in run.refused("check", head, "-m", tmp_path / "other")
+
+
+def test_check_without_a_head(run: Run, tiny: Path, tmp_path: Path) -> None:
+    assert "there is no folder" in run.refused("check", tmp_path / "none", "-m", tiny)

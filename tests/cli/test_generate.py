@@ -12,7 +12,9 @@ from typer.testing import Result
 
 from tests.cli.conftest import Run, ascii_tokenizer, error_of
 from tests.heads import published_medusa, tiny_head
+from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tests.vocabularies import bpe
 from tokenleap import LLM, SamplingParams, Trace
 from tokenleap.core.references import Source
 from tokenleap.runtime.passes import Passes
@@ -26,12 +28,9 @@ def llm(tiny: Path) -> LLM:
     return LLM(tiny, speculative_config={"method": "ngram"})
 
 
-def parsed(result: Result) -> dict[str, object]:
-    assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
-    value = json.loads(result.stdout)
-    assert isinstance(value, dict)
-    return value
+def parsed(result: Result) -> dict[str, Any]:
+    assert (result.exit_code, result.stderr) == (0, "")
+    return dict(json.loads(result.stdout))
 
 
 def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -> None:
@@ -44,13 +43,9 @@ def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("none", []),
         ("ngram_table", ["--num-speculative-tokens", 3]),
         ("draft_model", ["--draft-model", "TINY"]),
         ("eagle", ["--draft-model", "HEAD"]),
-        ("hybrid", ["--draft-model", "HEAD"]),
-        ("parallel", ["--draft-model", "HEAD"]),
-        ("medusa", ["--draft-model", "HEAD"]),
     ],
 )
 def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: list[object]) -> None:
@@ -104,11 +99,9 @@ def test_json_has_every_field(run: Run, tiny: Path) -> None:
     assert value["bit_exact"] == llm.bit_exact
     assert "trace" not in value
     logprobs = value["logprobs"]
-    assert isinstance(logprobs, list)
     assert len(logprobs) == 20
     assert len(logprobs[0]["top"]) == 2
     metrics = value["metrics"]
-    assert isinstance(metrics, dict)
     assert metrics["target_passes"] == expected.metrics.target_passes
     assert "outputs" not in value
 
@@ -126,7 +119,6 @@ def test_json_names_the_controller_that_ran(
     given = ["generate", "hello", "-m", tiny, *SHORT, "--method", "ngram", "--json"]
     value = parsed(run(*given))
     config = value["speculative_config"]
-    assert isinstance(config, dict)
     assert config["controller"] == {"rule": "fixed"}
     assert value["bit_exact"] is False
 
@@ -135,7 +127,6 @@ def test_json_of_several_answers(run: Run, tiny: Path) -> None:
     several = ["--n", 3, "--temperature", 1, "--seed", 5]
     value = parsed(run("generate", "hello", "-m", tiny, *SHORT, *several, "--json"))
     outputs = value["outputs"]
-    assert isinstance(outputs, list)
     assert [output["index"] for output in outputs] == [0, 1, 2]
     assert outputs[0]["text"] == value["text"]
     assert len({output["text"] for output in outputs}) == 3
@@ -294,11 +285,7 @@ def test_lines_for_a_decoder_only_model(run: Run, tiny: Path, llm: LLM) -> None:
         (["--jsonl"], "a\n" + "b" * 257, "line 2: the source has 257 tokens and the encoder takes"),
         (["--jsonl"], "", "the prompt is empty"),
         (["--jsonl", "hello"], "a", "--jsonl reads a prompt per line: give --file FILE, or pipe"),
-        (
-            ["--jsonl", "--json"],
-            "a",
-            "--json prints one object, and several prompts have one",
-        ),
+        (["--jsonl", "--json"], "a", "--json prints one object, and several prompts have one"),
         (["--jsonl", "--trace", "t.json"], "a", "--trace describes one answer: leave out --jsonl"),
         (["--source-language", "xx"], "a", "this tokenizer has no tokens of languages"),
         (["--target-language", "de_DE", "--jsonl"], "a", "line 1: target_language: this tokenizer"),
@@ -343,8 +330,7 @@ def test_answers_may_quote_files(run: Run, tiny: Path, llm: LLM, tmp_path: Path)
     fixed = ["--controller", "fixed"]
     given = ["generate", "-m", tiny, *SHORT, *fixed]
 
-    def passes(value: object) -> int:
-        assert isinstance(value, dict)
+    def passes(value: dict[str, Any]) -> int:
         assert value["text"] == quoted.text == expected.text
         return int(value["metrics"]["target_passes"])
 
@@ -388,7 +374,6 @@ def test_beams(run: Run, tiny: Path, llm: LLM) -> None:
     value = parsed(run(*given, "--length-penalty", 2, "--json"))
     assert value["token_ids"] == list(expected.token_ids)
     beams = value["beams"]
-    assert isinstance(beams, list)
     assert [beam["token_ids"] for beam in beams] == [
         list(beam.token_ids) for beam in expected.outputs[0].beams
     ]
@@ -414,7 +399,6 @@ def test_a_prompt_is_scored(run: Run, tiny: Path, llm: LLM, tmp_path: Path) -> N
     value = parsed(run(*given, "hello", "--json", "--max-tokens", 0, "--prompt-logprobs", 1))
     assert value["token_ids"] == []
     scores = value["prompt_logprobs"]
-    assert isinstance(scores, list)
     assert expected.prompt_logprobs is not None
     assert len(scores) == len(expected.prompt_logprobs)
     assert scores[0] is None
@@ -461,3 +445,82 @@ def test_the_models_own_sampling(run: Run, tiny: Path, llm: LLM, tmp_path: Path)
     assert parsed(run(*command))["token_ids"] == list(output.token_ids)
     assert error_of(run(*command, "--top-k", 2)).endswith("add --temperature 1")
     assert "must be 'auto', 'none'" in error_of(run(*command, "--generation-config", "nowhere"))
+
+
+# What the answer will mostly repeat
+
+
+def test_a_prediction_is_drafted_first(run: Run, tiny: Path, tmp_path: Path) -> None:
+    given = ("generate", "-m", tiny, "--max-tokens", 24, "--method", "prediction", "hello")
+    fixed = ("--controller", "fixed")
+    alone = parsed(run(*given, *fixed, "--json"))
+    file = tmp_path / "expected.txt"
+    file.write_text(alone["text"])
+    predicted = parsed(run(*given, *fixed, "--json", "--prediction-file", file))
+    assert predicted["token_ids"] == alone["token_ids"]
+    assert predicted["metrics"]["target_passes"] < alone["metrics"]["target_passes"]
+    assert predicted["metrics"]["accepted_prediction_tokens"] > 0
+    assert run(*given, *fixed, "--prediction-file", file).stdout == alone["text"] + "\n"
+    assert "missing.txt: No such file" in error_of(run(*given, "--prediction-file", "missing.txt"))
+
+
+def test_lines_have_predictions_of_their_own(run: Run, tiny: Path, tmp_path: Path) -> None:
+    given = ("generate", "-m", tiny, "--max-tokens", 24, "--method", "prediction")
+    fixed = ("--controller", "fixed")
+    (alone,) = map(json.loads, run(*given, *fixed, "--jsonl", stdin="hello").stdout.splitlines())
+    text = alone["text"]
+    lines = [{"prompt": "hello"}, {"prompt": "hello", "prediction": text}, {"prompt": "hello"}]
+    lines[2]["prediction"] = ""  # none
+    shared = tmp_path / "expected.txt"
+    shared.write_text(text)
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    for more, predicted in (((), [1]), (("--prediction-file", shared), [0, 1])):
+        found = run(*given, *fixed, "--prompts-file", file, *more).stdout.splitlines()
+        for place, line in enumerate(map(json.loads, found)):
+            assert line["token_ids"] == alone["token_ids"]
+            assert (line["metrics"]["accepted_prediction_tokens"] > 0) == (place in predicted)
+    file.write_text('{"prompt": "hello", "prediction": ["a"]}')
+    refused = run(*given, "--prompts-file", file)
+    assert "prediction must be a text" in error_of(refused)
+
+
+# A draft model with other tokens than the target's
+
+
+CALL = ("generate", "the cat", "--no-chat", "--max-tokens", 6)
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model with most of the target's characters, and words besides."""
+    folder = tmp_path_factory.mktemp("other")
+    tokenizer = bpe()
+    tiny_model(vocab_size=len(tokenizer.get_vocab())).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_overlap_is_told_once_the_models_are_loaded(run: Run, tiny: Path, unlike: Path) -> None:
+    plain = run(*CALL, "--model", tiny, "--method", "none")
+    result = run.done(*CALL, "--model", tiny, "--draft-model", unlike)
+    assert result.stdout == plain.stdout
+    size = len(bpe().get_vocab())
+    told = f"55 of the target's 97 tokens are among the draft model's {size} (vocabulary 'inter"
+    assert sum(told in line for line in result.stderr.splitlines()) == 1
+
+
+def test_not_where_the_tokens_are_the_same_or_quiet_is_wanted(
+    run: Run, tiny: Path, unlike: Path
+) -> None:
+    assert "tokens are among" not in run(*CALL, "--model", tiny, "--draft-model", tiny).stderr
+    quiet = run.done(*CALL, "--model", tiny, "--draft-model", unlike, "--quiet")
+    assert quiet.stderr == ""
+
+
+def test_a_way_that_is_refused(run: Run, tiny: Path, unlike: Path) -> None:
+    result = run(
+        *(*CALL, "--model", tiny, "--draft-model", unlike),
+        *("--speculative-config", '{"vocabulary": "same"}'),
+    )
+    assert "set vocabulary to 'intersection' or 'text'" in error_of(result)

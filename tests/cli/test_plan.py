@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -107,33 +106,8 @@ def test_wrong_use(run: Run, arguments: list[str], message: str) -> None:
     assert message in run.refused("plan", *arguments)
 
 
-def test_prompts_of_a_file(tmp_path: Path) -> None:
-    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-    text.write_text("one\n\n two \n")
-    rows: list[Any] = ["a", {"prompt": "b"}, {"turns": ["c", "d"]}, {"id": 1, "question": "e"}]
-    lines.write_text("\n".join(json.dumps(row) for row in rows))
-    assert read_texts(text) == ["one", "two"]
-    assert read_texts(lines) == ["a", "b", "c", "e"]
+def test_without_a_file_there_are_three_prompts() -> None:
     assert len(read_texts(None)) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.txt", b"\n \n", "has no prompts"),
-        ("p.txt", b"caf\xe9", "is not UTF-8 text"),
-        ("p.jsonl", b'"a"\n{"prompt": ', "line 2: not JSON"),
-        ("p.jsonl", b'{"prompt": 3}', "line 1: no text under turns, prompt"),
-        ("p.jsonl", b"[1]", "line 1: no text"),
-        ("p.jsonl", b'{"turns": []}', "line 1: no text"),
-    ],
-)
-def test_prompt_files_that_cannot_be_used(
-    run: Run, tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    file = tmp_path / name
-    file.write_bytes(content)
-    assert message in run.refused(*MEASURE, "--prompts", file)
 
 
 # Measuring

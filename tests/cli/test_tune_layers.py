@@ -103,10 +103,7 @@ def test_a_lucky_run_is_told(
 
 @pytest.mark.parametrize(
     ("ratio", "verdict"),
-    [
-        (1.25, "Best: 1.25x plain decoding"),
-        (0.5, "None is faster than plain decoding here"),
-    ],
+    [(1.25, "Best: 1.25x plain decoding"), (0.5, "None is faster than plain decoding here")],
 )
 def test_verdict(
     run: Run,
