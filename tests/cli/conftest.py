@@ -70,6 +70,14 @@ def tiny_without_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("plain"), chat_template=None)
 
 
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file with two prompts that repeat themselves."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("abc abc abc abc abc\nhello hello\n")
+    return file
+
+
 class Run:
     """The command line in this process; what escapes it is a failure of the test."""
 

@@ -33,13 +33,6 @@ class Llama:
 REQUESTS = 2 * 2 * 3
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.txt"
-    file.write_text("abc abc abc abc abc\nhello hello\n")
-    return file
-
-
 def requests_in(file: Path) -> int:
     return file.read_text().count('"type": "request"') if file.exists() else 0
 

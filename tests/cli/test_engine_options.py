@@ -57,7 +57,12 @@ def test_chat(run: Run, tiny: Path, made: list[dict[str, Any]]) -> None:
 
 
 def test_bench(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[Any]
+    run: Run,
+    tiny: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    made: list[Any],
 ) -> None:
     from tokenleap.bench.own import OwnRunner
 
@@ -72,8 +77,6 @@ def test_bench(
 
     monkeypatch.setattr("tokenleap.bench.run.run", measured)
     monkeypatch.setattr("tokenleap.bench.own.LLM", llm_module.LLM)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n")
     common = ["bench", prompts, "-m", tiny, "--peers", "", "--quantization", "int8"]
     for number, more in enumerate(([], [*GIVEN, "--batch-sizes", 20, "--max-num-seqs", 5])):
         with pytest.raises(StoppedError):
@@ -122,9 +125,7 @@ def test_mistakes_are_found_before_a_model_is_fetched(run: Run) -> None:
         )
 
 
-def test_bench_refuses_what_does_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n")
+def test_bench_refuses_what_does_nothing(run: Run, tiny: Path, prompts: Path) -> None:
     assert "--max-num-seqs is for several prompts at once: add --batch-sizes" in run.refused(
         "bench", prompts, "-m", tiny, "--max-num-seqs", 4
     )

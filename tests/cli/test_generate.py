@@ -66,10 +66,8 @@ def test_a_head_is_given_by_its_folder(run: Run, tiny: Path) -> None:
     "command", ["generate", "demo", pytest.param("bench", marks=pytest.mark.slow)]
 )
 def test_a_head_as_its_authors_publish_it(
-    run: Run, tiny: Path, tmp_path: Path, command: str
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path, command: str
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n")
     more: dict[str, list[object]] = {
         "generate": ["hello", "--json"],
         "demo": ["--rounds", 1],

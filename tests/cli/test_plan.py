@@ -113,13 +113,6 @@ def test_without_a_file_there_are_three_prompts() -> None:
 # Measuring
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.txt"
-    file.write_text("abc abc abc abc abc\nhello\n")
-    return file
-
-
 def test_measure(run: Run, tiny: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = run.done(

@@ -41,10 +41,8 @@ def counts(shown: list[tuple[str, int, int]], total: int) -> list[int]:
 
 
 def test_plan_counts_prompts_and_runs(
-    run: Run, tiny: Path, tmp_path: Path, shown: list[tuple[str, int, int]]
+    run: Run, tiny: Path, prompts: Path, shown: list[tuple[str, int, int]]
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("abc abc abc abc\nx y x y x y x y\n")
     given = ("plan", "-m", tiny, "--measure", "--prompts", prompts, *SHORT)
     run.done(*given, "--gammas", "1,2", "--rounds", 2)
     assert counts(shown, 14) == list(range(15))  # 2 prompts, then 2 rounds of 3 lengths

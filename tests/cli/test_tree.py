@@ -20,13 +20,6 @@ VECTOR = (0.7, 0.15, 0.05)
 GIVEN = ["tree", "--acceptance-vector", "0.7,0.15,0.05"]
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.txt"
-    file.write_text("abc abc abc\nhello\n")
-    return file
-
-
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft model that is wrong at times."""

@@ -18,13 +18,6 @@ QUICK = ["--max-tokens", "8", "--trials", "3", "--seconds", "30"]
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.txt"
-    file.write_text("abc abc abc\nhello\n")
-    return file
-
-
-@pytest.fixture
 def output(tmp_path: Path) -> Path:
     folder = tmp_path / "out"
     folder.mkdir()

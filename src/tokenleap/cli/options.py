@@ -249,7 +249,8 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, type] = {}
     shown: list[inspect.Parameter] = []
     for parameter in _parameters(command):
-        if is_dataclass(kind := parameter.annotation):
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
             groups[parameter.name] = kind
             shown += _parameters(kind)
         else:
@@ -421,7 +422,7 @@ class CachingOptions(EngineOptions):
         return {"enable_prefix_caching": not given.pop("no_enable_prefix_caching"), **given}
 
 
-Acceptance = Annotated[
+RuleOption = Annotated[
     str | None, _speculation("Acceptance rule.", show_default="coupled, lossless")
 ]
 
@@ -441,7 +442,7 @@ class SpeculationOptions:
         "Folder, id (ORG/NAME), .gguf file or alias, for --method draft_model; the folder of a "
         "trained head or Spec-Drafter."
     )
-    acceptance: Acceptance = None
+    acceptance: RuleOption = None
     controller: str | None = option(
         "Chooses how much to draft at each step.",
         show_default="cost_model; fixed unless the rule is coupled",
@@ -467,13 +468,8 @@ class SpeculationOptions:
 
     def _fields(self) -> dict[str, Any]:
         fields = parse_object("--speculative-config", self.speculative_config)
-        flags = {
-            "method": self.method,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "model": self.draft_model,
-            "acceptance": self.acceptance,
-            "controller": self.controller,
-        }
+        flags = {**vars(self), "model": self.draft_model}
+        del flags["draft_model"], flags["speculative_config"]
         for name, value in flags.items():
             if value is None:
                 continue

@@ -30,9 +30,9 @@ from tokenleap.cli.console import (
 )
 from tokenleap.cli.options import (
     PROMPTS_HELP,
-    Acceptance,
     JsonOutput,
     ModelOptions,
+    RuleOption,
     SamplingOptions,
     SpeculationOptions,
     flat,
@@ -106,7 +106,7 @@ class DrafterOptions:
 
     method: str | None = option("Drafter that takes trees (`tokenleap methods`).")
     draft_model: str | None = option("Folder, id (ORG/NAME), .gguf file or alias of a draft model.")
-    acceptance: Acceptance = None
+    acceptance: RuleOption = None
     speculative_config: str | None = option(
         "All of this as a JSON object, with more fields.", metavar="JSON"
     )
@@ -276,11 +276,11 @@ def _rival_table(found: Found) -> Table:
     rates = () if found.costs is None else ("tokens\nper second",)
     rows: list[list[str | Text]] = []
     for rival in found.rivals():
-        name = plain(rival.name, "draft" if rival.name == "this tree" else "")
-        row = [name, str(rival.nodes), str(rival.levels), f"{rival.expected_tokens:.3f}"]
+        cells = [str(rival.nodes), str(rival.levels), f"{rival.expected_tokens:.3f}"]
         if found.costs is not None:
-            row.append(f"{rival.tokens_per_second(found.costs):.1f}")
-        rows.append(row)
+            cells.append(f"{rival.tokens_per_second(found.costs):.1f}")
+        name = plain(rival.name, "draft" if rival.name == "this tree" else "")
+        rows.append([name, *cells])
     return table_of(("", "\nnodes", "\nlevels", "tokens\nper pass", *rates), rows, left=1)
 
 
