@@ -60,9 +60,7 @@ def main(
     dtype: harness.Dtype = "auto",
     device: harness.Device = "auto",
     seed: harness.Seed = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON lines of calls; an existing file is continued.")
-    ] = None,
+    output: harness.Output = None,
 ) -> None:
     """Let two commits take turns, and print how much faster the second one is."""
     commits = {A: _commit(a), B: _commit(b)}

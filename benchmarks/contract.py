@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from pathlib import Path
 from statistics import median_high
 from typing import Annotated, Any
 
@@ -77,9 +76,7 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Time limit; open cells get more rounds.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON lines, one per round; an existing file is continued.")
-    ] = None,
+    output: harness.Output = None,
     max_tokens: harness.MaxTokens = 64,
     max_prompt_tokens: harness.MaxPromptTokens = 256,
     seed: harness.Seed = 0,
@@ -233,14 +230,10 @@ def results(
     cells: Sequence[Cell], records: Sequence[Mapping[str, Any]], rounds: int
 ) -> list[Result]:
     """A result for each cell, from the journal's records of rounds."""
-    return [
-        _result(cell, [r for r in records if (r["batch"], r["kind"]) == _key(cell)], rounds)
-        for cell in cells
-    ]
-
-
-def _key(cell: Cell) -> tuple[int, str]:
-    return cell.batch, cell.kind
+    by_cell: dict[Cell, list[Mapping[str, Any]]] = {cell: [] for cell in cells}
+    for record in records:
+        by_cell.setdefault(Cell(record["batch"], record["kind"]), []).append(record)
+    return [_result(cell, by_cell[cell], rounds) for cell in cells]
 
 
 def _result(cell: Cell, records: Sequence[Mapping[str, Any]], wanted: int) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, geometric_mean, median
@@ -572,6 +572,29 @@ def scipy_stats() -> Any:
         ) from error
 
 
+def percentiles(
+    values: Sequence[Any],
+    statistic: Callable[..., Any],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> tuple[float, float] | None:
+    """The ends of a percentile bootstrap interval of (paired) values; None for a single one."""
+    if len(values[0]) < 2:
+        return None
+    found = scipy_stats().bootstrap(
+        values,
+        statistic,
+        paired=len(values) > 1,
+        n_resamples=resamples,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    low, high = found.confidence_interval
+    return float(low), float(high)
+
+
 def bootstrap_ratio(ratios: Sequence[float], seed: int = 0) -> Interval:
     """Geometric mean of ratios with a 95 % percentile bootstrap interval.
 
@@ -579,17 +602,10 @@ def bootstrap_ratio(ratios: Sequence[float], seed: int = 0) -> Interval:
     sample of prompts may lie.
     """
     mean = geometric_mean(ratios)
-    if len(ratios) < 2:
+    ends = percentiles((np.log(ratios),), np.mean, seed=seed)
+    if ends is None:
         return Interval(mean, None, None)
-    found = scipy_stats().bootstrap(
-        (np.log(ratios),),
-        np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = np.exp(found.confidence_interval)
+    low, high = np.exp(ends)
     return Interval(mean, float(low), float(high))
 
 
