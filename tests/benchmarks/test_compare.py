@@ -27,14 +27,13 @@ class Side:
         self.name, self.seconds, self.first, self.calls = name, seconds, first, calls
         self.facts = {"max_model_len": 64}
 
-    def encode(self, texts: list[str], _: int) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
-
-    def forget(self) -> None: ...
-
-    def generate(self, prompts: list[list[int]], most: int, *_: Any) -> dict[str, Any]:
+    def ask(self, command: str, **fields: Any) -> Any:
+        if command == "encode":
+            return [list(text.encode()) for text in fields["texts"]]
+        if command == "forget":
+            return None
         self.calls.append(self.name)
-        tokens = [self.first, *prompts[0]][:most]
+        tokens = [self.first, *fields["prompts"][0]][: fields["max_tokens"]]
         return {"seconds": self.seconds, "outputs": [{"token_ids": tokens}]}
 
 

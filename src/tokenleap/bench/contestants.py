@@ -247,12 +247,13 @@ def _expected(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Runner(Protocol):
-    """A loaded contestant. It goes on past an end-of-sequence token."""
+    """A loaded contestant. It goes on past an end-of-sequence token.
 
-    @property
-    def device(self) -> str:
-        """Where it computes, as torch calls it."""
-        ...
+    Attributes:
+        device: where it computes, as torch calls it.
+    """
+
+    device: str
 
     def facts(self) -> dict[str, Any]:
         """Its `version`, `batches` (whether it takes several prompts at once), and bytes."""
@@ -267,3 +268,6 @@ class Runner(Protocol):
     ) -> list[dict[str, Any]]:
         """Continue every prompt by `max_tokens` tokens: `token_ids`, times and counts of each."""
         ...
+
+    def forget(self) -> None:
+        """Drop what drafters remember of earlier calls, if they do."""
