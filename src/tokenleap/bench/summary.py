@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -477,10 +478,9 @@ def tokens(call: Record) -> int:
 
 def added(counts: Iterable[Mapping[str, int]]) -> dict[int, int]:
     """The sum of histograms whose keys JSON has turned into text; keys ascend."""
-    total: dict[int, int] = {}
+    total = Counter[int]()
     for each in counts:
-        for name, count in each.items():
-            total[int(name)] = total.get(int(name), 0) + count
+        total.update({int(name): count for name, count in each.items()})
     return dict(sorted(total.items()))
 
 
