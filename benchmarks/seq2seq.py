@@ -17,7 +17,6 @@ all parts work: translations are then nonsense. `--plan FILE` has options as JSO
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,9 +48,8 @@ from benchmarks.seq2seq_training import (
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.report import markdown_table
 from tokenleap.bench.run import Journal
-from tokenleap.bench.summary import BatchPoint, Interval, percentiles
+from tokenleap.bench.summary import BatchPoint, Interval, bleu_metric, percentiles
 from tokenleap.core.config import Config
-from tokenleap.errors import TokenleapError
 from tokenleap.training.report import Panel, save_panels
 
 _FORMAT = "tokenleap-seq2seq-2"
@@ -416,15 +414,8 @@ class Score:
 
 def score(texts: Sequence[str], references: Sequence[str]) -> Score:
     """BLEU and chrF2 of translations."""
-    try:
-        sacrebleu: Any = importlib.import_module("sacrebleu")
-    except ImportError as error:
-        raise TokenleapError("BLEU needs sacreBLEU: pip install 'tokenleap[bench]'.") from error
-    found = (
-        metric(texts, [references]) for metric in (sacrebleu.corpus_bleu, sacrebleu.corpus_chrf)
-    )
-    bleu, chrf = (float(each.score) for each in found)
-    return Score(bleu, chrf)
+    metrics = bleu_metric("BLEU"), bleu_metric("CHRF")
+    return Score(*(float(each.corpus_score(texts, [references]).score) for each in metrics))
 
 
 def ratio_of_sums(above: Sequence[float], below: Sequence[float], seed: int = 0) -> Interval:

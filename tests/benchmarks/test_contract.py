@@ -23,10 +23,9 @@ from benchmarks.contract import (
     results,
 )
 from benchmarks.harness import Loaded
-from typer import Typer
-from typer.testing import CliRunner
 
 from benchmarks import contract
+from tests.benchmarks.program import run
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap import LLM
 from tokenleap.bench.prompts_file import Prompt
@@ -185,12 +184,10 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         for kind in ("qa", "rag")
     ]
     prompts.write_text("\n".join(json.dumps(line) for line in lines))
-    app = Typer()
-    app.command()(contract.main)
     arguments = ["--prompts", str(prompts), "--output", str(output), "--rounds", "3"]
     arguments += ["--batch-size", "1", "--batch-size", "3"]
     arguments += ["--max-tokens", "6", "--max-prompt-tokens", "12"]
-    first = CliRunner().invoke(app, arguments)
+    first = run(contract.main, arguments)
     assert first.exit_code in (0, 1), first.output  # on tiny models speed is noise
     assert "Outputs that differ from those of none: 0." in first.output
     table = [line for line in first.output.splitlines() if line.startswith("| ")]
@@ -198,16 +195,16 @@ def test_the_whole_on_a_tiny_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     expected = ("qa", "rag", "temperature 1.5", "random tokens")
     assert {f"{batch}: {kind}" for batch in (1, 3) for kind in expected} <= labels
     assert len(output.read_text().splitlines()) == 1 + 3 * 2 * 4
-    again = CliRunner().invoke(app, arguments)
+    again = run(contract.main, arguments)
     assert len(output.read_text().splitlines()) == 1 + 3 * 2 * 4
     assert [line for line in again.output.splitlines() if line.startswith("| ")] == table
-    other = CliRunner().invoke(app, [*arguments, "--seed", "1"])
+    other = run(contract.main, [*arguments, "--seed", "1"])
     assert other.exit_code == 2
     assert "made with seed 0" in other.output
-    more = CliRunner().invoke(app, [*arguments, "--rounds", "4"])
+    more = run(contract.main, [*arguments, "--rounds", "4"])
     assert more.exit_code == 2
     assert "made with rounds 3" in more.output
-    nothing = CliRunner().invoke(app, [*arguments, "--kind", "math"])
+    nothing = run(contract.main, [*arguments, "--kind", "math"])
     assert nothing.exit_code == 2
     assert "--kind math: not among qa, rag, temperature 1.5, random tokens" in nothing.output
 
@@ -281,8 +278,6 @@ def test_a_file_of_the_old_form_is_refused(tmp_path: Path) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "rounds.jsonl"
     prompts.write_text('{"prompt": "abc"}\n')
     output.write_text('{"format": "tokenleap contract 1"}\n')
-    app = Typer()
-    app.command()(contract.main)
-    result = CliRunner().invoke(app, ["--prompts", str(prompts), "--output", str(output)])
+    result = run(contract.main, ["--prompts", str(prompts), "--output", str(output)])
     assert result.exit_code == 2
     assert "is not a results file; choose another --output" in result.output

@@ -4,19 +4,15 @@ import random
 
 import pytest
 import torch
-import typer
 from benchmarks.harness import TINY, load
 from benchmarks.tree_cost import Case, Rows, main, measure
-from typer.testing import CliRunner
 
+from tests.benchmarks.program import run
 from tests.counting import counted
 from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap.core.tree import TokenTree
 from tokenleap.runtime.target import Target
-
-app = typer.Typer()
-app.command()(main)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +80,7 @@ def test_positions_grow_with_paths_in_rows_and_with_nodes_in_trees(paths: int, s
 
 def test_a_table_is_printed() -> None:
     arguments = ["--model", "tiny", "--rounds", "1", "--context", "9", "--dtype", "float32"]
-    result = CliRunner().invoke(app, [*arguments, "--paths", "1", "--paths", "3"])
+    result = run(main, [*arguments, "--paths", "1", "--paths", "3"])
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.split("|")[1:5]] for line in lines[2:]]
@@ -103,7 +99,7 @@ def test_a_table_is_printed() -> None:
     ],
 )
 def test_wrong_use_is_one_line(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["--model", "tiny", *arguments])
+    result = run(main, ["--model", "tiny", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tokenleap.drafters.base import with_method
 from tokenleap.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,23 +96,27 @@ BASELINE = Contestant("none", OWN, {"method": "none"})
 
 
 def methods(
-    texts: Sequence[str], draft_model: str | None, quantization: str | None
+    texts: Sequence[str],
+    draft_model: str | None,
+    quantization: str | None,
+    option: str = "--method",
 ) -> list[Contestant]:
-    """The baseline, and the methods of a command line."""
+    """The baseline, and the methods that an option of a command line names."""
     baseline = Contestant(BASELINE.label, OWN, BASELINE.config, quantization)
-    chosen = [_method(text, draft_model, quantization) for text in texts]
+    chosen = [_method(f"{option} {text}", text, draft_model, quantization) for text in texts]
     return list({one.label: one for one in (baseline, *chosen)}.values())
 
 
-def _method(text: str, draft_model: str | None, quantization: str | None) -> Contestant:
+def _method(given: str, text: str, draft_model: str | None, quantization: str | None) -> Contestant:
     fields: dict[str, Any] = {"method": text}
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--method {text}: not JSON ({error}).") from None
+            raise ConfigError(f"{given}: not JSON ({error}).") from None
+    fields = dict(with_method(fields))
     if not isinstance(fields.get("method"), str):
-        raise ConfigError(f'--method {text}: give "method", the name of one.')
+        raise ConfigError(f'{given}: give "method", the name of one.')
     name = fields["method"]
     own = {key: value for key, value in fields.items() if key != "method"}
     quantization = fields.pop("quantization", quantization)

@@ -630,9 +630,10 @@ def t_ratio(ratios: Sequence[float], level: float) -> Interval:
 # output after all that is timed (`Worker.judge`).
 
 
-def bleu_metric() -> Any:
+def bleu_metric(name: str = "BLEU") -> Any:
+    """The metric of this name of sacreBLEU, such as "CHRF"."""
     try:
-        return importlib.import_module("sacrebleu.metrics").BLEU()
+        return getattr(importlib.import_module("sacrebleu.metrics"), name)()
     except ImportError as error:
         raise TokenleapError(
             "relative BLEU needs sacreBLEU: pip install 'tokenleap[bench]'."
