@@ -55,7 +55,10 @@ def contestants(
 ) -> dict[str, Contestant]:
     """Every method on every runtime, on one set of weights."""
     ngram = {"num_speculative_tokens": num_speculative_tokens, "controller": "fixed"}
-    methods = {"none": {"method": "none"}, "ngram": {"method": "ngram", **ngram}}
+    methods: dict[str, dict[str, Any]] = {
+        "none": {"method": "none"},
+        "ngram": {"method": "ngram", **ngram},
+    }
     found: dict[str, Contestant] = {}
     for way, runtime in RUNTIMES.items():
         if compiled or way != "compiled":
