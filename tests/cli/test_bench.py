@@ -87,9 +87,8 @@ class Here(Process):
     def wait_until_loaded(self) -> None:
         self.facts = self._worker.facts()
 
-    def _ask(self, **request: Any) -> Any:
-        found = getattr(self._worker, request.pop("command"))(**request)
-        return json.loads(json.dumps(found))
+    def ask(self, command: str, **fields: Any) -> Any:
+        return json.loads(json.dumps(self._worker.ask(command, **fields)))
 
     def close(self, *, force: bool = False) -> None:
         pass
