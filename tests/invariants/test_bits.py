@@ -22,7 +22,7 @@ from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
 
-TOKENS = 16
+TOKENS = 12
 DTYPES = [torch.float32, torch.bfloat16]
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=3),

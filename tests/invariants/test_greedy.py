@@ -25,7 +25,7 @@ from tokenleap import LLM, SamplingParams
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
 
-TOKENS = 25
+TOKENS = 15
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 # They run parts of the target, read its hidden states, or make trees of other tokens. For chains,
 # `test_bits.py` has `ngram`.
@@ -129,7 +129,7 @@ def test_random_trees(
     drafter = RandomTrees(lambda r: of_prompt[r.prompt_ids], VOCAB_SIZE, wrong=5)
     requests = run(Target(model), drafter, rule, nodes, PROMPTS)
     assert [tuple(r.output_ids) for r in requests] == expected
-    assert sum(r.metrics.num_accepted_tokens for r in requests) > len(PROMPTS) * 5
+    assert sum(r.metrics.num_accepted_tokens for r in requests) > len(PROMPTS) * 3
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])

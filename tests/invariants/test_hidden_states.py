@@ -37,7 +37,7 @@ from tokenleap.runtime.target import Target
 States = dict[int, Tensor]
 Tokens = tuple[int, ...]
 
-TOKENS = 16
+TOKENS = 10
 PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=TOKENS)
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 NO_MEMORY = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
@@ -277,7 +277,7 @@ def test_chunked_prefill(kind: Kind, chunk: int) -> None:
     assert not reader.shown_again
 
 
-LONG = (tokens_of(1, KEY_BLOCK - 10), tokens_of(2, KEY_BLOCK - 100), tokens_of(3, 70))
+LONG = (tokens_of(1, KEY_BLOCK - 6), tokens_of(2, KEY_BLOCK - 100), tokens_of(3, 70))
 
 
 @pytest.mark.parametrize("blocks", [2, 3])

@@ -26,7 +26,8 @@ from tests.training.world import (
 from tokenleap import LLM, CompatibilityError, ModelError
 from tokenleap.drafters.heads.eagle import load_head
 from tokenleap.drafters.heads.eagle_net import EagleNet
-from tokenleap.drafters.heads.layouts import EagleFolder, Verifier, write_head
+from tokenleap.drafters.heads.folder import Verifier
+from tokenleap.drafters.heads.layouts import EagleFolder, write_head
 from tokenleap.drafters.heads.probe import look
 from tokenleap.runtime.target import Target
 from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee, ParallelTrainee

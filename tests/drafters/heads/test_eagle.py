@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
+from tests.drafters.heads.test_serving import PROMPTS
 from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
@@ -193,76 +192,6 @@ def _pair_logits(passes: Passes) -> Tensor:
     need = Need()
     (output,) = passes.verify([0], [chain(range(1, 10))], None, need, [states])
     return output.scores.float().clone()
-
-
-def head_of(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    net = tiny_net(tiny_config(draft_vocab_size=VOCAB_SIZE), model)
-    save_head(folder, net)
-    return {"method": "eagle", "model": str(folder), "controller": "fixed"}
-
-
-@pytest.mark.parametrize(
-    ("runtime", "tree"),
-    [
-        ("native", None),
-        ("native", [2, 2, 1]),
-        ("native", "dynamic"),
-        ("torch", None),
-        # Only the native runtime promises the bits of trees.
-        *(pytest.param("torch", tree, marks=pytest.mark.slow) for tree in ([2, 2, 1], "dynamic")),
-    ],
-    ids=str,
-)
-def test_drafts_do_not_depend_on_the_schedule(tree: Any, runtime: str, tmp_path: Path) -> None:
-    """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
-    model = tiny_model(head_dim=32, max_position_embeddings=1024)
-    config = head_of(model, tmp_path) | ({} if tree is None else {"tree": tree})
-    check_schedules(model, config, runtime, cell_bytes=2 * 32 * 4, trees=tree is not None)
-
-
-def test_a_text_of_one_token_has_no_state_to_draft_from(tmp_path: Path) -> None:
-    model = tiny_model(head_dim=32)
-    llm = LLM(model, speculative_config=head_of(model, tmp_path))
-    (output,) = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=6))
-    assert next(iter(output.trace)).drafted == ()
-    assert output.metrics.num_drafts > 0
-    assert output.metrics.drafter_failure is None
-
-
-def test_penalties_and_masks_hold_for_the_tokens_of_the_draft_vocabulary(tmp_path: Path) -> None:
-    """Only even tokens can be drafted; of these only the allowed ones are."""
-    model = tiny_model(head_dim=32)
-    save_head(tmp_path, tiny_net(tiny_config(), model))
-    config = {"method": "eagle", "model": str(tmp_path), "controller": "fixed"}
-    for allowed, some in (([4, 6, 9], True), ([3, 5], False)):
-        params = SamplingParams(allowed_token_ids=allowed, seed=1, max_tokens=30)
-        (output,) = LLM(model, speculative_config=config).generate([[1, 2, 3]], params)
-        drafted = {token for step in output.trace for token in step.drafted}
-        assert drafted <= set(allowed)
-        assert bool(drafted) == some
-
-
-def test_a_preempted_request_goes_on_drafting(tmp_path: Path) -> None:
-    """Its states were kept in steps, and are shown again outside of a step."""
-    model = tiny_model(head_dim=32, max_position_embeddings=1024)
-    llm = LLM(model, speculative_config=head_of(model, tmp_path))
-    preempted(llm)
-
-
-def test_a_nan_does_not_outlive_its_request(tmp_path: Path) -> None:
-    model = tiny_model(head_dim=32)
-    llm = LLM(model, speculative_config=head_of(model, tmp_path), runtime="torch")
-    drafter: Any = llm.engine._speculation.default.drafter
-    norm = drafter._scorer._fusion._fuse.norms[0]
-    weight = norm.clone()
-    norm.fill_(torch.nan)
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    (poisoned,) = llm.generate([PROMPTS[2]], params)
-    assert poisoned.metrics.drafter_failure is not None
-    norm.copy_(weight)
-    (next_one,) = llm.generate([PROMPTS[0]], params)
-    assert next_one.metrics.drafter_failure is None
-    assert next_one.metrics.num_drafts > 0
 
 
 @pytest.mark.parametrize(

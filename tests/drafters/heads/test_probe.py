@@ -16,7 +16,6 @@ from tests.drafters.heads.test_eagle import CONFIGS, levels
 from tests.heads import (
     feature_config,
     save_head,
-    save_state_head,
     state_config,
     state_net,
     tiny_config,
@@ -91,7 +90,7 @@ def test_another_model_of_the_same_sizes_is_refused(tmp_path: Path) -> None:
 def test_heads_without_attention_tell_it_too(method: str, tmp_path: Path) -> None:
     model = tiny_model()
     note = Probe.of(look(Target(model), TEXT)).note()
-    save_state_head(tmp_path, state_net(method, state_config(method), model), **note)
+    save_head(tmp_path, state_net(method, state_config(method), model), **note)
     load(tmp_path, method)
     with pytest.raises(CompatibilityError, match="this is another"):
         load(tmp_path, method, tiny_model(seed=1))

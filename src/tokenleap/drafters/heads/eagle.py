@@ -8,7 +8,6 @@ head's own outputs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokenleap.core.files import write_whole
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.blocks import BlockScorer
@@ -30,7 +28,7 @@ from tokenleap.drafters.heads.eagle_net import (
     ParallelNet,
     RMSNorm,
 )
-from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json
+from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json, write_fields
 from tokenleap.drafters.heads.layouts import EMBEDDING, OUTPUT_ROWS, EagleFolder, write_head
 from tokenleap.drafters.heads.probe import Probe, check_head, look, our_text
 from tokenleap.drafters.model_drafter import Committed, Head, States
@@ -76,9 +74,8 @@ class EagleHead(OwnModel, Head):
     def use_head(self, net: EagleNet, target: Target, quantization: str | None) -> None:
         """Draft with other weights of the same sizes, on the KV and the states that are there."""
         network = network_of(net, target, quantization)
-        native = isinstance(network, NativeDecoder)
         self.use(network)
-        self._fusion = Fusion(net, target.dtype, target.device, native=native)
+        self._fusion = Fusion.beside(network, net, target)
         for states in self._states.values():
             states.fusion = self._fusion
 
@@ -150,8 +147,7 @@ def load_parts(
     net = file.load(target)
     check_head(file, net.to(target.device), target, tokenizer)
     passes = head_passes(net, target, quantization)
-    native = isinstance(passes.network, NativeDecoder)
-    return net, passes, Fusion(net, target.dtype, target.device, native=native)
+    return net, passes, Fusion.beside(passes.network, net, target)
 
 
 def load_head(
@@ -254,39 +250,32 @@ def head_passes(net: EagleNet, target: Target, quantization: str | None = None) 
 class Fusion:
     """`EagleNet.fuse` for serving, in the target's dtype."""
 
+    of_parts: Callable[[Sequence[Tensor]], Tensor]
+    """[A] of [n, E] hidden states, in the order of the layers -> [n, E] states."""
+
     def __init__(
         self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
     ) -> None:
         self.layers = net.config.aux_layers
         if isinstance(net, FeatureNet):
-            self._fuse: Callable[[Sequence[Tensor]], Tensor] = _Features(net.final_norm)
+            norm = net.final_norm
+            self.of_parts = lambda hidden: norm(hidden[0])
             return
-        norms = [
-            n.weight.detach().to(device, dtype) for n in cast("list[RMSNorm]", list(net.fc_norm))
-        ]
-        kind = NativeFusion if native else _Fusion
-        self._fuse = kind(net.fc.weight.detach().to(device, dtype), norms, net.config.rms_norm_eps)
+        fc, *norms = (
+            part.weight.detach().to(device, dtype)
+            for part in (net.fc, *cast("list[RMSNorm]", list(net.fc_norm)))
+        )
+        self.of_parts = (NativeFusion if native else _Fusion)(fc, norms, net.config.rms_norm_eps)
+
+    @classmethod
+    def beside(cls, network: Network, net: EagleNet, target: Target) -> Fusion:
+        """Computed by the kind of network that computes the head."""
+        native = isinstance(network, NativeDecoder)
+        return cls(net, target.dtype, target.device, native=native)
 
     def __call__(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Layer id -> [n, E] hidden states of n tokens -> [n, E] their states."""
         return self.of_parts([hidden[layer] for layer in self.layers])
-
-    def of_parts(self, hidden: Sequence[Tensor]) -> Tensor:
-        """[A] of [n, E] hidden states, in the order of the layers -> [n, E] states."""
-        return self._fuse(hidden)
-
-
-class _Features:
-    """The states of EAGLE-1: hidden states after the target's final norm."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        self._norm = norm
-
-    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
-        """[1] of [n, E] hidden states -> [n, E] features."""
-        (last,) = hidden
-        features: Tensor = self._norm(last)
-        return features
 
 
 class _Fusion:
@@ -402,11 +391,6 @@ def check_folder(folder: Path, target: Target, tokenizer: PreTrainedTokenizerBas
 
 def record_probe(folder: Path, probe: Probe) -> None:
     """Add it to the head's `config.json`."""
-    path = folder / CONFIG
-    fields = read_json(path)
+    fields = read_json(folder / CONFIG)
     fields["tokenleap"] = {**fields.get("tokenleap", {}), **probe.note()}
-    text = json.dumps(fields, indent=2) + "\n"
-    try:
-        write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be written: {error}.") from None
+    write_fields(folder, fields)

@@ -16,21 +16,12 @@ from torch import Tensor, nn
 
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.heads.state_net import (
-    FrozenLinear,
-    StateNet,
-)
+from tokenleap.drafters.heads.state_net import FrozenLinear, StateNet
 from tokenleap.drafters.model_drafter import Head, States
-from tokenleap.drafters.options import StateHeadOptions
 from tokenleap.request import Request
 from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
-
-__all__ = [
-    "StateHead",
-    "StateHeadOptions",
-]
 
 KEPT = 64
 """Tokens at the end of the text whose hidden states are kept. Only one is needed, except after
