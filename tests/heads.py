@@ -1,4 +1,4 @@
-"""Tiny trained heads: folders with random weights for tiny models."""
+"""Tiny trained heads: folders with random weights for tiny models, and runs of such heads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.tiny import CONTEXT, VOCAB_SIZE
+from tokenleap import SamplingParams
+from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig, ParallelConfig
 from tokenleap.drafters.heads.folder import Verifier
 from tokenleap.drafters.heads.layouts import new_net, write_head
@@ -30,7 +33,9 @@ from tokenleap.drafters.heads.state_net import (
     StateConfig,
     StateNet,
 )
+from tokenleap.drafters.model_drafter import Head
 from tokenleap.drafters.padding import write_pass_tokens
+from tokenleap.request import Request
 from tokenleap.runtime.target import final_norm
 
 Net = TypeVar("Net", bound=nn.Module)
@@ -201,3 +206,53 @@ def tiny_head(method: str = "eagle", vocab_size: int = VOCAB_SIZE) -> str:
     if method == "parallel":
         return random_head(parallel_config(vocab_size))
     return random_head(tiny_config(vocab_size))
+
+
+# Runs of heads
+
+
+def request_of(tokens: Sequence[int]) -> Request:
+    return Request(list(tokens), SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+
+
+def grown(
+    head: Head,
+    hidden: Mapping[int, Tensor],
+    texts: Sequence[Sequence[int]],
+    added: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    """Logits of the nodes of trees that are grown together, level by level.
+
+    Args:
+        hidden: layer id -> [n, E] the target's states of a text, of which `texts` are beginnings.
+        texts: the requests' tokens.
+        added: the levels of every request's tree. The i-th token of a level is the child of the
+            i-th of the level above.
+
+    Returns:
+        For each level, the root's included, [requests, nodes, Vd].
+    """
+    requests = [request_of(text) for text in texts]
+    for request, text in zip(requests, texts, strict=True):
+        head.keep(request, 0, {layer: x[: len(text) - 1] for layer, x in hidden.items()})
+    keys = [request.key for request in requests]
+    head.expect(dict.fromkeys(keys, 1 + len(added)))
+    pending = [head.pending(request) for request in requests]
+    trees = [chain(tokens) for tokens in pending]
+    above = [[len(tokens) - 1] * max([1, *map(len, added)]) for tokens in pending]
+    computed, found = [0] * len(keys), list[Tensor]()
+    for level in ([], *added):
+        if level:
+            computed = [len(tree) for tree in trees]
+            trees = [
+                TokenTree((*tree.tokens, *level), (*tree.parents, *parents[: len(level)]))
+                for tree, parents in zip(trees, above, strict=True)
+            ]
+            above = [list(range(size, size + len(level))) for size in computed]
+        outputs = head.verify(keys, trees, computed)
+        last = max(1, len(level))
+        found.append(torch.stack([output.scores[-last:].clone() for output in outputs]))
+    for request, tokens in zip(requests, pending, strict=True):
+        head.finish_draft(request, len(tokens))
+        head.release(request)
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from tests.drafting import RandomTrees, Scripted, scheduler_of
@@ -13,7 +12,6 @@ from tests.matrix import (
     BRANCHING,
     FROM_TEXT,
     LOSSLESS,
-    ON_CHAINS,
     PROMPTS,
     SPECULATIVE,
     fits,
@@ -148,10 +146,3 @@ def test_known_continuations(
         assert passes == len(PROMPTS) * TOKENS / 5
     if wrong == 1:
         assert accepted == 0
-
-
-def test_bfloat16_equals_plain_decoding() -> None:
-    model = tiny_model(dtype=torch.bfloat16)
-    plain = token_ids(tiny_llm(model))
-    for method in ON_CHAINS:
-        assert token_ids(tiny_llm(model, method)) == plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 
 from tests.drafters.heads.test_serving import PROMPTS
-from tests.heads import feature_config, save_head, tiny_config, tiny_net
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.heads import feature_config, grown, save_head, tiny_config, tiny_net
+from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.core.tree import TokenTree, chain
+from tokenleap.core.tree import chain
 from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_passes, load_head
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from tokenleap.drafters.heads.layouts import EagleFolder
-from tokenleap.request import Request
+from tokenleap.drafters.model_drafter import Head
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
@@ -82,23 +83,10 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
             )
 
 
-def drafted(head: EagleHead, hidden: Any, tokens: list[int], root: int) -> list[Tensor]:
+def drafted(head: Head, hidden: Mapping[int, Tensor], tokens: list[int], root: int) -> list[Tensor]:
     """The logits of a chain of the text's own tokens after `root`."""
-    request = Request(
-        tokens[: root + 1], SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
-    )
-    head.keep(request, 0, {layer: states[:root] for layer, states in hidden.items()})
-    pending = head.pending(request)
-    found, computed = [], 0
-    for level in range(LEVELS):
-        nodes = (*pending, *tokens[root + 1 : root + 1 + level])
-        tree = TokenTree(tuple(nodes), tuple(range(-1, len(nodes) - 1)))
-        (output,) = head.verify([request.key], [tree], [computed])
-        computed = len(nodes)
-        found.append(output.scores[-1].clone())
-    head.finish_draft(request, len(pending))
-    head.release(request)
-    return found
+    own = [[token] for token in tokens[root + 1 : root + LEVELS]]
+    return [level[0, 0] for level in grown(head, hidden, [tokens[: root + 1]], own)]
 
 
 @pytest.mark.parametrize("form", ["EAGLE-3.1", "EAGLE-1"])
@@ -114,39 +102,11 @@ def test_a_path_of_a_tree_has_the_logits_of_a_chain(form: str) -> None:
     tokens = [5, 3, 8, 1, 9, 2]
     target.add(0)
     hidden = target.prefill(0, tokens[:-1], net.config.aux_layers)
-    by_path = {
-        path: grown(head, hidden, tokens, [[node] for node in path])[-1]
-        for path in ((10,), (20,), (10, 11), (20, 21))
-    }
-    tree = grown(head, hidden, tokens, [[10, 20], [11, 21]])
-    for (*_, path), logits in zip(by_path.items(), tree, strict=True):
-        torch.testing.assert_close(logits, path, rtol=0, atol=0)
-
-
-def grown(head: EagleHead, hidden: Any, tokens: list[int], added: list[list[int]]) -> list[Tensor]:
-    """Logits of the nodes of a tree that is grown by these tokens level by level.
-
-    The i-th token of a level is the child of the i-th of the level above; those of the first level
-    are children of the root.
-    """
-    request = Request(tokens, SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-    head.keep(request, 0, hidden)
-    pending = head.pending(request)
-    nodes, parents = list(pending), list(range(-1, len(pending) - 1))
-    above = [len(pending) - 1] * max(map(len, added))
-    found: list[Tensor] = []
-    (output,) = head.verify([request.key], [TokenTree(tuple(nodes), tuple(parents))], [0])
-    for level in added:
-        computed = len(nodes)
-        nodes += level
-        parents += above[: len(level)]
-        above = list(range(computed, len(nodes)))
-        tree = TokenTree(tuple(nodes), tuple(parents))
-        (output,) = head.verify([request.key], [tree], [computed])
-        found += [row.clone() for row in output.scores]
-    head.finish_draft(request, len(pending))
-    head.release(request)
-    return found
+    tree = grown(head, hidden, [tokens], [[10, 20], [11, 21]])
+    for place, path in enumerate(([10, 11], [20, 21])):
+        alone = grown(head, hidden, [tokens], [[token] for token in path])
+        for level in (1, 2):
+            assert torch.equal(tree[level][0, place], alone[level][0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

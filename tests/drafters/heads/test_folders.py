@@ -86,11 +86,6 @@ def test_what_is_written_is_read(method: str, fields: dict[str, Any], tmp_path: 
     assert any(name.startswith("lm_heads") for name in wanted) == bool(fields)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_it_drafts(method: str, tmp_path: Path) -> None:
-    assert_drafts(written(method, tmp_path), method, [1, 2, 3])
-
-
 def test_the_configuration_of_heads_without_attention_is_plain(tmp_path: Path) -> None:
     """Other programs can rely on these fields."""
     assert fields_of(written("medusa", tmp_path)) == {

@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.drafters.heads.test_serving import PROMPTS, served
-from tests.heads import parallel_config, save_head, tiny_net
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.heads import grown, parallel_config, save_head, tiny_net
+from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.core.tree import TokenTree
 from tokenleap.drafters.heads.eagle import ParallelHead
 from tokenleap.drafters.heads.eagle import load_head as drafting_head
 from tokenleap.drafters.heads.eagle_net import EagleLayer, ParallelNet
 from tokenleap.drafters.heads.layouts import EagleFolder
-from tokenleap.request import Request
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
@@ -84,35 +82,15 @@ def block_of(
     """[Vd] of each level from what serves, after the token `root`."""
     head, _ = drafting_head(EagleFolder.read(folder, "parallel"), target)
     assert isinstance(head, ParallelHead)
-    return grown(head, hidden, [tokens[: root + 1]], LEVELS)[0]
+    found = blocks(head, hidden, [tokens[: root + 1]], LEVELS)
+    return [level[0, 0] for level in found]
 
 
-def grown(
+def blocks(
     head: ParallelHead, hidden: Mapping[int, Tensor], texts: list[list[int]], levels: int
-) -> list[list[Tensor]]:
-    """Logits of all levels of the drafts for some texts, in one pass."""
-    requests = [
-        Request(text, SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-        for text in texts
-    ]
-    for request, text in zip(requests, texts, strict=True):
-        head.keep(request, 0, {k: states[: len(text) - 1] for k, states in hidden.items()})
-    head.expect({request.key: levels for request in requests})
-    pending = [head.pending(request) for request in requests]
-    found: list[list[Tensor]] = [[] for _ in requests]
-    for level in range(levels):
-        trees = []
-        for tokens in pending:
-            nodes = (*tokens, *[9] * level)
-            trees.append(TokenTree(nodes, tuple(range(-1, len(nodes) - 1))))
-        computed = [len(tokens) + level - 1 if level else 0 for tokens in pending]
-        outputs = head.verify([request.key for request in requests], trees, computed)
-        for each, output in zip(found, outputs, strict=True):
-            each.append(output.scores[-1].clone())
-    for request, tokens in zip(requests, pending, strict=True):
-        head.finish_draft(request, len(tokens))
-        head.release(request)
-    return found
+) -> list[Tensor]:
+    """[levels] of [texts, 1, Vd]: the logits of all levels of drafts, in one pass."""
+    return grown(head, hidden, texts, [[9]] * (levels - 1))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -152,12 +130,11 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(
     target.add(0)
     hidden = target.prefill(0, tokens, (0, 1, 2))
     texts = [tokens[:length] for length in (2, 30, 31, 60)]
-    together = grown(head, hidden, texts, LEVELS)
-    for text, levels in zip(texts, together, strict=True):
+    together = blocks(head, hidden, texts, LEVELS)
+    for place, text in enumerate(texts):
         for count in (1, 3):
-            (alone,) = grown(head, hidden, [text], count)
-            for one, other in zip(alone, levels, strict=False):
-                assert torch.equal(one, other)
+            for one, other in zip(blocks(head, hidden, [text], count), together, strict=False):
+                assert torch.equal(one[0], other[place])
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -208,16 +208,16 @@ def test_a_record_is_added(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_the_shipped_head_finds_its_layers(tmp_path: Path) -> None:
+def test_the_shipped_head_finds_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given three wrong ones; and nothing is wrong with those that it has."""
+    monkeypatch.setattr(probe, "_TRIED", 6)  # besides the usual ones
     head = shipped_head("smollm2-135m")
     assert head is not None
     assert "probe" in EagleFolder.read(head, "eagle").notes
     llm = LLM("smollm2-135m", speculative_config={"method": "none"}, dtype="bfloat16")
     target, tokenizer = llm.engine.target, llm.tokenizer
-    net, _, _ = load_parts(
-        EagleFolder.read(head, "eagle"), target, tokenizer
-    )  # warnings are errors
+    # Warnings are errors.
+    net, _, _ = load_parts(EagleFolder.read(head, "eagle"), target, tokenizer)
     wrong = tmp_path / "wrong"
     shutil.copytree(head, wrong)
     fields = json.loads((wrong / "config.json").read_text())

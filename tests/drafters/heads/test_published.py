@@ -153,7 +153,8 @@ def test_eagle3(size: int, pickled: bool, tmp_path: Path) -> None:
 def test_named_layers(inside: bool, tmp_path: Path) -> None:
     named: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 0]}
     fields = {"eagle_config": named} if inside else named
-    folder = published(tmp_path / "head", tiny_net(EAGLE3, tiny_model()), **fields)
+    net = tiny_net(EAGLE3, tiny_model())
+    folder = published(tmp_path / "head", net, draft_vocab_size=48, **fields)
     assert EagleFolder.read(folder, "eagle").config.aux_layers == (2, 0)
 
 

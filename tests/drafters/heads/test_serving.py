@@ -74,7 +74,7 @@ def test_drafts_do_not_depend_on_the_schedule(
     """Alone, in a batch with little memory, and in chunks: the same drafts (invariant 4)."""
     model = tiny_model(head_dim=32, max_position_embeddings=1024)
     config = served(method, model, tmp_path, draft_vocab_size=VOCAB_SIZE) | shaped(tree)
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=16)
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=10)
     fields: dict[str, Any] = {"speculative_config": config, "runtime": runtime}
     alone = LLM(model, max_num_seqs=1, **fields).generate(PROMPTS, params)
     memory = 3 * 512 * (Target(model).cell_bytes + CELL_BYTES.get(method, 0))
@@ -86,7 +86,7 @@ def test_drafts_do_not_depend_on_the_schedule(
             assert other.metrics.drafter_failure is None
             if other.metrics.preemptions == 0:
                 assert drafts(other) == drafts(one)
-    assert sum(output.metrics.num_draft_tokens for output in together) > 100
+    assert sum(output.metrics.num_draft_tokens for output in together) > 80
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -5,7 +5,6 @@ Every test runs over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.drafters.heads.test_serving import PROMPTS, served
-from tests.heads import STATE_NETS, save_head, state_config, state_net
-from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, tiny_model
+from tests.heads import STATE_NETS, grown, request_of, save_head, state_config, state_net
+from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import parts_of
 from tokenleap import LLM, CompatibilityError, SamplingParams
-from tokenleap.core.tree import TokenTree, chain
+from tokenleap.core.tree import chain
 from tokenleap.drafters.heads import state
 from tokenleap.drafters.heads.layouts import StateFolder
 from tokenleap.drafters.heads.state import KEPT, StateHead
 from tokenleap.drafters.heads.state_net import StateConfig
-from tokenleap.request import Request
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
@@ -56,48 +54,6 @@ def head_of(method: str, folder: Path, target: Target) -> StateHead:
     return StateHead(StateFolder.read(folder, kind.METHOD).load(target), target)
 
 
-def request_of(tokens: Sequence[int]) -> Request:
-    return Request(list(tokens), SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-
-
-def grown(
-    head: StateHead, hidden: Tensor, texts: Sequence[Sequence[int]], added: Sequence[Sequence[int]]
-) -> list[Tensor]:
-    """Logits of the nodes of trees that are grown together, level by level.
-
-    Args:
-        head: the head.
-        hidden: [n, E] the target's states of a text, of which `texts` are beginnings.
-        texts: the requests' tokens.
-        added: the levels of every request's tree. The i-th token of a level is the child of the
-            i-th of the level above.
-
-    Returns:
-        For each level, the root's included, [requests, nodes, Vd].
-    """
-    requests = [request_of(text) for text in texts]
-    for request, text in zip(requests, texts, strict=True):
-        head.keep(request, 0, {head.layers[0]: hidden[: len(text) - 1]})
-        assert head.pending(request) == [text[-1]]
-    nodes: list[int] = []
-    parents = [-1]
-    above = [0] * max([1, *map(len, added)])
-    found: list[Tensor] = []
-    for level in ([], *added):
-        computed = 1 + len(nodes) if found else 0
-        nodes += level
-        if level:
-            parents += above[: len(level)]
-            above = list(range(computed, computed + len(level)))
-        trees = [TokenTree((text[-1], *nodes), tuple(parents)) for text in texts]
-        outputs = head.verify([r.key for r in requests], trees, [computed] * len(texts))
-        found.append(torch.stack([output.scores.clone() for output in outputs]))
-    for request in requests:
-        head.finish_draft(request, 1)
-        head.release(request)
-    return found
-
-
 def text_and_states(target: Target, seed: int = 0) -> tuple[list[int], Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB_SIZE, (90,), generator=generator).tolist()
@@ -122,7 +78,7 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
     for root in (1, 2, 80):
         expected = net.float()(normed[root - 1], torch.tensor(tokens[root : root + K]))
         levels = [[token] for token in tokens[root + 1 : root + K]]
-        found = grown(head, hidden, [tokens[: root + 1]], levels)
+        found = grown(head, {head.layers[0]: hidden}, [tokens[: root + 1]], levels)
         for level, logits in zip(found, expected, strict=True):
             torch.testing.assert_close(level[0, 0], logits, atol=2e-3, rtol=1e-3)
 
@@ -142,11 +98,11 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(
     tokens, hidden = text_and_states(target)
     texts = [tokens[:length] for length in (2, 30, 31, 33, 80)]
     tree = [[10, 20, 30], [11, 21], [12, 22]]
-    together = grown(head, hidden, texts, tree)
+    together = grown(head, {head.layers[0]: hidden}, texts, tree)
     for request, text in enumerate(texts):
         for first in ((10, 11, 12), (20, 21, 22)):
             place = tree[0].index(first[0])
-            chain = grown(head, hidden, [text], [[token] for token in first])
+            chain = grown(head, {head.layers[0]: hidden}, [text], [[token] for token in first])
             assert torch.equal(together[0][request, 0], chain[0][0, 0])
             for level in range(1, K):
                 assert torch.equal(together[level][request, place], chain[level][0, 0])
@@ -160,7 +116,7 @@ def test_only_heads_that_read_tokens_tell_them_apart(method: str, tmp_path: Path
     target = Target(model)
     tokens, hidden = text_and_states(target)
     head = head_of(method, tmp_path, target)
-    found = grown(head, hidden, [tokens[:9]], [[10, 20], [11, 11]])
+    found = grown(head, {head.layers[0]: hidden}, [tokens[:9]], [[10, 20], [11, 11]])
     for level in found[1:]:
         same = torch.equal(level[0, 0], level[0, 1])
         assert same != STATE_NETS[method][0].reads_tokens
@@ -315,7 +271,7 @@ def test_what_the_target_adds_to_its_logits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(trainee.logits(outputs, 1), own, rtol=0, atol=1e-4)
     trainee.write(parts, tmp_path, {})
     head = head_of("blockwise", tmp_path, target)
-    first, second = grown(head, hidden, [[5, 20, 21, 22]], [[23]])
+    first, second = grown(head, {head.layers[0]: hidden}, [[5, 20, 21, 22]], [[23]])
     torch.testing.assert_close(first[0], own, rtol=0, atol=1e-4)
     torch.testing.assert_close(second[0], own, rtol=0, atol=1e-4)
 
