@@ -351,7 +351,7 @@ def test_requests_that_ask_for_different_layers(kind: Kind) -> None:
 
 def test_steps_without_memory_for_drafts(kind: Kind) -> None:
     """Where drafting fills the slab the step is a plain one, and its states are shown, too."""
-    reader = Reader(scripted(kind, Scripted), kind.hidden_layers, full_every=3)
+    reader = Reader(scripted(kind, Scripted), kind.hidden_layers, full_every=2)
     outputs = kind.llm(reader).generate(PROMPTS, PARAMS)
     assert_equal(states_of(reader), one_by_one(kind, SHORT))
     assert any(not step.drafted for output in outputs for step in output.trace.steps[:-1])

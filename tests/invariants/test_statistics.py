@@ -65,7 +65,7 @@ ALARM = 1e-6
 
 def params(seed: int, temperature: float) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature, top_k=5, seed=seed, max_tokens=LENGTH + 2, presence_penalty=0.5
+        temperature=temperature, top_k=5, seed=seed, max_tokens=LENGTH + 1, presence_penalty=0.5
     )
 
 

@@ -21,7 +21,7 @@ from tests.heads import (
     tiny_net,
 )
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tokenleap import LLM, SamplingParams
+from tokenleap import LLM, CompletionOutput, SamplingParams
 from tokenleap.core.tree import TokenTree
 from tokenleap.runtime.target import Target
 
@@ -100,7 +100,7 @@ def test_a_preempted_request_goes_on_drafting(method: str, tmp_path: Path) -> No
         engine.step()
     scheduler = engine._scheduler
     scheduler._preempt(scheduler._running[-1])
-    outputs = []
+    outputs: list[CompletionOutput] = []
     while len(outputs) < 2:
         outputs += [chunk.output for chunk in engine.step() if chunk.output is not None]
     assert max(output.metrics.preemptions for output in outputs) == 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,9 @@ from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.blocks import BlockScorer
 from tokenleap.drafters.heads.eagle_net import (
-    EagleLayer,
     EagleNet,
     FeatureNet,
     ParallelNet,
-    RMSNorm,
 )
 from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json, write_fields
 from tokenleap.drafters.heads.layouts import EMBEDDING, OUTPUT_ROWS, EagleFolder, write_head
@@ -40,6 +38,7 @@ from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.lean import DenseLinear, LinearLayer
 from tokenleap.runtime.llama import (
+    Family,
     JointInput,
     LayerWeights,
     LinearWeights,
@@ -175,13 +174,13 @@ class EagleWeights:
 
     def __init__(self, net: EagleNet) -> None:
         config = net.config
-        self._layers = cast("list[EagleLayer]", list(net.layers))
+        self._layers = net.layers
         self.embedding = net.embedding.detach()
         self._dtype = self.embedding.dtype
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.hidden_size, self.inner_size = config.hidden_size, config.intermediate_size
         self.width, self.epsilon = config.head_dim, config.rms_norm_eps
-        self.scaling: float = self._layers[0].self_attn.scaling
+        self.scaling: float = net.layer.self_attn.scaling
         self.num_layers = len(net.layers)
         self.head = LinearWeights(self._of(net.head), None)
         self.rotary = Rotary(net.rotary, self.embedding.device)
@@ -190,38 +189,26 @@ class EagleWeights:
         self.norm: Tensor | None = None
         self.joint: JointInput | MixedInput | None
         if isinstance(net, FeatureNet):
-            self.joint = MixedInput(self._merged(net.fc))
+            self.joint = MixedInput(self._linear(LinearWeights.of(net.fc)))
         else:
             self.norm = self._of(net.norm.weight)
             self.joint = JointInput(
-                self._of(self._layers[0].input_layernorm.weight),
-                self._of(self._layers[0].hidden_norm.weight),
+                self._of(net.layer.input_layernorm.weight),
+                self._of(net.layer.hidden_norm.weight),
                 config.norm_before_residual,
                 config.norm_output,
             )
 
     def layer(self, index: int) -> LayerWeights:
-        """The weights of a layer; the attention of the first one has norms of its own."""
-        layer = self._layers[index]
-        attention, mlp = layer.self_attn, layer.mlp
-        return LayerWeights(
-            attention_norm=self._norm(getattr(layer, "input_layernorm", None)),
-            qkv=self._merged(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=self._norm(attention.q_norm),
-            key_norm=self._norm(attention.k_norm),
-            output=self._merged(attention.o_proj),
-            mlp_norm=self._of(layer.post_attention_layernorm.weight),
-            gate_up=self._merged(mlp.gate_proj, mlp.up_proj),
-            down=self._merged(mlp.down_proj),
-        )
+        parts: dict[str, Any] = {
+            name: self._linear(part) if isinstance(part, LinearWeights) else self._of(part)
+            for name, part in Family().parts(self._layers[index]).items()
+        }
+        return LayerWeights(**parts)
 
-    def _merged(self, *parts: torch.nn.Linear) -> LinearWeights:
-        merged = LinearWeights.of(*parts)
-        bias = None if merged.bias is None else self._of(merged.bias)
-        return LinearWeights(self._of(merged.weight), bias)
-
-    def _norm(self, norm: RMSNorm | None) -> Tensor | None:
-        return None if norm is None else self._of(norm.weight)
+    def _linear(self, part: LinearWeights) -> LinearWeights:
+        bias = None if part.bias is None else self._of(part.bias)
+        return LinearWeights(self._of(part.weight), bias)
 
     def _of(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self.embedding.device, self._dtype)
@@ -261,10 +248,8 @@ class Fusion:
             norm = net.final_norm
             self.of_parts = lambda hidden: norm(hidden[0])
             return
-        fc, *norms = (
-            part.weight.detach().to(device, dtype)
-            for part in (net.fc, *cast("list[RMSNorm]", list(net.fc_norm)))
-        )
+        parts: list[Any] = [net.fc, *net.fc_norm]
+        fc, *norms = (part.weight.detach().to(device, dtype) for part in parts)
         self.of_parts = (NativeFusion if native else _Fusion)(fc, norms, net.config.rms_norm_eps)
 
     @classmethod

@@ -338,7 +338,7 @@ class _Layer(BaseModel):
     num_attention_heads: _Size
     num_key_value_heads: _Size
     head_dim: _Size | None = None
-    num_hidden_layers: Literal[1] = 1
+    num_layers: Literal[1] = Field(1, validation_alias="num_hidden_layers")
     layer_types: tuple[Literal["full_attention"], ...] | None = None
     vocab_size: _Size
     max_position_embeddings: _Size
@@ -353,7 +353,7 @@ class _Layer(BaseModel):
 
 class _DeepLayer(_Layer):
     # The layers of a head are alike: the fields say the number instead of 1.
-    num_hidden_layers: _Size = 1  # type: ignore[assignment]
+    num_layers: _Size = Field(1, validation_alias="num_hidden_layers")  # type: ignore[assignment]
 
 
 class _Named(BaseModel):
@@ -365,7 +365,9 @@ class _File(BaseModel):
     transformer_layer_config: _Layer
     verifier: _Named = Field(validation_alias=AliasPath("speculators_config", "verifier"))
     draft_vocab_size: _Size
-    eagle_aux_hidden_state_layer_ids: Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
+    aux_layers: Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)] = Field(
+        validation_alias="eagle_aux_hidden_state_layer_ids"
+    )
     norm_before_residual: bool
     norm_before_fc: Literal[False] = False
     fc_norm: bool = False
@@ -424,40 +426,29 @@ def _described(fields: Mapping[str, Any], path: Path) -> _Described:
     return config, verifier, notes.model_extra or {}
 
 
-_OF_LAYER = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
-_OF_FILE = ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
-"""Fields of `EagleConfig` that `transformer_layer_config` and the file have under these names."""
-
-
 def _config(file: _File) -> EagleConfig:
     layer = file.transformer_layer_config
     rope = layer.rope_parameters or layer.rope_scaling or _Rope()
     parameters = rope.model_dump(exclude_none=True)
     parameters.setdefault("rope_theta", layer.rope_theta)
-    sizes: dict[str, Any] = {
-        **{name: getattr(layer, name) for name in _OF_LAYER},
-        **{name: getattr(file, name) for name in _OF_FILE},
+    kind = ParallelConfig if isinstance(file, _ParallelFile) else EagleConfig
+    known = kind.__dataclass_fields__
+    given: dict[str, Any] = {name: x for name, x in (*layer, *file) if name in known}
+    given |= {
         "head_dim": layer.head_dim or max(1, layer.hidden_size // layer.num_attention_heads),
-        "aux_layers": file.eagle_aux_hidden_state_layer_ids,
         "rope_parameters": parameters,
         "qk_norm": layer.model_type == "qwen3",
     }
-    if not isinstance(file, _ParallelFile):
-        return EagleConfig(**sizes)
-    return ParallelConfig(
-        **sizes,
-        num_layers=layer.num_hidden_layers,
-        mask_token_id=file.mask_token_id,
-        depths=file.depths,
-    )
+    return kind(**given)
+
+
+def _same(config: EagleConfig, part: type[BaseModel]) -> dict[str, Any]:
+    """The fields of a configuration that a part of the file has, too, by the file's names."""
+    return {
+        str(each.validation_alias or name): getattr(config, name)
+        for name, each in part.model_fields.items()
+        if hasattr(config, name)
+    }
 
 
 def _speculators_fields(
@@ -467,11 +458,9 @@ def _speculators_fields(
     kind = "peagle" if parallel else "eagle3"
     layer = {
         "model_type": "qwen3" if config.qk_norm else "llama",
-        **{name: getattr(config, name) for name in _OF_LAYER},
-        "head_dim": config.head_dim,
-        "num_hidden_layers": parallel.num_layers if parallel else 1,
+        "num_hidden_layers": 1,
+        **_same(config, _Layer),
         "rope_theta": config.rope_parameters["rope_theta"],
-        "rope_parameters": dict(config.rope_parameters),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -494,9 +483,8 @@ def _speculators_fields(
             "verifier": named,
         },
         "transformer_layer_config": layer,
-        **{name: getattr(config, name) for name in _OF_FILE},
+        **_same(config, _File),
         "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
         "norm_before_fc": False,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
