@@ -267,10 +267,10 @@ def test_chains_and_trees_in_a_batch_are_plain_decoding_alone(kind: Kind, greedy
     assert_equal(states_of(run(kind, trees, params=params)), expected, exact=kind.exact_trees)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 300])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
 def test_chunked_prefill(kind: Kind, chunk: int) -> None:
     """Also beside steps of requests that came earlier."""
-    prompts = (*SHORT[:2], tokens_of(1, 150), tokens_of(2, 330))
+    prompts = (*SHORT[:2], tokens_of(1, 90), tokens_of(2, 140))
     expected = one_by_one(kind, prompts)
     reader = run(kind, None, prompts, max_num_batched_tokens=chunk)
     assert_equal(states_of(reader), expected)

@@ -95,6 +95,25 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in tensors.items()}
 
 
+def read_shards(folder: Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, or of the files that its index names."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if (folder / WEIGHTS).exists() or not index.exists():
+        return read_tensors(folder / WEIGHTS)
+    shards = validated(_Index, read_json(index), index).weight_map.values()
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(shards)):
+        if Path(shard).name != shard:
+            raise ModelError(f"{index}: '{shard}' is not the name of a file of this folder.")
+        tensors |= read_tensors(folder / shard)
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, str]
+
+
 def _unpickled(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about files that it then refuses

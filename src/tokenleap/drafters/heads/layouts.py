@@ -49,6 +49,7 @@ from tokenleap.drafters.heads.folder import (
     noted,
     notes_of,
     read_json,
+    read_shards,
     read_tensors,
     validated,
     vocabulary_weights,
@@ -80,6 +81,7 @@ MODEL_TYPE = "tokenleap_head"
 _UNKNOWN = "another model"
 
 _Net = TypeVar("_Net", bound=nn.Module)
+_Config = TypeVar("_Config", bound=StateConfig)
 
 
 @dataclass(frozen=True)
@@ -617,29 +619,46 @@ def _own_fields(net: StateNet, verifier: Verifier, notes: Mapping[str, Any]) -> 
 #   head.{depth}.weight, ln.{depth}.weight and .bias, in one file or several.
 
 
-@dataclass(frozen=True)
-class _FasterDecodingFields:
-    medusa_num_heads: Depth
-    medusa_num_layers: Depth = 1
+class _Published(BaseModel):
     base_model_name_or_path: str = _UNKNOWN
+
+    def config(self, kind: type[_Config], **more: Any) -> _Config:
+        """A configuration with the fields of the same names, and more."""
+        known = kind.__dataclass_fields__
+        return kind(**{**{name: x for name, x in self if name in known}, **more})
+
+    def folder(
+        self,
+        weights: Path,
+        config: StateConfig,
+        tensors: Mapping[str, Tensor],
+        tokens: Tensor | None = None,
+    ) -> StateFolder:
+        verifier = Verifier(self.base_model_name_or_path)
+        tokens = torch.arange(config.vocab_size) if tokens is None else tokens
+        return StateFolder(weights, config, verifier, {}, tensors, tokens)
+
+
+class _FasterDecoding(_Published):
+    num_heads: Depth = Field(validation_alias="medusa_num_heads")
+    num_layers: Depth = Field(1, validation_alias="medusa_num_layers")
 
 
 def _fasterdecoding(folder: Path, fields: Mapping[str, Any]) -> StateFolder:
     """Files may have more heads than their configuration says; all are used."""
-    given = validated(_FasterDecodingFields, dict(fields), folder / CONFIG)
+    given = validated(_FasterDecoding, fields, folder / CONFIG)
     path = first_of(folder, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
-    layers = given.medusa_num_layers
     tensors = _renamed(
         read_tensors(path),
         (r"^medusa_head\.", ""),
         (r"^(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3"),
-        (rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight"),
+        (rf"^(\d+)\.{given.num_layers}\.weight$", r"lm_heads.\1.weight"),
     )
     vocab_size, size = _shape(path, tensors, "lm_heads.0.weight")
     heads = sum(bool(re.fullmatch(r"lm_heads\.\d+\.weight", name)) for name in tensors)
-    heads = max(given.medusa_num_heads, heads)
-    config = MedusaConfig(size, vocab_size, vocab_size, heads, own_rows=True, num_layers=layers)
-    return _published(path, config, given, tensors)
+    sizes = {"hidden_size": size, "vocab_size": vocab_size, "draft_vocab_size": vocab_size}
+    sizes["num_heads"] = max(given.num_heads, heads)
+    return given.folder(path, given.config(MedusaConfig, **sizes, own_rows=True), tensors)
 
 
 def _renamed(tensors: Mapping[str, Tensor], *rules: tuple[str, str]) -> dict[str, Tensor]:
@@ -653,36 +672,22 @@ def _renamed(tensors: Mapping[str, Tensor], *rules: tuple[str, str]) -> dict[str
     return {name_of(name): tensor for name, tensor in tensors.items()}
 
 
-def _published(
-    path: Path,
-    config: StateConfig,
-    given: _FasterDecodingFields | _VllmFields | _IbmFields,
-    tensors: Mapping[str, Tensor],
-    tokens: Tensor | None = None,
-) -> StateFolder:
-    verifier = Verifier(given.base_model_name_or_path)
-    tokens = torch.arange(config.vocab_size) if tokens is None else tokens
-    return StateFolder(path, config, verifier, {}, tensors, tokens)
-
-
-@dataclass(frozen=True)
-class _VllmFields:
+class _Vllm(_Published):
     hidden_size: Size
     vocab_size: Size
+    draft_vocab_size: Size | None = Field(None, validation_alias="truncated_vocab_size")
     num_heads: Depth
-    num_hidden_layers: Depth = 1
-    truncated_vocab_size: Size | None = None
-    medusa_fc_bias: bool = False
+    num_layers: Depth = Field(1, validation_alias="num_hidden_layers")
+    bias: bool = Field(False, validation_alias="medusa_fc_bias")
     original_lm_head: bool = False
-    base_model_name_or_path: str = _UNKNOWN
 
 
 def _vllm(folder: Path, fields: Mapping[str, Any]) -> StateFolder:
     """With `original_lm_head` the heads share the target's output layer."""
-    given = validated(_VllmFields, dict(fields), folder / CONFIG)
+    given = validated(_Vllm, fields, folder / CONFIG)
     path = folder / WEIGHTS
     tensors = _renamed(read_tensors(path), (r"^medusa_heads\.", ""))
-    count = given.truncated_vocab_size or given.vocab_size
+    count = given.draft_vocab_size or given.vocab_size
     tokens, order = _token_map(path, tensors.pop("token_map", None), count, given.vocab_size)
     tensors.pop("lm_head.weight", None)  # the target's own
     if given.original_lm_head:
@@ -691,70 +696,38 @@ def _vllm(folder: Path, fields: Mapping[str, Any]) -> StateFolder:
         if name.startswith("lm_heads.") and tensor.dim() == 2 and order is not None:
             places = {given.vocab_size: tokens, count: order}.get(len(tensor))
             tensors[name] = tensor if places is None else tensor[places]
-    config = MedusaConfig(
-        given.hidden_size,
-        given.vocab_size,
-        count,
-        given.num_heads,
-        own_rows=not given.original_lm_head,
-        num_layers=given.num_hidden_layers,
-        bias=given.medusa_fc_bias,
-    )
-    return _published(path, config, given, tensors, tokens)
+    own_rows = not given.original_lm_head
+    config = given.config(MedusaConfig, draft_vocab_size=count, own_rows=own_rows)
+    return given.folder(path, config, tensors, tokens)
 
 
-@dataclass(frozen=True)
-class _IbmFields:
+class _Ibm(_Published):
     vocab_size: Size
-    emb_dim: Size
-    n_predict: Depth
-    inner_dim: Annotated[int, Ge(0)] = 0
+    hidden_size: Size = Field(validation_alias="emb_dim")
+    num_heads: Depth = Field(validation_alias="n_predict")
+    inner_size: Annotated[int, Ge(0)] = Field(0, validation_alias="inner_dim")
     tie_weights: bool = False
     scale_input: bool = False
-    base_model_name_or_path: str = _UNKNOWN
 
 
 def _ibm(folder: Path, fields: Mapping[str, Any]) -> StateFolder:
     """Files with tied weights may repeat them for every depth."""
-    given = validated(_IbmFields, dict(fields), folder / CONFIG)
-    config = MlpSpeculatorConfig(
-        given.emb_dim,
-        given.vocab_size,
-        given.vocab_size,
-        given.n_predict,
+    given = validated(_Ibm, fields, folder / CONFIG)
+    config = given.config(
+        MlpSpeculatorConfig,
+        draft_vocab_size=given.vocab_size,
+        inner_size=given.inner_size or given.hidden_size,
         own_rows=True,
-        inner_size=given.inner_dim or given.emb_dim,
-        tie_weights=given.tie_weights,
-        scale_input=given.scale_input,
         own_embedding=True,
     )
-    named = _renamed(_read_shards(folder), (r"^speculator\.", ""), (r"^head\.", "lm_heads."))
+    named = _renamed(read_shards(folder), (r"^speculator\.", ""), (r"^head\.", "lm_heads."))
     if given.tie_weights:
         named = {name: tensor for name, tensor in named.items() if not _REPEATED.match(name)}
-    return _published(folder / WEIGHTS, config, given, named)
+    return given.folder(folder / WEIGHTS, config, named)
 
 
 _REPEATED = re.compile(r"(emb|lm_heads|ln)\.([1-9]\d*)\.|proj\.([2-9]|[1-9]\d+)\.")
 """Tensors of later depths, which are those of the first ones if weights are tied."""
-
-
-def _read_shards(folder: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, or of the files that its index names."""
-    index = folder / f"{WEIGHTS}.index.json"
-    if (folder / WEIGHTS).exists() or not index.exists():
-        return read_tensors(folder / WEIGHTS)
-    shards = validated(_Index, read_json(index), index).weight_map.values()
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(shards)):
-        if Path(shard).name != shard:
-            raise ModelError(f"{index}: '{shard}' is not the name of a file of this folder.")
-        tensors |= read_tensors(folder / shard)
-    return tensors
-
-
-@dataclass(frozen=True)
-class _Index:
-    weight_map: dict[str, str]
 
 
 def _token_map(
