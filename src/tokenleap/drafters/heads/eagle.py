@@ -21,11 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.blocks import BlockScorer
-from tokenleap.drafters.heads.eagle_net import (
-    EagleNet,
-    FeatureNet,
-    ParallelNet,
-)
+from tokenleap.drafters.heads.eagle_net import EagleNet, FeatureNet, ParallelNet
 from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json, write_fields
 from tokenleap.drafters.heads.layouts import EMBEDDING, OUTPUT_ROWS, EagleFolder, write_head
 from tokenleap.drafters.heads.probe import Probe, check_head, look, our_text
