@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.cli.conftest import Run
-from tests.heads import save_head, save_state_head, state_config, state_net, tiny_config, tiny_net
+from tests.heads import save_head, state_config, state_net, tiny_config, tiny_net
 from tests.tiny import tiny_model
-from tokenleap.drafters.heads.layouts import Verifier, write_head
+from tokenleap.drafters.heads.folder import Verifier
+from tokenleap.drafters.heads.layouts import write_head
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_the_folder_of_the_head_itself(run: Run, tiny: Path, head: Path) -> None
 
 
 def test_a_head_of_another_kind(run: Run, tiny: Path, tmp_path: Path) -> None:
-    save_state_head(tmp_path / "medusa", state_net("medusa", state_config("medusa")))
+    save_head(tmp_path / "medusa", state_net("medusa", state_config("medusa")))
     assert "is this the folder of a trained EAGLE-3 head?" in run.refused(
         "export", tmp_path / "medusa", "--out", tmp_path / "out", "-m", tiny, code=1
     )
