@@ -34,7 +34,6 @@ assert first == {"cos": 1, "sin": 1, "exp": 1}, first
 """
 
 
-@pytest.mark.slow  # it imports PyTorch again
 def test_the_first_call_of_a_process_is_for_one_number() -> None:
     subprocess.run([sys.executable, "-c", CALLS], check=True, timeout=120)
 
