@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny_seq2seq import reference_logits, tiny_seq2seq
-from tests.training.world import chat_llm, computed, refused
+from tests.training.world import chat_llm, computed, refused, short_talks
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.references import Source
 from tokenleap.errors import DataError
@@ -34,6 +34,13 @@ from tokenleap.training.features import passes
 from tokenleap.training.method import DataSettings
 
 LENGTH = 200
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_answers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        short_talks(patched)
+        yield
 
 
 def written(folder: Path, *entries: Any, name: str = "data.jsonl") -> Path:
@@ -161,9 +168,11 @@ def test_files_of_no_use(content: bytes, message: str, llm: LLM, tmp_path: Path)
         FileData(llm, [path], LENGTH)
 
 
-def test_a_missing_file(llm: LLM, tmp_path: Path) -> None:
+def test_a_missing_file(llm: LLM, seq2seq: LLM, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
         FileData(llm, [tmp_path / "none.jsonl"], LENGTH)
+    with pytest.raises(DataError, match=r"none\.txt: cannot be read"):
+        PairData(seq2seq, DataSettings((tmp_path / "none.txt",)))
 
 
 # Answers that are learnt
@@ -336,11 +345,6 @@ def test_bad_files(seq2seq: LLM, name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with refused(DataError, match=message):
         PairData(seq2seq, DataSettings((tmp_path / name,)))
-
-
-def test_a_file_that_does_not_exist(seq2seq: LLM, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        PairData(seq2seq, DataSettings((tmp_path / "none.txt",)))
 
 
 def test_sources_that_are_too_long_are_left_out(seq2seq: LLM, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.heads import STATE_NETS
 from tests.tiny import tiny_model
-from tests.training.test_trainer import Run, assert_same, interrupted, weights
+from tests.training.test_trainer import Run, assert_same, weights
 from tests.training.world import (
     World,
     computed,
@@ -202,18 +202,6 @@ def test_heads_for_the_new_model_are_refused_by_the_old_one(tuned: Tuned, tmp_pa
 
 
 # How it is trained
-
-
-@pytest.mark.parametrize("method", OPTIONS)
-def test_a_run_that_was_stopped_ends_with_the_same_weights(method: str, tmp_path: Path) -> None:
-    """Dropped layers, drawn heads and drawn blocks are the same, too."""
-    world = World(tmp_path, method, count=8, **OPTIONS[method])
-    whole, stopped = Run(world, tmp_path / "whole"), Run(world, tmp_path / "stopped")
-    whole.whole()
-    interrupted(stopped, [2, 5])
-    stopped.whole()
-    assert_same(weights(stopped.trainee), weights(whole.trainee))
-    assert stopped.made.history == whole.made.history
 
 
 def test_logits_that_are_computed_twice_give_the_same_gradients(

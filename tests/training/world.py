@@ -150,16 +150,22 @@ class World:
         folder: for the cache.
         method: the method.
         count: conversations.
+        tokens: different tokens in them.
         options: of the method.
     """
 
     def __init__(
-        self, folder: Path, method: str = "eagle", count: int = 12, **options: Any
+        self,
+        folder: Path,
+        method: str = "eagle",
+        count: int = 12,
+        tokens: int = 30,
+        **options: Any,
     ) -> None:
         self.target = tiny_target()
         self.method = training_method(method, options)
         layers = self.method.read_layers(self.target.network.num_layers)
-        learnt, held_out = cycles(count), cycles(4, seed=1)
+        learnt, held_out = cycles(count, tokens=tokens), cycles(4, seed=1, tokens=tokens)
         self.training, self.held_out = (
             TrainingSet(computed(self.target, each, layers, folder / name), 64)
             for name, each in (("train", learnt), ("held_out", held_out))

@@ -7,6 +7,7 @@ the number of tokens asked for, without those with the prompt of an earlier one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -59,29 +60,39 @@ class FileSource:
         self._answerer, self._data, self._batch = Answerer(llm), data, 8 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        texts = share_of(self._data.texts, held_out=held_out)
-        yield [text for text in texts if after is None or text.seed > after]
+        yield _share_of(self._data.texts, after, held_out=held_out)
         if self._data.answered and not held_out:
-            answered = share_of(self._data.answered, held_out=False)
-            yield [each for each in answered if after is None or each.seed > after]
+            yield _share_of(self._data.answered, after, held_out=False)
             return
-        talks = share_of(self._data.talks, held_out=held_out)
-        left = [talk for talk in talks if after is None or talk.seed > after]
-        for start in range(0, len(left), self._batch):
-            part = left[start : start + self._batch]
+        for part in _batches(_share_of(self._data.talks, after, held_out=held_out), self._batch):
             own = [Talk(t.seed, 0.0 if held_out else t.temperature, list(t.tokens)) for t in part]
             yield [talk.written() for talk in self._answerer.answer(own)]
 
 
-_Entry = TypeVar("_Entry")
+class _Entry(Protocol):
+    """An entry of the user's own data; `seed` is its number."""
+
+    @property
+    def seed(self) -> int: ...
 
 
-def share_of(entries: Sequence[_Entry], *, held_out: bool) -> Iterator[_Entry]:
-    """Those entries of the user's own data that are held out, or those that are learnt."""
+_AnEntry = TypeVar("_AnEntry", bound=_Entry)
+_T = TypeVar("_T")
+
+
+def _share_of(entries: Sequence[_AnEntry], after: int | None, *, held_out: bool) -> list[_AnEntry]:
+    """Those entries after a seed that are held out, or those that are learnt."""
     every = min(_HELD_OUT_EVERY, len(entries))
-    for number, entry in enumerate(entries):
-        if (number % every == every - 1) == held_out:
-            yield entry
+    return [
+        entry
+        for number, entry in enumerate(entries)
+        if (number % every == every - 1) == held_out and (after is None or entry.seed > after)
+    ]
+
+
+def _batches(entries: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(entries), size):
+        yield entries[start : start + size]
 
 
 class Chooser:
@@ -231,9 +242,7 @@ class FileData:
         """The tokens of a text, in pieces from which something can be learnt."""
         assert self._llm.tokenizer is not None
         tokens = self._llm.tokenizer.encode(text, add_special_tokens=False)
-        starts = range(0, len(tokens), self._text_length)
-        pieces = [tuple(tokens[start : start + self._text_length]) for start in starts]
-        return [piece for piece in pieces if len(piece) > 2]
+        return [tuple(each) for each in _batches(tokens, self._text_length) if len(each) > 2]
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -336,7 +345,7 @@ _LANGUAGES = ("source_language", "target_language")
 
 @dataclass(frozen=True)
 class Pair:
-    number: int
+    seed: int
     prompt: Mapping[str, Any]
     target: str | None
 
@@ -382,10 +391,7 @@ class PairSource:
             )
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        pairs = share_of(self._pairs, held_out=held_out)
-        left = [pair for pair in pairs if after is None or pair.number > after]
-        for start in range(0, len(left), self._batch):
-            part = left[start : start + self._batch]
+        for part in _batches(_share_of(self._pairs, after, held_out=held_out), self._batch):
             if self._given and not held_out:
                 yield [self._as_given(pair) for pair in part]
             else:
@@ -420,7 +426,7 @@ def _conversation(
 ) -> Conversation:
     tokens = (*opening, *answer)
     answers = ((len(opening), len(tokens)),)
-    return Conversation(tokens, answers, pair.number, source=tuple(source))
+    return Conversation(tokens, answers, pair.seed, source=tuple(source))
 
 
 def _pair_entries(data: DataSettings) -> Iterator[tuple[str, dict[str, Any], str | None]]:
@@ -477,7 +483,6 @@ _ROWS = 16
 """Conversations that are written at a time."""
 _LENGTH = 1024
 """Most tokens of a conversation with itself, as in `tokenleap train`."""
-"""Batches in a row without any text after which the target is given up."""
 
 
 def ngrams_of_target(
@@ -518,9 +523,8 @@ def _answered(llm: LLM, files: Sequence[Path]) -> Iterator[list[Conversation]]:
             '"prompt", or count text files with `tokenleap ngrams build`.'
         )
     answerer = Answerer(llm)
-    for start in range(0, len(talks), _ROWS):
-        answered = answerer.answer(talks[start : start + _ROWS])
-        yield [talk.written() for talk in answered]
+    for part in _batches(talks, _ROWS):
+        yield [talk.written() for talk in answerer.answer(part)]
 
 
 # How diverse conversations are, and whether they contain prompts that must stay unseen.
@@ -565,13 +569,8 @@ def _ngrams(tokens: Sequence[int], length: int) -> Iterable[tuple[int, ...]]:
 
 
 def _distinct(texts: Sequence[Sequence[int]], length: int) -> float:
-    seen: set[tuple[int, ...]] = set()
-    total = 0
-    for text in texts:
-        ngrams = list(_ngrams(text, length))
-        total += len(ngrams)
-        seen.update(ngrams)
-    return len(seen) / max(1, total)
+    counts = Counter(ngram for text in texts for ngram in _ngrams(text, length))
+    return len(counts) / max(1, counts.total())
 
 
 class Unseen:

@@ -441,7 +441,7 @@ def _save(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str, An
 
 
 class OnPolicyRounds:
-    """See `trainer.Rounds`: answers of the draft model, beside those that are there.
+    """Answers of the draft model beside those that are there; other ones every so many `steps`.
 
     Args:
         plan: how many of them the draft model writes, and how often.
@@ -468,6 +468,7 @@ class OnPolicyRounds:
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def begin(self, number: int, trainee: Trainee) -> None:
+        """Prepare a round: called at its first step, and again if training continues there."""
         assert isinstance(trainee, DistillTrainee)
         folder = self._folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -480,6 +481,7 @@ class OnPolicyRounds:
             pass
 
     def examples(self, number: int) -> Examples:
+        """The examples of a round, which was prepared, perhaps by another process."""
         if not self._text(number).exists():
             raise TrainingError(
                 f"{self._text(number)} is gone: delete {self._folder.parent / 'checkpoints'} to "

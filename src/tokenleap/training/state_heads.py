@@ -31,7 +31,6 @@ from tokenleap.drafters.heads.state_net import (
     StateNet,
     normed,
 )
-from tokenleap.errors import CompatibilityError
 from tokenleap.training.distill import output_layer, write_lm
 from tokenleap.training.eagle import HeadTraining
 from tokenleap.training.features import Batch, dequantize, noisy
@@ -102,19 +101,15 @@ class _NetTraining(HeadTraining):
         return settings.decided(reason, levels=self.num_heads, first_level_share=0.0)
 
     def net(self, parts: HeadParts) -> StateNet:
-        if parts.final_norm is None:
-            raise CompatibilityError(
-                f"method '{self.name}' reads hidden states after the final norm, and this "
-                "architecture's is not known: train 'eagle'."
-            )
+        parts.norm_for(self.name)  # which serving needs
         vocab_size, hidden_size = parts.embedding.shape
-        sizes: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "vocab_size": vocab_size,
-            "draft_vocab_size": len(parts.draft_tokens),
-            "num_heads": self.num_heads,
-        }
-        config = self.Net.Config(**sizes, **self.own_sizes(parts))
+        config = self.Net.Config(
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            draft_vocab_size=len(parts.draft_tokens),
+            num_heads=self.num_heads,
+            **self.own_sizes(parts),
+        )
         net = self.Net(config, parts.embedding, parts.output_rows, parts.draft_tokens)
         net.add_bias(parts.logits_bias)
         net.initialise()
@@ -142,9 +137,8 @@ class _StateTraining(_NetTraining):
         return (num_layers,)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        net = self.net(parts)
-        assert parts.final_norm is not None
-        return StateTrainee(net, parts.final_norm, LOSSES[self.loss], self.noise)
+        norm = parts.norm_for(self.name)
+        return StateTrainee(self.net(parts), norm, LOSSES[self.loss], self.noise)
 
 
 class MedusaTraining(_StateTraining):
