@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
-from tests.training.test_trainer import Run
 from tests.training.world import (
+    Run,
     World,
     computed,
     cycles,
@@ -31,7 +31,7 @@ from tokenleap.runtime.cpu import decoder_layers
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.target import Target
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.features import TrainingSet, collate, passes
+from tokenleap.training.features import collate, passes
 from tokenleap.training.method import TrainingSettings, training_method
 from tokenleap.training.tuned import Schedule, _dropped, _recorded, padding_token
 
@@ -242,11 +242,7 @@ def texts(count: int, seed: int) -> list[Conversation]:
 
 def test_they_learn_and_the_target_stays(tmp_path: Path) -> None:
     """A frozen target of random weights can be told by them what comes most often."""
-    world = World(tmp_path, "pass", count=1, loss="ce")
-    world.training, world.held_out = (
-        TrainingSet(computed(world.target, texts(count, seed), (), tmp_path / str(seed)), 64)
-        for count, seed in ((12, 1), (4, 2))
-    )
+    world = World(tmp_path, "pass", learnt=(texts(12, 1), texts(4, 2)), loss="ce")
     settings = TrainingSettings(
         epochs=30, batch_tokens=192, vector_learning_rate=0.03, mixed_precision="no"
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.spec_drafters import random_transitions, spec_drafter_of
 from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
-from tests.training.world import computed, parts_of
+from tests.training.world import Run, World, assert_alike, parts_of, weights
 from tokenleap import ConfigError
 from tokenleap.core.references import Source
 from tokenleap.drafters.blocks import TokenTransitions
@@ -30,7 +30,6 @@ from tokenleap.training.features import (
     Batch,
     FeatureCache,
     Features,
-    TrainingSet,
     collate,
     compute_features,
 )
@@ -47,7 +46,7 @@ from tokenleap.training.spec_drafter import (
     some_of,
     some_prefixes,
 )
-from tokenleap.training.trainer import Averages, Evaluation, Step, Trainer
+from tokenleap.training.trainer import Averages, Evaluation, Step
 
 MASKS = 5
 OUTPUTS = [[2, 20, 21, 22, 23, 24, 25, 26], [2, 30, 31], [2, 40, 41, 42, 43, 44]]
@@ -293,90 +292,51 @@ def test_fewer_and_fewer_are_shown() -> None:
 # Training
 
 
-class Pairs:
-    """A tiny target, and pairs whose output is the source with every token plus one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.target = Target(tiny_seq2seq("bart"))
-        self.method = training_method(
-            "spec_drafter", {"num_masks": 3, "shape": "small", "dropout": 0.0}
-        )
-        generator = torch.Generator().manual_seed(0)
-        made = []
-        for number in range(20):
-            source = torch.randint(5, 25, (6,), generator=generator).tolist()
-            tokens = (2, *(token + 1 for token in source), 2)
-            answers = ((1, len(tokens)),)
-            made.append(Conversation(tokens, answers, number, source=tuple(source)))
-        self.training, self.held_out = (
-            TrainingSet(computed(self.target, part, (), folder / name), 64)
-            for name, part in (("train", made[:16]), ("held_out", made[16:]))
-        )
-
-    def trainer(self, folder: Path, saved: list[Any] | None = None, **fields: Any) -> Trainer:
-        settings = TrainingSettings(
-            **{
-                "max_steps": 24,
-                "evaluate_every": 8,
-                "accumulation": 1,
-                "batch_tokens": 64,
-                "warmup_steps": 4,
-                "average": 2,
-                "mixed_precision": "no",
-                "learning_rate": 5e-3,
-                "vector_learning_rate": 5e-3,
-                **fields,
-            }
-        )
-        torch.manual_seed(0)
-        trainee = self.method.trainee(parts_of(self.target))
-        kept = [] if saved is None else saved
-        return Trainer(
-            trainee,
-            self.training,
-            self.held_out,
-            self.method.adapted(settings),
-            folder,
-            lambda each, found: kept.append((found, weights(each))),
-        )
-
-
-def weights(trainee: Any) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in trainee.named_parameters()}
+SETTINGS = TrainingSettings(
+    max_steps=24,
+    evaluate_every=8,
+    accumulation=1,
+    batch_tokens=64,
+    warmup_steps=4,
+    average=2,
+    mixed_precision="no",
+    learning_rate=5e-3,
+    vector_learning_rate=5e-3,
+)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    return Pairs(tmp_path_factory.mktemp("pairs"))
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Pairs whose output is the source with every token plus one."""
+    generator, made = torch.Generator().manual_seed(0), []
+    for number in range(20):
+        source = torch.randint(5, 25, (6,), generator=generator).tolist()
+        tokens = (2, *(token + 1 for token in source), 2)
+        made.append(Conversation(tokens, ((1, len(tokens)),), number, source=tuple(source)))
+    options: dict[str, Any] = {"num_masks": 3, "shape": "small", "dropout": 0.0}
+    folder, target = tmp_path_factory.mktemp("pairs"), Target(tiny_seq2seq("bart"))
+    return World(folder, "spec_drafter", learnt=(made[:16], made[16:]), target=target, **options)
 
 
-def test_it_learns_and_ends_alike_after_an_interruption(pairs: Pairs, tmp_path: Path) -> None:
-    whole = pairs.trainer(tmp_path / "whole")
-    events = list(whole.run())
-    losses = [event.losses[0] for event in events if isinstance(event, Step)]
+def test_it_learns_and_ends_alike_after_an_interruption(pairs: World, tmp_path: Path) -> None:
+    whole, stopped = (Run(pairs, tmp_path / name, SETTINGS) for name in ("whole", "stopped"))
+    losses = [event.losses[0] for event in whole.whole() if isinstance(event, Step)]
     assert sum(losses[-6:]) < 0.9 * sum(losses[:6])
-    running: Any = pairs.trainer(tmp_path / "stopped").run()
-    while not (isinstance(event := next(running), Step) and event.step == 11):
-        pass
-    running.close()
-    again = pairs.trainer(tmp_path / "stopped")
-    list(again.run())
-    expected, found = weights(whole._trainee), weights(again._trainee)
-    assert all(torch.equal(found[name], each) for name, each in expected.items())
-    assert again.history == whole.history
-    assert list(pairs.trainer(tmp_path / "whole").run()) == []  # it is finished
+    stopped.interrupt(12)
+    stopped.whole()
+    assert_alike(stopped, whole)
+    assert whole.whole() == []  # it is finished
 
 
-def test_the_last_weights_are_averaged(pairs: Pairs, tmp_path: Path) -> None:
-    at: dict[int, dict[str, Tensor]] = {}
-    trainer = pairs.trainer(tmp_path)
-    for event in trainer.run():
+def test_the_last_weights_are_averaged(pairs: World, tmp_path: Path) -> None:
+    run, at = Run(pairs, tmp_path, SETTINGS), []
+    for event in run.trainer().run():
         if isinstance(event, Evaluation):
-            at[len(at)] = weights(trainer._trainee)
-    *_, before, last, mean = at.values()
+            at.append(weights(run.trainee))
+    *_, before, last, mean = at
     for name, each in mean.items():
         torch.testing.assert_close(each, (before[name] + last[name]) / 2)
-    assert [each.step for each in trainer.history] == [8, 16, 24, 24]
+    assert [each.step for each in run.made.history] == [8, 16, 24, 24]
 
 
 def test_averages(tmp_path: Path) -> None:
@@ -387,7 +347,7 @@ def test_averages(tmp_path: Path) -> None:
     assert torch.equal(into["weight"], torch.full((3,), 2.5))
 
 
-def test_what_is_written_can_draft(pairs: Pairs, tmp_path: Path) -> None:
+def test_what_is_written_can_draft(pairs: World, tmp_path: Path) -> None:
     parts = parts_of(pairs.target)
     options = {"num_masks": 3, "shape": "small", "transitions": True}
     method = training_method("spec_drafter", options)

@@ -7,7 +7,6 @@ import math
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +19,12 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tests.training.world import World, refused
+from tests.training.world import SHORT, Run, World, assert_alike, assert_same, refused, weights
 from tokenleap import ConfigError
 from tokenleap.errors import TrainingError
 from tokenleap.training import trainer as trainers
 from tokenleap.training.method import TrainingSettings
 from tokenleap.training.report import save_curves
-from tokenleap.training.trainee import Trainee
 from tokenleap.training.trainer import (
     Acceptance,
     Checkpoints,
@@ -37,46 +35,10 @@ from tokenleap.training.trainer import (
     checkpoints_in,
 )
 
-SHORT = TrainingSettings(epochs=3, batch_tokens=96, evaluate_every=4, mixed_precision="no")
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("eagle"), count=10)
-
-
-class Run:
-    """A training of a world in a folder; `continued` until it ends."""
-
-    def __init__(self, world: World, folder: Path, settings: TrainingSettings = SHORT) -> None:
-        self.world, self.folder = world, folder
-        self.settings = world.method.adapted(settings)
-        self.saved: list[tuple[Evaluation, dict[str, Tensor]]] = []
-
-    def trainer(self, trainee: Trainee | None = None) -> Trainer:
-        self.trainee = trainee or self.world.trainee()
-        return Trainer(
-            self.trainee,
-            self.world.training,
-            self.world.held_out,
-            self.settings,
-            self.folder,
-            lambda each, found: self.saved.append((found, weights(each))),
-        )
-
-    def whole(self) -> list[Step | Evaluation]:
-        self.made = self.trainer()
-        return list(self.made.run())
-
-
-def weights(trainee: Trainee) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in trainee.state_dict().items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 # Learning
@@ -119,9 +81,10 @@ def test_every_method_learns(method: str, precision: Any, tmp_path: Path) -> Non
         world,
         tmp_path / "run",
         TrainingSettings(
-            epochs=30 if method in {"medusa", "distill"} else 12,
+            epochs=24 if method in {"medusa", "distill"} else 12,
             batch_tokens=128,
             learning_rate=2e-2,
+            vector_learning_rate=1e-2,
             mixed_precision=precision,
         ),
     )
@@ -185,15 +148,6 @@ def test_what_is_reported(world: World, tmp_path: Path) -> None:
 # Stopping and continuing
 
 
-def interrupted(run: Run, stops: Sequence[int]) -> None:
-    """Close the run after these events, and begin it anew each time."""
-    for stop in stops:
-        events: Any = run.trainer().run()
-        for _ in range(stop):
-            next(events)
-        events.close()
-
-
 @pytest.mark.parametrize(
     ("method", "stops"),
     [
@@ -219,33 +173,23 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(
     assert len(events) == 12
     assert isinstance(events[4], Evaluation)
     stopped = Run(world, tmp_path / "stopped")
-    interrupted(stopped, stops)
-    left = stopped.whole()
-    assert_same(weights(stopped.trainee), weights(whole.trainee))
-    assert stopped.made.history == whole.made.history
-    assert [found for found, _ in stopped.saved] == [found for found, _ in whole.saved]
-    assert len(left) <= len(events)
-
-
-class Whole:
-    """A run in one go: its last weights, and its folder after each event."""
-
-    def __init__(self, world: World, folder: Path) -> None:
-        run = Run(world, folder / "run")
-        trainer = run.trainer()
-        for at, _ in enumerate(trainer.run(), 1):
-            run.folder.mkdir(exist_ok=True)
-            shutil.copytree(run.folder, folder / str(at))
-        self.folder, self.weights, self.history = folder, weights(run.trainee), trainer.history
+    stopped.interrupt(*stops)
+    assert len(stopped.whole()) <= len(events)
+    assert_alike(stopped, whole)
 
 
 @pytest.fixture(scope="module")
-def whole(world: World, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return Whole(world, tmp_path_factory.mktemp("whole"))
+def whole(world: World, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run in one go; beside it is a copy of its folder after each event."""
+    run = Run(world, tmp_path_factory.mktemp("whole") / "run")
+    for at, _ in enumerate(run.trainer().run(), 1):
+        run.folder.mkdir(exist_ok=True)
+        shutil.copytree(run.folder, run.folder.with_name(str(at)))
+    return run
 
 
 def test_ctrl_c_in_the_middle_of_a_step(
-    world: World, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = Run(world, tmp_path / "stopped")
     learn, left = Trainer._learn, [3, 2, 4]
@@ -263,19 +207,18 @@ def test_ctrl_c_in_the_middle_of_a_step(
         with pytest.raises(KeyboardInterrupt):
             stopped.whole()
     stopped.whole()
-    assert_same(weights(stopped.trainee), whole.weights)
-    assert stopped.made.history == whole.history
+    assert_alike(stopped, whole)
 
 
 @pytest.mark.parametrize("at", [1, 5, 8])
-def test_a_kill_at_any_time(at: int, world: World, whole: Whole, tmp_path: Path) -> None:
+def test_a_kill_at_any_time(at: int, world: World, whole: Run, tmp_path: Path) -> None:
     """A killed process leaves the last checkpoint, and half of a next one."""
     killed = Run(world, tmp_path / "killed")
-    shutil.copytree(whole.folder / str(at), killed.folder)
+    shutil.copytree(whole.folder.with_name(str(at)), killed.folder)
     (killed.folder / "saving").mkdir()
     (killed.folder / "saving" / "model.safetensors").write_bytes(b"half")
     killed.whole()
-    assert_same(weights(killed.trainee), whole.weights)
+    assert_same(weights(killed.trainee), weights(whole.trainee))
     assert not (killed.folder / "saving").exists()
     assert len(list(killed.folder.iterdir())) == 1
 
@@ -417,7 +360,7 @@ def test_a_checkpoint_that_cannot_be_written(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(world, tmp_path)
-    interrupted(run, [2])
+    run.interrupt(2)
 
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("I/O error: no space left\non device")
@@ -458,7 +401,7 @@ def test_pickles_in_checkpoints_are_never_loaded(
 ) -> None:
     """Neither a checkpoint of Accelerate, nor a pickle under the name of one of our files."""
     run, proof = Run(world, tmp_path / "run"), tmp_path / "it ran"
-    interrupted(run, [2])
+    run.interrupt(2)
     (checkpoint,) = checkpoints_in(run.folder)
     names = [in_place_of] if in_place_of else ACCELERATES_FILES
     if in_place_of is None:
@@ -487,7 +430,7 @@ def test_pickles_in_checkpoints_are_never_loaded(
 )
 def test_damaged_states_are_refused(change: Any, world: World, tmp_path: Path) -> None:
     run = Run(world, tmp_path)
-    interrupted(run, [2])
+    run.interrupt(2)
     (checkpoint,) = checkpoints_in(tmp_path)
     state = trainers._read(checkpoint / "state.safetensors")
     change(state)

@@ -17,15 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.heads import STATE_NETS
 from tests.tiny import tiny_model
-from tests.training.test_trainer import Run, assert_same, weights
 from tests.training.world import (
+    Run,
     World,
+    assert_same,
     computed,
     cycles,
     new_trainee,
     parts_of,
     refused,
     tiny_target,
+    weights,
 )
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.drafters.heads.layouts import StateFolder
