@@ -23,7 +23,6 @@ from tokenleap.training.collect import (
     Chooser,
     FileData,
     FileSource,
-    PairData,
     PairSource,
     Unseen,
     collect,
@@ -172,7 +171,7 @@ def test_a_missing_file(llm: LLM, seq2seq: LLM, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
         FileData(llm, [tmp_path / "none.jsonl"], LENGTH)
     with pytest.raises(DataError, match=r"none\.txt: cannot be read"):
-        PairData(seq2seq, DataSettings((tmp_path / "none.txt",)))
+        pair_source(seq2seq, tmp_path / "none.txt")
 
 
 # Answers that are learnt
@@ -270,6 +269,10 @@ TEXTS = [f"say {4 * word}!" for word in ("ab", "cd", "ef", "gh", "ij", "kl")]
 TARGETS = [f"{word}." for word in ("ab", "cd", "ef", "gh", "ij", "kl")]
 
 
+def pair_source(llm: LLM, file: Path, **fields: Any) -> PairSource:
+    return PairSource(llm, DataSettings((file,)), 1, GREEDY, **fields)
+
+
 @cache
 def model_of() -> PreTrainedModel:
     tokenizer = ascii_tokenizer(None)
@@ -298,7 +301,7 @@ FILES: dict[str, str] = {
 @pytest.mark.parametrize("name", FILES)
 def test_every_kind_of_file(seq2seq: LLM, name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(FILES[name])
-    found = PairData(seq2seq, DataSettings((tmp_path / name,)))
+    found = pair_source(seq2seq, tmp_path / name)
     assert [pair.prompt for pair in found.pairs] == [{"prompt": text} for text in TEXTS]
     given = TARGETS if "pairs" in name else [None] * len(TEXTS)
     assert [pair.target for pair in found.pairs] == given
@@ -314,7 +317,7 @@ def parallel(folder: Path, sources: str, targets: str) -> DataSettings:
 def test_parallel_files(seq2seq: LLM, tmp_path: Path) -> None:
     """An empty line of one belongs to one of the other."""
     data = parallel(tmp_path, "one\n\nthree", "1\n2\n3\n")
-    pairs = PairData(seq2seq, data).pairs
+    pairs = PairSource(seq2seq, data, 1, GREEDY).pairs
     assert [(pair.prompt["prompt"], pair.target) for pair in pairs] == [
         ("one", "1"),
         ("three", "3"),
@@ -324,7 +327,7 @@ def test_parallel_files(seq2seq: LLM, tmp_path: Path) -> None:
 def test_unequal_line_counts(seq2seq: LLM, tmp_path: Path) -> None:
     data = parallel(tmp_path, "one\ntwo\nthree\n", "1\n2\n")
     with pytest.raises(DataError, match=r"a\.txt has 3 lines and .*b\.txt 2: line N of one"):
-        PairData(seq2seq, data)
+        PairSource(seq2seq, data, 1, GREEDY)
 
 
 BAD: dict[str, tuple[str, str]] = {
@@ -344,12 +347,12 @@ def test_bad_files(seq2seq: LLM, name: str, tmp_path: Path) -> None:
     text, message = BAD[name]
     (tmp_path / name).write_text(text)
     with refused(DataError, match=message):
-        PairData(seq2seq, DataSettings((tmp_path / name,)))
+        pair_source(seq2seq, tmp_path / name)
 
 
 def test_sources_that_are_too_long_are_left_out(seq2seq: LLM, tmp_path: Path) -> None:
     (tmp_path / "sources.txt").write_text(f"{100 * 'a'}\nshort\n{99 * 'b'}\n")
-    found = PairData(seq2seq, DataSettings((tmp_path / "sources.txt",)))
+    found = pair_source(seq2seq, tmp_path / "sources.txt")
     assert [pair.prompt for pair in found.pairs] == [{"prompt": "short"}]
     assert found.left_out == 2
     assert "line 1: the source has 100 tokens" in found.reason
@@ -357,9 +360,7 @@ def test_sources_that_are_too_long_are_left_out(seq2seq: LLM, tmp_path: Path) ->
 
 def source_of(seq2seq: LLM, folder: Path, name: str = "pairs.tsv", **fields: Any) -> PairSource:
     (folder / name).write_text(FILES[name])
-    return PairSource(
-        seq2seq, PairData(seq2seq, DataSettings((folder / name,))), 1, GREEDY, **fields
-    )
+    return pair_source(seq2seq, folder / name, **fields)
 
 
 def test_the_target_answers(seq2seq: LLM, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from tokenleap.errors import DataError
 from tokenleap.training import conversations as talks
 from tokenleap.training.collect import Chooser, SelfSource, Unseen, collect
 from tokenleap.training.conversations import (
-    Answerer,
     Conversation,
     ConversationFile,
     Opening,
@@ -23,15 +22,16 @@ from tokenleap.training.conversations import (
     Talk,
     Template,
     Wanted,
-    Writer,
     Writing,
     Written,
+    answered_by,
     authors_of,
     first_opening,
     loop_start,
     next_opening,
     reads,
     topics,
+    written,
 )
 
 LENGTH = 512
@@ -122,33 +122,31 @@ def test_texts_are_answers_of_the_same_block(talkative: LLM) -> None:
     assert talkative.tokenizer is not None
     decode = talkative.tokenizer.decode
     talk = SelfTalk(talkative, LENGTH)
-    written = {each.seed: each for each in talk.write(range(32))}
+    made = {each.seed: each for each in talk.write(range(32))}
     found = 0
-    for seed in filter(reads, written):
-        answers = [written[author] for author in authors_of(seed) if author in written]
+    for seed in filter(reads, made):
+        answers = [made[author] for author in authors_of(seed) if author in made]
         texts = [
             str(
                 decode(list(each.tokens[slice(*each.answers[0])]), skip_special_tokens=True)
             ).strip()
             for each in answers
         ]
-        prompt = talkative.tokenizer.decode(
-            list(written[seed].tokens[: written[seed].answers[0][0]])
-        )
+        prompt = talkative.tokenizer.decode(list(made[seed].tokens[: made[seed].answers[0][0]]))
         quoted = [text for text in texts if len(text) >= 8 and text in prompt]
         assert quoted
         found += len(quoted) > 1
     assert found
-    assert talk.write([seed]) == [written[seed]]
+    assert talk.write([seed]) == [made[seed]]
 
 
 def test_a_conversation_keeps_to_its_length(talkative: LLM) -> None:
     for length in (200, 96):
-        written = SelfTalk(talkative, length).write(range(16))
-        assert written
-        assert max(len(each.tokens) for each in written) <= length
+        made = SelfTalk(talkative, length).write(range(16))
+        assert made
+        assert max(len(each.tokens) for each in made) <= length
     context = chat_llm(context=96, end_bias=12, architecture="lean")
-    assert SelfTalk(context, LENGTH).write(range(16)) == written
+    assert SelfTalk(context, LENGTH).write(range(16)) == made
 
 
 def test_topics_are_words_of_the_vocabulary() -> None:
@@ -174,7 +172,7 @@ def repeated(count: int, loop: int) -> Writing[list[Written]]:
 def test_a_text_that_loops_is_stopped_there() -> None:
     """A tiny target without an end soon repeats itself."""
     llm = chat_llm(architecture="lean")
-    (texts,) = Writer(llm).run([repeated(6, loop=3)])
+    (texts,) = written(llm, [repeated(6, loop=3)])
     looped = 0
     for each, text in enumerate(texts):
         params = SamplingParams(temperature=0, max_tokens=40 + each)
@@ -189,7 +187,7 @@ def test_a_text_that_loops_is_stopped_there() -> None:
 
 def test_results_come_in_order_whatever_is_written_first(llm: LLM) -> None:
     counts = [3, 0, 1, *[1] * 40, 2]
-    results = Writer(llm).run(repeated(count, loop=3) for count in counts)
+    results = written(llm, (repeated(count, loop=3) for count in counts))
     assert [len(each) for each in results] == counts
 
 
@@ -199,14 +197,16 @@ def test_nothing_goes_on_after_an_error(llm: LLM) -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        Writer(llm).run([repeated(2, loop=3), failing()])
+        written(llm, [repeated(2, loop=3), failing()])
     assert not llm.engine.has_unfinished_requests()
 
 
 def test_an_answer_that_loops_is_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     longer = talks._GREEDY.model_copy(update={"max_tokens": 200})
     monkeypatch.setattr(talks, "_GREEDY", longer)
-    for talk in Answerer(llm).answer([Talk(seed, 0.0, [7, seed]) for seed in range(6)]):
+    given = [Talk(seed, 0.0, [7, seed]) for seed in range(6)]
+    assert answered_by(llm, given) == [talk.written() for talk in given]
+    for talk in given:
         (whole,) = llm.generate([talk.tokens[:2]], longer)
         cut = loop_start(whole.token_ids)
         assert tuple(talk.tokens[2:]) == whole.token_ids[:cut]
@@ -217,7 +217,7 @@ def test_an_answer_that_loops_is_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 def test_an_answer_that_is_too_short_is_left_out(llm: LLM) -> None:
     room = [1] * (llm.max_model_len - talks.FEWEST_ANSWER_TOKENS)
     fits, full = Talk(0, 0.0, room), Talk(2, 0.0, [*room, 1])
-    assert Answerer(llm).answer([fits, full]) == [fits]
+    assert answered_by(llm, [fits, full]) == [fits.written()]
     assert full.answers == []
 
 
@@ -302,15 +302,15 @@ def test_a_model_without_a_tokenizer_is_refused() -> None:
 
 
 def test_a_file_keeps_conversations(tmp_path: Path) -> None:
-    written = [
+    made = [
         Conversation((1, 2, 3), ((1, 3),), seed=4, temperature=0.7),
         Conversation((5,), ((0, 1),), seed=-1),
     ]
     file = ConversationFile(tmp_path / "some.jsonl")
     assert list(file) == []
-    file.append(written[:1])
-    file.append(written[1:])
-    assert list(file) == written
+    file.append(made[:1])
+    file.append(made[1:])
+    assert list(file) == made
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", "not JSON", '{"tokens": 1, "answers": []}'])

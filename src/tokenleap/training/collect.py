@@ -20,11 +20,11 @@ from tokenleap.drafters.text.ngrams import NgramTables, count_ngrams
 from tokenleap.errors import DataError, PromptError, TokenleapError
 from tokenleap.llm import LLM, Prompt
 from tokenleap.training.conversations import (
-    Answerer,
     Conversation,
     ConversationFile,
     SelfTalk,
     Talk,
+    answered_by,
     loop_start,
     usual_temperature,
 )
@@ -57,7 +57,7 @@ class SelfSource:
 
 class FileSource:
     def __init__(self, llm: LLM, data: FileData, rows: int) -> None:
-        self._answerer, self._data, self._batch = Answerer(llm), data, 8 * rows
+        self._llm, self._data, self._batch = llm, data, 8 * rows
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
         yield _share_of(self._data.texts, after, held_out=held_out)
@@ -66,7 +66,7 @@ class FileSource:
             return
         for part in _batches(_share_of(self._data.talks, after, held_out=held_out), self._batch):
             own = [Talk(t.seed, 0.0 if held_out else t.temperature, list(t.tokens)) for t in part]
-            yield [talk.written() for talk in self._answerer.answer(own)]
+            yield answered_by(self._llm, own)
 
 
 class _Entry(Protocol):
@@ -350,10 +350,27 @@ class Pair:
     target: str | None
 
 
-class PairData:
-    def __init__(self, llm: LLM, data: DataSettings) -> None:
+class PairSource:
+    """The user's own sources, which the target answers; see `Source`.
+
+    Attributes:
+        left_out: number of sources that the target cannot read.
+        reason: of the first of these.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        data: DataSettings,
+        rows: int,
+        params: SamplingParams,
+        *,
+        given_answers: bool = False,
+    ) -> None:
         if llm.tokenizer is None:
             raise DataError("this model has no tokenizer, so it cannot learn from text.")
+        self._llm, self._batch = llm, 8 * rows
+        self._params, self._given = params, given_answers
         self.pairs: list[Pair] = []
         self.left_out, self.reason = 0, ""
         for where, prompt, target in _pair_entries(data):
@@ -368,30 +385,14 @@ class PairData:
             reason = f" ({self.reason})" if self.reason else ""
             names = ", ".join(map(str, data.files or data.parallel))
             raise DataError(f"{names}: there is nothing to learn from{reason}.")
-
-
-class PairSource:
-    """The user's own sources, which the target answers (see `collect.Source`)."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        data: PairData,
-        rows: int,
-        params: SamplingParams,
-        *,
-        given_answers: bool = False,
-    ) -> None:
-        self._llm, self._pairs, self._batch = llm, data.pairs, 8 * rows
-        self._params, self._given = params, given_answers
-        if given_answers and any(pair.target is None for pair in data.pairs):
+        if given_answers and any(pair.target is None for pair in self.pairs):
             raise DataError(
                 "answers: 'fixed' learns the outputs in your files, and a line has none: give "
                 "'target' beside 'source', or let the target write them."
             )
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        for part in _batches(_share_of(self._pairs, after, held_out=held_out), self._batch):
+        for part in _batches(_share_of(self.pairs, after, held_out=held_out), self._batch):
             if self._given and not held_out:
                 yield [self._as_given(pair) for pair in part]
             else:
@@ -522,9 +523,8 @@ def _answered(llm: LLM, files: Sequence[Path]) -> Iterator[list[Conversation]]:
             f"{', '.join(map(str, files))}: there are no prompts to answer: give .jsonl files with "
             '"prompt", or count text files with `tokenleap ngrams build`.'
         )
-    answerer = Answerer(llm)
     for part in _batches(talks, _ROWS):
-        yield [talk.written() for talk in answerer.answer(part)]
+        yield answered_by(llm, part)
 
 
 # How diverse conversations are, and whether they contain prompts that must stay unseen.

@@ -49,10 +49,10 @@ from tokenleap.llm import LLM
 from tokenleap.models.load import silent
 from tokenleap.models.support import check_supported, context_length
 from tokenleap.training.conversations import (
-    Answerer,
     Conversation,
     ConversationFile,
     Talk,
+    answered_by,
     opening,
     usual_temperature,
 )
@@ -542,8 +542,7 @@ class OnPolicyRounds:
     def _answers(self, trainee: DistillTrainee, talks: list[Talk]) -> list[Conversation]:
         devices = [self._llm.device] if self._llm.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # training goes on with the same noise as without
-            writer = Answerer(self._writer(trainee.lm))
-            return [talk.written() for talk in writer.answer(talks)]
+            return answered_by(self._writer(trainee.lm), talks)
 
     def _writer(self, lm: PreTrainedModel) -> LLM:
         """A copy of the draft model that writes; training does not change it."""

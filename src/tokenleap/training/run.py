@@ -28,7 +28,6 @@ from tokenleap.training.collect import (
     Chooser,
     FileData,
     FileSource,
-    PairData,
     PairSource,
     SelfSource,
     Source,
@@ -430,12 +429,12 @@ class TrainingText:
             raise ConfigError(
                 "an encoder-decoder cannot write sources by itself: give --data FILE, or --source."
             )
-        found = PairData(self._llm, self._data)
-        if found.left_out:
-            self._reporter.say(f"{found.left_out} sources are left out. {found.reason}")
         width = self._job.plan.beam_width
         params = SamplingParams(temperature=0, max_tokens=length, beam_width=width)
-        return PairSource(self._llm, found, _ROWS, params, given_answers=given)
+        found = PairSource(self._llm, self._data, _ROWS, params, given_answers=given)
+        if found.left_out:
+            self._reporter.say(f"{found.left_out} sources are left out. {found.reason}")
+        return found
 
     def conversations(
         self, name: str, tokens: int, others: Sequence[Conversation] = ()
