@@ -21,7 +21,6 @@ from tokenleap.errors import DataError
 from tokenleap.runtime.network import Need
 from tokenleap.training.collect import (
     Chooser,
-    FileData,
     FileSource,
     PairSource,
     Unseen,
@@ -49,7 +48,7 @@ def written(folder: Path, *entries: Any, name: str = "data.jsonl") -> Path:
     return path
 
 
-def prompts_of(llm: LLM, data: FileData) -> list[str]:
+def prompts_of(llm: LLM, data: FileSource) -> list[str]:
     assert llm.tokenizer is not None
     return [str(llm.tokenizer.decode(talk.tokens)) for talk in data.talks]
 
@@ -91,7 +90,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
 def test_prompts(form: str, llm: LLM, tmp_path: Path) -> None:
     entry, expected = FORMS[form]
     text = json.dumps(entry, ensure_ascii=False)
-    data = FileData(llm, [written(tmp_path, text, "", text)], LENGTH)
+    data = FileSource(llm, [written(tmp_path, text, "", text)], LENGTH, 1)
     assert [talk.tokens for talk in data.talks] == [llm.encode(expected)] * 2
     assert [talk.temperature for talk in data.talks] == [0.0, 0.7]
     assert data.texts == []
@@ -103,7 +102,7 @@ def test_text_is_learnt_in_pieces(llm: LLM, tmp_path: Path) -> None:
     plain = tmp_path / "some.txt"
     plain.write_text(text)
     for path in (plain, written(tmp_path, {"text": text})):
-        texts = FileData(llm, [path], LENGTH).texts
+        texts = FileSource(llm, [path], LENGTH, 1).texts
         assert [len(each.tokens) for each in texts] == [200, 200, 50]
         joined = [token for each in texts for token in each.tokens]
         assert joined == llm.tokenizer.encode(text, add_special_tokens=False)
@@ -113,16 +112,16 @@ def test_text_is_learnt_in_pieces(llm: LLM, tmp_path: Path) -> None:
 
 def test_pieces_fit_the_model(tmp_path: Path) -> None:
     small = chat_llm(context=64)
-    data = FileData(small, [written(tmp_path, {"text": "x" * 500})], LENGTH)
+    data = FileSource(small, [written(tmp_path, {"text": "x" * 500})], LENGTH, 1)
     assert max(len(each.tokens) for each in data.texts) == 63
 
 
 def test_without_a_chat_template_a_prompt_is_taken_as_it_is(tmp_path: Path) -> None:
     plain = chat_llm(chat_template=None)
-    data = FileData(plain, [written(tmp_path, {"prompt": "Once"})], LENGTH)
+    data = FileSource(plain, [written(tmp_path, {"prompt": "Once"})], LENGTH, 1)
     assert prompts_of(plain, data) == ["Once"]
     with pytest.raises(DataError, match=r"line 1: .*no chat template"):
-        FileData(plain, [written(tmp_path, {"messages": ASKED})], LENGTH)
+        FileSource(plain, [written(tmp_path, {"messages": ASKED})], LENGTH, 1)
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
@@ -145,7 +144,7 @@ def test_faults_are_named_with_their_line(fault: str, llm: LLM, tmp_path: Path) 
     entry, message = FAULTS[fault]
     path = written(tmp_path, {"prompt": "good"}, "", entry)
     with pytest.raises(DataError, match=message) as caught:
-        FileData(llm, [path], LENGTH)
+        FileSource(llm, [path], LENGTH, 1)
     assert str(caught.value).startswith(f"{path}, line 3: ")
     assert "\n" not in str(caught.value)
 
@@ -164,12 +163,12 @@ def test_files_of_no_use(content: bytes, message: str, llm: LLM, tmp_path: Path)
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        FileData(llm, [path], LENGTH)
+        FileSource(llm, [path], LENGTH, 1)
 
 
 def test_a_missing_file(llm: LLM, seq2seq: LLM, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
-        FileData(llm, [tmp_path / "none.jsonl"], LENGTH)
+        FileSource(llm, [tmp_path / "none.jsonl"], LENGTH, 1)
     with pytest.raises(DataError, match=r"none\.txt: cannot be read"):
         pair_source(seq2seq, tmp_path / "none.txt")
 
@@ -184,7 +183,9 @@ ANSWERED = {"messages": [*ASKED, {"role": "assistant", "content": "two"}]}
 def test_given_answers(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
     """With the token that ends them."""
     assert llm.tokenizer is not None
-    data = FileData(llm, [written(tmp_path, entry, {"text": "abc"})], LENGTH, given_answers=True)
+    data = FileSource(
+        llm, [written(tmp_path, entry, {"text": "abc"})], LENGTH, 1, given_answers=True
+    )
     prompt = llm.encode(ASKED)
     (talk,), (found,) = data.talks, data.answered
     assert talk.tokens == prompt
@@ -192,22 +193,21 @@ def test_given_answers(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
     assert list(found.tokens[: len(prompt)]) == prompt
     assert llm.tokenizer.decode(list(found.tokens[len(prompt) :])) == f"two{END}"
     assert len(data.texts) == 1
-    assert FileData(llm, [written(tmp_path, entry)], LENGTH).answered == []
+    assert FileSource(llm, [written(tmp_path, entry)], LENGTH, 1).answered == []
 
 
 def test_the_target_answers_only_what_is_held_out(llm: LLM, tmp_path: Path) -> None:
     entries = [{"prompt": f"{n}?", "answer": f"{n}{n}{n}"} for n in range(21)]
-    data = FileData(llm, [written(tmp_path, *entries)], LENGTH, given_answers=True)
-    source = FileSource(llm, data, rows=4)
+    source = FileSource(llm, [written(tmp_path, *entries)], LENGTH, 4, given_answers=True)
     learnt = [each for batch in source.write(None, held_out=False) for each in batch]
     assert len(learnt) == 20
-    assert set(learnt) < set(data.answered)
+    assert set(learnt) < set(source.answered)
     assert [each for batch in source.write(9, held_out=False) for each in batch] == learnt[10:]
     (held_out,) = [each for batch in source.write(None, held_out=True) for each in batch]
     assert held_out.seed == 19
-    assert held_out not in data.answered
+    assert held_out not in source.answered
     prompt = held_out.tokens[: held_out.answers[0][0]]
-    assert prompt == data.answered[19].tokens[: len(prompt)]
+    assert prompt == source.answered[19].tokens[: len(prompt)]
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_the_target_answers_only_what_is_held_out(llm: LLM, tmp_path: Path) -> N
 def test_an_answer_that_is_missing(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
     path = written(tmp_path, ANSWERED, entry)
     with refused(DataError, match="line 2: has no answer to learn"):
-        FileData(llm, [path], LENGTH, given_answers=True)
-    FileData(llm, [path], LENGTH)
+        FileSource(llm, [path], LENGTH, 1, given_answers=True)
+    FileSource(llm, [path], LENGTH, 1)
 
 
 # As a source
@@ -240,7 +240,7 @@ def test_every_entry_is_learnt_or_held_out(entries: int, llm: LLM, tmp_path: Pat
         *({"prompt": f"{n}?"} for n in range(entries)),
         *({"text": f"{n} abc"} for n in range(7)),
     ]
-    source = FileSource(llm, FileData(llm, [written(tmp_path, *given)], LENGTH), rows=1)
+    source = FileSource(llm, [written(tmp_path, *given)], LENGTH, 1)
     seen: dict[bool, set[tuple[int, ...]]] = {}
     for held_out in (False, True):
         path = tmp_path / f"{held_out}.jsonl"
@@ -252,7 +252,7 @@ def test_every_entry_is_learnt_or_held_out(entries: int, llm: LLM, tmp_path: Pat
 
 def test_a_file_that_is_continued_holds_every_text_and_answer(llm: LLM, tmp_path: Path) -> None:
     given = [*({"text": f"{n} abc"} for n in range(9)), *({"prompt": f"{n}?"} for n in range(6))]
-    source = FileSource(llm, FileData(llm, [written(tmp_path, *given)], LENGTH), rows=1)
+    source = FileSource(llm, [written(tmp_path, *given)], LENGTH, 1)
     whole = tmp_path / "whole.jsonl"
     list(collect(source, whole, everything(), held_out=False))
     text = whole.read_bytes()

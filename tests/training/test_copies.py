@@ -33,22 +33,21 @@ from tokenleap.runtime.target import Target
 from tokenleap.training.conversations import Conversation
 from tokenleap.training.features import collate, passes
 from tokenleap.training.method import TrainingSettings, training_method
-from tokenleap.training.tuned import Schedule, _dropped, _recorded, padding_token
+from tokenleap.training.tuned import EarlyExitTraining, _dropped, _recorded, padding_token
 
 LAYERS, STEPS = 8, 50
 
 
-def schedule(**fields: Any) -> Schedule:
-    given = {"max_dropout": 0.2, "grows": False, "exit_scale": 0.2, "rotation": 3}
-    return Schedule(LAYERS, **{**given, **fields})
+def early_exit(**fields: Any) -> EarlyExitTraining:
+    return EarlyExitTraining(max_dropout=0.2, **fields)
 
 
-@pytest.mark.parametrize("grows", [False, True])
-def test_dropout_is_that_of_the_paper(grows: bool) -> None:
+@pytest.mark.parametrize("growth", ["constant", "exponential"])
+def test_dropout_is_that_of_the_paper(growth: str) -> None:
     """p(l, t) = S(t) D(l) p_max."""
     for step in (0, 7, STEPS - 1):
-        found = schedule(grows=grows).dropout(step, STEPS).tolist()
-        over_time = exp(step * log(2) / (STEPS - 1)) - 1 if grows else 1
+        found = early_exit(dropout_growth=growth).dropout(LAYERS, step, STEPS).tolist()
+        over_time = exp(step * log(2) / (STEPS - 1)) - 1 if growth == "exponential" else 1
         expected = [
             over_time * (exp(layer * log(2) / (LAYERS - 1)) - 1) * 0.2 for layer in range(LAYERS)
         ]
@@ -67,20 +66,20 @@ def paper_weights(enabled: list[bool], scale: float) -> dict[int, float]:
 
 def test_exits_rotate() -> None:
     """Each is learnt once in `rotation` steps, the last one always."""
-    made = schedule()
+    made = early_exit(rotation=3)
     for step in range(7):
         enabled = [(step + n) % 3 == 0 or n == LAYERS - 1 for n in range(LAYERS)]
-        assert made.exits(step, STEPS) == pytest.approx(paper_weights(enabled, 0.2))
+        assert made.learnt_exits(LAYERS, step, STEPS) == pytest.approx(paper_weights(enabled, 0.2))
 
 
 def test_exits_come_one_by_one() -> None:
     """From the last layer down, every T / (2 L) steps; all of them in the second half."""
-    made = schedule(rotation=None, exit_scale=1.0)
+    made = early_exit(exits="gradual", exit_scale=1.0)
     total = 4 * LAYERS  # so that there is a new one every two steps
     for step in range(total):
         first = max(0, LAYERS - 1 - step // 2)
         enabled = [n >= first for n in range(LAYERS)]
-        assert made.exits(step, total) == pytest.approx(paper_weights(enabled, 1.0))
+        assert made.learnt_exits(LAYERS, step, total) == pytest.approx(paper_weights(enabled, 1.0))
 
 
 @torch.no_grad()
@@ -107,7 +106,7 @@ def test_layers_are_left_out_for_some_conversations() -> None:
 def test_how_often_they_are_left_out() -> None:
     """20,000 draws for each layer are five standard deviations off with a chance below 1e-5."""
     torch.manual_seed(0)
-    wanted = schedule().dropout(0, 1)
+    wanted = early_exit().dropout(LAYERS, 0, 1)
     drawn = _dropped(wanted, 20_000)
     assert drawn is not None
     for rate, expected in zip(drawn.float().mean(1).tolist(), wanted.tolist(), strict=True):

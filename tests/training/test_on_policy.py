@@ -178,8 +178,8 @@ def test_it_learns_from_text_of_its_own(tmp_path: Path) -> None:
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             weight.data.zero_()
-    run = OnPolicy(LLM(model, max_num_seqs=8), tmp_path, count=40, **ON_POLICY)
-    changed = {"batch_tokens": 480, "epochs": 12, "evaluate_every": 100}
+    run = OnPolicy(LLM(model, max_num_seqs=8), tmp_path, count=20, **ON_POLICY)
+    changed = {"batch_tokens": 240, "epochs": 12, "evaluate_every": 100}
     rates = {"learning_rate": 3e-2, "vector_learning_rate": 1e-2}
     run.settings = run.settings.model_copy(update={**changed, **rates})
     losses = [event.losses[0] for event in run.whole() if isinstance(event, Step)]

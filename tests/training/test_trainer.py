@@ -81,7 +81,7 @@ def test_every_method_learns(method: str, precision: Any, tmp_path: Path) -> Non
         world,
         tmp_path / "run",
         TrainingSettings(
-            epochs=24 if method in {"medusa", "distill"} else 12,
+            epochs=16,
             batch_tokens=128,
             learning_rate=2e-2,
             vector_learning_rate=1e-2,

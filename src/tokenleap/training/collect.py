@@ -55,20 +55,6 @@ class SelfSource:
             yield [each for each in written if not (held_out and each.temperature)]
 
 
-class FileSource:
-    def __init__(self, llm: LLM, data: FileData, rows: int) -> None:
-        self._llm, self._data, self._batch = llm, data, 8 * rows
-
-    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        yield _share_of(self._data.texts, after, held_out=held_out)
-        if self._data.answered and not held_out:
-            yield _share_of(self._data.answered, after, held_out=False)
-            return
-        for part in _batches(_share_of(self._data.talks, after, held_out=held_out), self._batch):
-            own = [Talk(t.seed, 0.0 if held_out else t.temperature, list(t.tokens)) for t in part]
-            yield answered_by(self._llm, own)
-
-
 class _Entry(Protocol):
     """An entry of the user's own data; `seed` is its number."""
 
@@ -174,26 +160,33 @@ _ROLES = {
 }
 
 
-class FileData:
-    """The data of files, in the order of the files.
+class FileSource:
+    """The data of files, in the order of the files; the target answers the prompts.
 
     Args:
         llm: the target; its tokenizer encodes, and its chat template shapes conversations.
         text_length: most tokens of each piece of a text; prompts that are longer than three
             quarters of it are left out.
+        rows: sequences that the target writes at a time.
 
     Attributes:
         answered: if the answers in the files are learnt: the talks with them.
     """
 
     def __init__(
-        self, llm: LLM, files: Sequence[Path], text_length: int, *, given_answers: bool = False
+        self,
+        llm: LLM,
+        files: Sequence[Path],
+        text_length: int,
+        rows: int,
+        *,
+        given_answers: bool = False,
     ) -> None:
         if llm.tokenizer is None:
             raise DataError("this model has no tokenizer, so it cannot learn from text.")
         self._llm, self._text_length = llm, min(text_length, llm.max_model_len - 1)
         self._shapes = bool(llm.tokenizer.chat_template)
-        self._given_answers = given_answers
+        self._given_answers, self._batch = given_answers, 8 * rows
         self.talks: list[Talk] = []
         self.answered: list[Conversation] = []
         self.too_long = 0
@@ -211,6 +204,15 @@ class FileData:
         if not self.talks and not self.texts:
             long = f" ({self.too_long} prompts are too long)" if self.too_long else ""
             raise DataError(f"{', '.join(map(str, files))}: there is nothing to learn from{long}.")
+
+    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
+        yield _share_of(self.texts, after, held_out=held_out)
+        if self.answered and not held_out:
+            yield _share_of(self.answered, after, held_out=False)
+            return
+        for part in _batches(_share_of(self.talks, after, held_out=held_out), self._batch):
+            own = [Talk(t.seed, 0.0 if held_out else t.temperature, list(t.tokens)) for t in part]
+            yield answered_by(self._llm, own)
 
     def _add(self, where: str, fields: dict[str, Any]) -> None:
         try:
@@ -517,7 +519,7 @@ def _talks(llm: LLM) -> Iterator[list[Conversation]]:
 
 
 def _answered(llm: LLM, files: Sequence[Path]) -> Iterator[list[Conversation]]:
-    talks = FileData(llm, files, llm.max_model_len).talks
+    talks = FileSource(llm, files, llm.max_model_len, _ROWS).talks
     if not talks:
         raise DataError(
             f"{', '.join(map(str, files))}: there are no prompts to answer: give .jsonl files with "

@@ -115,7 +115,7 @@ class Repeats:
 
 # Conversations while they are written, and the target's answers in them.
 #
-# `SelfTalk` lets the target write the users' messages, too; `collect.FileData` reads files.
+# `SelfTalk` lets the target write the users' messages, too; `collect.FileSource` reads files.
 
 
 MOST_TURNS = 3

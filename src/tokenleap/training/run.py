@@ -26,7 +26,6 @@ from tokenleap.llm import LLM, Prompt
 from tokenleap.runtime.target import Target
 from tokenleap.training.collect import (
     Chooser,
-    FileData,
     FileSource,
     PairSource,
     SelfSource,
@@ -419,10 +418,10 @@ class TrainingText:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
             return SelfSource(self._llm, _ROWS, length)
-        found = FileData(self._llm, self._data.files, length, given_answers=given)
+        found = FileSource(self._llm, self._data.files, length, _ROWS, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
-        return FileSource(self._llm, found, _ROWS)
+        return found
 
     def _pairs(self, given: bool, length: int) -> PairSource:
         if not (self._data.files or self._data.parallel):

@@ -227,10 +227,11 @@ class TunedTrainee(Trainee):
     keeps_logits = False
     uses_all_weights = False
 
-    def __init__(self, net: StateNet, own: TargetTrainee, loss: Loss, learning_rate: float) -> None:
+    def __init__(self, options: _TunedTraining, parts: HeadParts) -> None:
+        net, loss = options.net(parts), LOSSES[options.loss]
         super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
-        self.net, self.own = net, own
-        self.own_rate = OwnRate(list(own.parameters()), learning_rate)
+        self.net, self.own = net, TargetTrainee(copy_of_target(parts), parts.vocab_size, loss)
+        self.own_rate = OwnRate(list(self.own.parameters()), options.target_learning_rate)
 
     @abstractmethod
     def weights(self, num_heads: int) -> Sequence[float]:
@@ -285,20 +286,20 @@ class TunedTrainee(Trainee):
 class _MedusaTrainee(TunedTrainee):
     """Medusa-2; in the first share `heads_first` of the steps, only the heads learn."""
 
-    def __init__(self, *arguments: Any, draft_weight: float, heads_first: float) -> None:
-        super().__init__(*arguments)
-        self._draft_weight, self._heads_first = draft_weight, heads_first
+    def __init__(self, options: TunedMedusaTraining, parts: HeadParts) -> None:
+        super().__init__(options, parts)
+        self._options = options
 
     @property
     def _learns_own(self) -> bool:
         step, total = self.step
-        return step >= self._heads_first * total
+        return step >= self._options.heads_first * total
 
     def weights(self, num_heads: int) -> Sequence[float]:
         """Without the decay, which is the trainer's."""
         if not self._learns_own:
             return [0.0, *[1.0] * num_heads]
-        return [1.0, *[self._draft_weight] * num_heads]
+        return [1.0, *[self._options.draft_weight] * num_heads]
 
 
 class _BlockwiseTrainee(TunedTrainee):
@@ -324,12 +325,6 @@ class _TunedTraining(_NetTraining):
 
     target_learning_rate: Annotated[FiniteFloat, Gt(0)] = 1e-4
 
-    def copied(self, parts: HeadParts) -> tuple[StateNet, TargetTrainee, Loss, float]:
-        """New heads and a copy of the target, as `TunedTrainee` takes them."""
-        net, loss = self.net(parts), LOSSES[self.loss]
-        own = TargetTrainee(copy_of_target(parts), parts.vocab_size, loss)
-        return net, own, loss, self.target_learning_rate
-
     def serving(self, folder: Path) -> dict[str, Any]:
         return {"method": self.Net.METHOD, "model": str(folder / HEADS)}
 
@@ -352,8 +347,7 @@ class TunedMedusaTraining(_TunedTraining):
     heads_first: Annotated[FiniteFloat, Ge(0), Le(1)] = 0.25
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        more = {"draft_weight": self.draft_weight, "heads_first": self.heads_first}
-        return _MedusaTrainee(*self.copied(parts), **more)
+        return _MedusaTrainee(self, parts)
 
 
 class TunedBlockwiseTraining(_TunedTraining):
@@ -374,4 +368,4 @@ class TunedBlockwiseTraining(_TunedTraining):
         return super().adapted(settings).decided(reason, decay=1.0)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        return _BlockwiseTrainee(*self.copied(parts))
+        return _BlockwiseTrainee(self, parts)
