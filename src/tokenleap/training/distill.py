@@ -3,10 +3,10 @@
     loss = E[D(p, q)]
 
 for the target's distribution p and the draft model's q after every token before a part to
-learn. D is one of `losses`; the paper recommends to try several, since the best one depends on task
+learn. D is one of `LOSSES`; the paper recommends to try several, since the best one depends on task
 and temperature. The answers are those that the target writes (`teacher`), those of the draft model
-(`on_policy`, see `distill.py`), some of both (`mixed`), or the user's own (`fixed`). p is
-that of the target, even if the draft model wrote the text.
+(`on_policy`, see `OnPolicyRounds`), some of both (`mixed`), or the user's own (`fixed`). p is that
+of the target, even if the draft model wrote the text.
 
 The draft model is a causal LM with the target's vocabulary. It reads nothing of the target but its
 tokens, so one pass over a conversation gives all levels: level k of the draft at root r is its
@@ -255,7 +255,7 @@ class BoostTraining(_DraftModelTraining):
         return {"method": "ensemble", "drafters": str(folder)}
 
 
-# Causal LMs that become draft models: made, checked, and written. `distill.py` trains them.
+# Causal LMs that become draft models: made, checked, and written.
 
 
 _GENERATION = "generation_config.json"

@@ -6,7 +6,7 @@ from the features it will see. Hidden states are kept in int8 with a scale per g
 more exact than the noise that training adds to them.
 
 A cache is a folder of raw arrays, mapped into memory when they are read, and `index.json`, which is
-written last. A folder without it is incomplete and is made anew (`features.py`).
+written last. A folder without it is incomplete and is made anew.
 """
 
 from __future__ import annotations
@@ -210,8 +210,6 @@ def array_shapes(index: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ..
 
 
 # Computing features: one pass of the target over each conversation, chunk by chunk.
-#
-# `features.py` says what is kept, and reads it.
 
 
 _CHUNK = 256

@@ -49,7 +49,7 @@ from tokenleap.training.trainee import LOSSES, Trainee
 from tokenleap.training.trainer import optimizers_of
 
 _LEVELS = 4
-"""Most levels of a draft that are learnt as such; see `replay.marks_of`."""
+"""Most levels of a draft that are learnt as such; see `marks_of`."""
 
 _MAX_GRAD_NORM = 1.0
 

@@ -396,8 +396,6 @@ def _probe_text(held_out: TrainingSet) -> list[int]:
 
 
 # `TrainingText`: what one training learns: conversations, and the target's features of them.
-#
-# Every part continues where it stopped. `run.py` calls it.
 
 
 class TrainingText:
