@@ -55,18 +55,12 @@ class SelfSource:
             yield [each for each in written if not (held_out and each.temperature)]
 
 
-class _Entry(Protocol):
-    """An entry of the user's own data; `seed` is its number."""
-
-    @property
-    def seed(self) -> int: ...
-
-
-_AnEntry = TypeVar("_AnEntry", bound=_Entry)
+_Entry = TypeVar("_Entry", Talk, Conversation, "Pair")
+"""An entry of the user's own data; `seed` is its number."""
 _T = TypeVar("_T")
 
 
-def _share_of(entries: Sequence[_AnEntry], after: int | None, *, held_out: bool) -> list[_AnEntry]:
+def _share_of(entries: Sequence[_Entry], after: int | None, *, held_out: bool) -> list[_Entry]:
     """Those entries after a seed that are held out, or those that are learnt."""
     every = min(_HELD_OUT_EVERY, len(entries))
     return [
