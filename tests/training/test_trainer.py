@@ -167,7 +167,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(
 
     Dropped layers, drawn heads and drawn blocks are the same, too.
     """
-    world = World(tmp_path, method, **({"inner_size": 64} if "blockwise" in method else {}))
+    smaller: dict[str, Any] = {"inner_size": 64} if "blockwise" in method else {}
+    world = World(tmp_path, method, **smaller)
     whole = Run(world, tmp_path / "whole")
     events = whole.whole()
     assert len(events) == 12

@@ -57,7 +57,7 @@ from tokenleap.training.trainee import LOSSES, at_roots
 from tokenleap.training.trainer import Evaluation, Step, Trainer, optimizers_of
 from tokenleap.training.tuned import TargetTrainee
 
-FAST = {"target_learning_rate": 6e-3}
+FAST: dict[str, Any] = {"target_learning_rate": 6e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "early_exit": {},
     "pad": {},
