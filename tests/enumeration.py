@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from typing import TypeVar
 
@@ -129,6 +130,7 @@ def random_distributions(
 ) -> DistributionOf:
     """A random distribution per context, fixed by the seed; `zeros` tokens are impossible."""
 
+    @cache
     def distribution_of(context: Context) -> Distribution:
         code = seed
         for token in context:

@@ -1,4 +1,4 @@
-"""Tiny trained heads: folders with random weights for tiny models."""
+"""Tiny trained heads: folders with random weights for tiny models, and runs of such heads."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.tiny import CONTEXT, VOCAB_SIZE
+from tokenleap import SamplingParams
+from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig, ParallelConfig
-from tokenleap.drafters.heads.layouts import Verifier, new_net, write_head
+from tokenleap.drafters.heads.folder import Verifier
+from tokenleap.drafters.heads.layouts import new_net, write_head
 from tokenleap.drafters.heads.state_net import (
     BlockwiseConfig,
     BlockwiseNet,
@@ -29,8 +33,19 @@ from tokenleap.drafters.heads.state_net import (
     StateConfig,
     StateNet,
 )
+from tokenleap.drafters.model_drafter import Head
 from tokenleap.drafters.padding import write_pass_tokens
+from tokenleap.request import Request
 from tokenleap.runtime.target import final_norm
+
+Net = TypeVar("Net", bound=nn.Module)
+
+
+def lasting_folder() -> Path:
+    """A folder until the tests are over."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
 
 
 def tiny_config(vocab_size: int = VOCAB_SIZE, **fields: Any) -> EagleConfig:
@@ -66,9 +81,13 @@ def feature_config(vocab_size: int = VOCAB_SIZE, **fields: Any) -> FeatureConfig
 
 def tiny_net(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> EagleNet:
     """A head with random weights over a model's embedding and output rows."""
-    embedding = cast("Any", model.get_input_embeddings()).weight.detach()
+    return _random_net(config, *_vocabulary(model), seed, final_norm(model))
+
+
+def _vocabulary(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Its embedding and output rows."""
     rows = model.get_output_embeddings().weight.detach()  # type: ignore[no-untyped-call]
-    return _random_net(config, embedding, rows, seed, final_norm(model))
+    return cast("Any", model.get_input_embeddings()).weight.detach(), rows
 
 
 def _random_net(
@@ -78,18 +97,27 @@ def _random_net(
     seed: int,
     norm: nn.Module | None = None,
 ) -> EagleNet:
-    stride = config.vocab_size // config.draft_vocab_size
-    tokens = torch.arange(config.draft_vocab_size) * stride
+    tokens = _draft_tokens(config)
     torch.manual_seed(seed)
     net = new_net(config, embedding, rows[tokens], tokens, norm)
     net.initialise()
+    return _shaken(net)
+
+
+def _draft_tokens(config: EagleConfig | StateConfig) -> Tensor:
+    stride = config.vocab_size // config.draft_vocab_size
+    return torch.arange(config.draft_vocab_size) * stride
+
+
+def _shaken(net: Net) -> Net:
+    """A network whose weights are random around what they were."""
     for parameter in net.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     net.train(False)
     return net
 
 
-def save_head(folder: Path, net: EagleNet, **notes: Any) -> None:
+def save_head(folder: Path, net: EagleNet | StateNet, **notes: Any) -> None:
     """Write a head as one that was trained for a model called "tiny"."""
     write_head(folder, net, Verifier("tiny"), notes)
 
@@ -97,8 +125,7 @@ def save_head(folder: Path, net: EagleNet, **notes: Any) -> None:
 @cache
 def random_head(config: EagleConfig) -> str:
     """A folder with random weights, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
-    atexit.register(shutil.rmtree, folder)
+    folder = lasting_folder()
     nothing = torch.zeros(config.vocab_size, config.hidden_size)
     save_head(folder, _random_net(config, nothing, nothing, seed=0))
     return str(folder)
@@ -107,8 +134,7 @@ def random_head(config: EagleConfig) -> str:
 @cache
 def random_pass_tokens(vocab_size: int = VOCAB_SIZE, count: int = 4, size: int = 64) -> str:
     """A folder with random look-ahead embeddings, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
-    atexit.register(shutil.rmtree, folder)
+    folder = lasting_folder()
     torch.manual_seed(0)
     write_pass_tokens(folder, torch.randn(count, size), vocab_size, Verifier("tiny"), {})
     return str(folder)
@@ -139,33 +165,20 @@ def state_net(
     method: str, config: StateConfig, model: PreTrainedModel | None = None, seed: int = 0
 ) -> StateNet:
     """A head with random weights, over a model's embedding and output rows if one is given."""
-    embedding = rows = torch.zeros(config.vocab_size, config.hidden_size)
-    if model is not None:
-        embedding = cast("Any", model.get_input_embeddings()).weight.detach()
-        rows = model.get_output_embeddings().weight.detach()  # type: ignore[no-untyped-call]
-    stride = config.vocab_size // config.draft_vocab_size
-    tokens = torch.arange(config.draft_vocab_size) * stride
+    nothing = torch.zeros(config.vocab_size, config.hidden_size)
+    embedding, rows = (nothing, nothing) if model is None else _vocabulary(model)
     torch.manual_seed(seed)
-    net = STATE_NETS[method][0](config, embedding, rows, tokens)
+    net = STATE_NETS[method][0](config, embedding, rows, _draft_tokens(config))
     net.initialise()
     net.copy_rows(rows)
-    for parameter in net.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    net.train(False)
-    return net
-
-
-def save_state_head(folder: Path, net: StateNet, **notes: Any) -> None:
-    """Write a head as one that was trained for a model called "tiny"."""
-    write_head(folder, net, Verifier("tiny"), notes)
+    return _shaken(net)
 
 
 @cache
 def random_state_head(method: str, config: StateConfig) -> str:
     """A folder with random weights, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
-    atexit.register(shutil.rmtree, folder)
-    save_state_head(folder, state_net(method, config))
+    folder = lasting_folder()
+    save_head(folder, state_net(method, config))
     return str(folder)
 
 
@@ -193,3 +206,53 @@ def tiny_head(method: str = "eagle", vocab_size: int = VOCAB_SIZE) -> str:
     if method == "parallel":
         return random_head(parallel_config(vocab_size))
     return random_head(tiny_config(vocab_size))
+
+
+# Runs of heads
+
+
+def request_of(tokens: Sequence[int]) -> Request:
+    return Request(list(tokens), SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+
+
+def grown(
+    head: Head,
+    hidden: Mapping[int, Tensor],
+    texts: Sequence[Sequence[int]],
+    added: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    """Logits of the nodes of trees that are grown together, level by level.
+
+    Args:
+        hidden: layer id -> [n, E] the target's states of a text, of which `texts` are beginnings.
+        texts: the requests' tokens.
+        added: the levels of every request's tree. The i-th token of a level is the child of the
+            i-th of the level above.
+
+    Returns:
+        For each level, the root's included, [requests, nodes, Vd].
+    """
+    requests = [request_of(text) for text in texts]
+    for request, text in zip(requests, texts, strict=True):
+        head.keep(request, 0, {layer: x[: len(text) - 1] for layer, x in hidden.items()})
+    keys = [request.key for request in requests]
+    head.expect(dict.fromkeys(keys, 1 + len(added)))
+    pending = [head.pending(request) for request in requests]
+    trees = [chain(tokens) for tokens in pending]
+    above = [[len(tokens) - 1] * max([1, *map(len, added)]) for tokens in pending]
+    computed, found = [0] * len(keys), list[Tensor]()
+    for level in ([], *added):
+        if level:
+            computed = [len(tree) for tree in trees]
+            trees = [
+                TokenTree((*tree.tokens, *level), (*tree.parents, *parents[: len(level)]))
+                for tree, parents in zip(trees, above, strict=True)
+            ]
+            above = [list(range(size, size + len(level))) for size in computed]
+        outputs = head.verify(keys, trees, computed)
+        last = max(1, len(level))
+        found.append(torch.stack([output.scores[-last:].clone() for output in outputs]))
+    for request, tokens in zip(requests, pending, strict=True):
+        head.finish_draft(request, len(tokens))
+        head.release(request)
+    return found

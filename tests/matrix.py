@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import random
-import shutil
-import tempfile
-from pathlib import Path
+from functools import cache
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from tests.heads import tiny_head
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.heads import lasting_folder, tiny_head
+from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM
 from tokenleap.core.acceptance import RULES
 from tokenleap.drafters.registry import METHODS
@@ -44,10 +42,9 @@ def tiny_texts() -> list[list[int]]:
 
 def tiny_file(made: NgramTables | Datastore) -> str:
     """A file until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
-    atexit.register(shutil.rmtree, folder)
-    made.save(folder / "tiny")
-    return str(folder / "tiny")
+    path = lasting_folder() / "tiny"
+    made.save(path)
+    return str(path)
 
 
 WITH_TOKENIZER = ("regex",)
@@ -105,10 +102,18 @@ def speculative_config(
         **fields,
     }
     if METHODS[method].takes_model:
-        config.setdefault("model", tiny_model(seed=1))
+        config.setdefault("model", draft_model())
     if METHODS[method].takes_head:
         config.setdefault("model", tiny_head(method))
     return config
+
+
+@cache
+def draft_model(
+    dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB_SIZE
+) -> PreTrainedModel:
+    """A draft model for tiny models."""
+    return tiny_model(seed=1, dtype=dtype, vocab_size=vocab_size)
 
 
 def tiny_llm(
@@ -122,7 +127,7 @@ def tiny_llm(
     """An LLM over a tiny model; the draft model has the target's dtype and vocabulary."""
     if METHODS[method].takes_model and "model" not in fields:
         vocab_size = model.config.get_text_config().vocab_size
-        fields["model"] = tiny_model(seed=1, dtype=model.dtype, vocab_size=vocab_size)
+        fields["model"] = draft_model(model.dtype, vocab_size)
     if METHODS[method].takes_head and "model" not in fields:
         fields["model"] = tiny_head(method, model.config.get_text_config().vocab_size)
     tokenizer = tiny_tokenizer() if method in WITH_TOKENIZER else None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from tests.heads import lasting_folder
 from tests.tiny_seq2seq import VOCAB_SIZE, seq2seq_config
 from tokenleap.drafters.blocks import Transitions, save_transitions
 from tokenleap.drafters.spec_drafter import SpecDrafterNotes
@@ -67,8 +65,7 @@ def random_spec_drafter(
     transitions: bool = False,
 ) -> str:
     """A folder with random weights, until the tests are over."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenleap-tests-"))
-    atexit.register(shutil.rmtree, folder)
+    folder = lasting_folder()
     made = spec_drafter_of(
         name, num_masks, encoder=encoder, fewer_masks=fewer_masks, transitions=transitions
     )

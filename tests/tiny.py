@@ -16,6 +16,8 @@ from transformers import (
 )
 
 from tokenleap.runtime.cpu import linear_layer
+from tokenleap.runtime.network import Network
+from tokenleap.runtime.passes import Passes
 
 VOCAB_SIZE = 96
 CONTEXT = 256
@@ -74,6 +76,15 @@ def tiny_model(
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     model.train(False)
     return model
+
+
+def passes_of(model: PreTrainedModel, network: Network, *prompts: list[int]) -> Passes:
+    """Rows 0, 1, ... of a network of this model, with these prompts."""
+    passes = Passes(network, CONTEXT, model.dtype, torch.device("cpu"))
+    for key, prompt in enumerate(prompts):
+        passes.add(key)
+        passes.prefill(key, prompt)
+    return passes
 
 
 def reference_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:

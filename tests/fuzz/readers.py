@@ -46,7 +46,7 @@ from tokenleap.models.loaded import FolderWeights
 from tokenleap.runtime.native import build
 from tokenleap.runtime.native.build import why_no_library
 from tokenleap.trace import Trace
-from tokenleap.training.collect import FileData, texts_in
+from tokenleap.training.collect import FileSource, texts_in
 from tokenleap.training.conversations import Conversation, ConversationFile
 from tokenleap.training.features import FeatureCache, compute_features
 from tokenleap.training.trainer import Checkpoints, Progress
@@ -303,7 +303,7 @@ def _entries(folder: Path, _: Any) -> Callable[[Path], object]:
     llm = LLM(tiny_model(vocab_size=len(tokenizer.get_vocab())), tokenizer=tokenizer)
 
     def read(place: Path) -> None:
-        FileData(llm, [place / "data.jsonl"], 64)
+        FileSource(llm, [place / "data.jsonl"], 64, 1)
         list(texts_in(place / "data.jsonl"))
 
     return read

@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 from tests.matrix import ON_CHAINS, PROMPTS, tiny_llm
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
+from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import Noise
+from tokenleap.core.params import MAX_SEED
 from tokenleap.core.tree import chain
 from tokenleap.request import Request
 from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
 
-TOKENS = 16
+TOKENS = 12
 DTYPES = [torch.float32, torch.bfloat16]
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=3),
@@ -177,8 +179,6 @@ def test_n_outputs_are_those_of_consecutive_seeds(model: PreTrainedModel) -> Non
 
 
 def test_the_noise_of_a_position_does_not_depend_on_where_the_step_began() -> None:
-    from tokenleap.core.distribution import Distribution
-
     distribution = Distribution.of(torch.full((50,), 1 / 50))
     direct = [Noise(3, position=t).draw(distribution, 0) for t in range(20)]
     assert [Noise(3, position=4).draw(distribution, t - 4) for t in range(4, 20)] == direct[4:]
@@ -220,9 +220,5 @@ def test_a_request_never_reads_global_randomness(model: PreTrainedModel) -> None
 
 
 def test_request_seed_plus_index_never_overflows() -> None:
-    from tokenleap.core.params import MAX_SEED
-
     request = Request([1], SamplingParams(seed=MAX_SEED), vocab_size=8, max_model_len=9, index=3)
-    from tokenleap.core.distribution import Distribution
-
     assert 0 <= request.noise.draw(Distribution.of(torch.full((8,), 1 / 8)), 0) < 8

@@ -29,8 +29,8 @@ def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def outputs(llm: LLM) -> list[RequestOutput]:
     """Greedy and seeded."""
-    greedy = SamplingParams(temperature=0, max_tokens=20, logprobs=1)
-    seeded = SamplingParams(temperature=1.2, seed=2, max_tokens=20, logprobs=1)
+    greedy = SamplingParams(temperature=0, max_tokens=16, logprobs=1)
+    seeded = SamplingParams(temperature=1.2, seed=2, max_tokens=16, logprobs=1)
     return [output for params in (greedy, seeded) for output in llm.generate(PROMPTS, params)]
 
 

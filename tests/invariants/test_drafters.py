@@ -103,7 +103,7 @@ def test_a_drafter_catches_up_from_the_committed_tokens(method: str) -> None:
     used = tiny_llm(model, method)
     request = request_of(PROMPTS[0], params)
     generator = torch.Generator().manual_seed(0)
-    for step in range(12):
+    for step in range(8):
         (draft,) = propose(used, [request], [Budget(4, 4)])
         (expected,) = propose(tiny_llm(model, method), [request], [Budget(4, 4)])
         assert draft.tree == expected.tree

@@ -37,7 +37,7 @@ from tokenleap.runtime.target import Target
 States = dict[int, Tensor]
 Tokens = tuple[int, ...]
 
-TOKENS = 16
+TOKENS = 10
 PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=TOKENS)
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 NO_MEMORY = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
@@ -267,17 +267,17 @@ def test_chains_and_trees_in_a_batch_are_plain_decoding_alone(kind: Kind, greedy
     assert_equal(states_of(run(kind, trees, params=params)), expected, exact=kind.exact_trees)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 300])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
 def test_chunked_prefill(kind: Kind, chunk: int) -> None:
     """Also beside steps of requests that came earlier."""
-    prompts = (*SHORT[:2], tokens_of(1, 150), tokens_of(2, 330))
+    prompts = (*SHORT[:2], tokens_of(1, 90), tokens_of(2, 140))
     expected = one_by_one(kind, prompts)
     reader = run(kind, None, prompts, max_num_batched_tokens=chunk)
     assert_equal(states_of(reader), expected)
     assert not reader.shown_again
 
 
-LONG = (tokens_of(1, KEY_BLOCK - 10), tokens_of(2, KEY_BLOCK - 100), tokens_of(3, 70))
+LONG = (tokens_of(1, KEY_BLOCK - 6), tokens_of(2, KEY_BLOCK - 100), tokens_of(3, 70))
 
 
 @pytest.mark.parametrize("blocks", [2, 3])
@@ -351,7 +351,7 @@ def test_requests_that_ask_for_different_layers(kind: Kind) -> None:
 
 def test_steps_without_memory_for_drafts(kind: Kind) -> None:
     """Where drafting fills the slab the step is a plain one, and its states are shown, too."""
-    reader = Reader(scripted(kind, Scripted), kind.hidden_layers, full_every=3)
+    reader = Reader(scripted(kind, Scripted), kind.hidden_layers, full_every=2)
     outputs = kind.llm(reader).generate(PROMPTS, PARAMS)
     assert_equal(states_of(reader), one_by_one(kind, SHORT))
     assert any(not step.drafted for output in outputs for step in output.trace.steps[:-1])

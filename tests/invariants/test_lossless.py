@@ -6,6 +6,7 @@ By enumeration of every draft and every outcome on tiny vocabularies; nothing is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_trees_with_impossible_tokens(rule: str, siblings: Siblings) -> None:
 def truncated_q(seed: int, top_k: int, top_p: float) -> DistributionOf:
     """A random q, of which only the most probable tokens are left."""
     whole = random_distributions(5, seed)
-    return lambda context: truncated(whole(context), top_k, top_p)
+    return cache(lambda context: truncated(whole(context), top_k, top_p))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (0, 0.7), (4, 0.8), (1, 1.0)])

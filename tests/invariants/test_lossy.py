@@ -10,6 +10,7 @@ import torch
 
 from tests.enumeration import (
     Context,
+    DistributionOf,
     ScriptedNoise,
     TableDistributions,
     chains,
@@ -78,16 +79,22 @@ class GreedyDistributions(TableDistributions):
         return super().__getitem__(node)
 
 
+def greedy_tokens(rule: AcceptanceRule, p: DistributionOf) -> list[int]:
+    """The drafted tokens that a rule accepts where decoding is greedy."""
+    drafts = [Draft.deterministic(chain([0, token])) for token in range(5)]
+    return [
+        token
+        for token, draft in enumerate(drafts)
+        if rule.accept(draft, GreedyDistributions(p, draft.tree), DrawsTheOnly()).path
+    ]
+
+
 @pytest.mark.parametrize("lenience", [0.1, 0.5, 1.0])
 def test_greedy_lenient_compares_with_the_best(lenience: float) -> None:
     p = random_distributions(5, 3, sharpness=0.7)
-    best = float(p(()).probs.max())
-    for token in range(5):
-        distributions = GreedyDistributions(p, chain([0, token]))
-        decision = Lenient(Lenient.Options(lenience=lenience)).accept(
-            Draft.deterministic(chain([0, token])), distributions, DrawsTheOnly()
-        )
-        assert bool(decision.path) == (p(()).prob(token) >= lenience * best)
+    least = lenience * float(p(()).probs.max())
+    accepted = greedy_tokens(Lenient(Lenient.Options(lenience=lenience)), p)
+    assert accepted == [token for token in range(5) if p(()).prob(token) >= least]
 
 
 class DrawsTheOnly(ScriptedNoise):
@@ -126,37 +133,25 @@ def test_typical_threshold(token: int) -> None:
 
 def test_typical_is_greedy_where_p_is_one_hot() -> None:
     p = random_distributions(5, 3)
-    best = int(p(()).probs.argmax())
-    for token in range(5):
-        draft = Draft.deterministic(chain([0, token]))
-        decision = Typical().accept(draft, GreedyDistributions(p, draft.tree), DrawsTheOnly())
-        assert bool(decision.path) == (token == best)
+    assert greedy_tokens(Typical(), p) == [int(p(()).probs.argmax())]
 
 
 @pytest.mark.parametrize(("beta", "tau"), [(1, 5.0), (2, 5.0), (3, 0.1), (5, 0.7)])
 def test_top_beta_keeps_the_best_within_the_gap(beta: int, tau: float) -> None:
     p = random_distributions(5, 3, sharpness=0.7)
     distribution = p(())
-    ranked = sorted(range(5), key=distribution.prob, reverse=True)
-    for token in range(5):
-        draft = Draft.deterministic(chain([0, token]))
-        decision = TopBeta(TopBeta.Options(beta=beta, tau=tau)).accept(
-            draft, GreedyDistributions(p, draft.tree), DrawsTheOnly()
-        )
-        gap = math.log(distribution.prob(ranked[0])) - math.log(distribution.prob(token))
-        assert bool(decision.path) == (token in ranked[:beta] and gap <= tau)
+    ranked = sorted(range(5), key=distribution.prob, reverse=True)[:beta]
+    least = distribution.prob(ranked[0]) * math.exp(-tau)
+    accepted = greedy_tokens(TopBeta(TopBeta.Options(beta=beta, tau=tau)), p)
+    assert accepted == sorted(token for token in ranked if distribution.prob(token) >= least)
 
 
 @pytest.mark.parametrize("epsilon", [0, 1, 3])
 def test_distance_is_that_of_token_ids(epsilon: int) -> None:
     p = random_distributions(5, 3, sharpness=0.7)
     best = int(p(()).probs.argmax())
-    for token in range(5):
-        draft = Draft.deterministic(chain([0, token]))
-        decision = Distance(Distance.Options(epsilon=epsilon)).accept(
-            draft, GreedyDistributions(p, draft.tree), DrawsTheOnly()
-        )
-        assert bool(decision.path) == (abs(token - best) <= epsilon)
+    accepted = greedy_tokens(Distance(Distance.Options(epsilon=epsilon)), p)
+    assert accepted == [token for token in range(5) if abs(token - best) <= epsilon]
 
 
 def test_distance_0_is_greedy_verification() -> None:

@@ -160,7 +160,7 @@ def outputs_with_fields(
 ) -> list[tuple[tuple[int, ...], str | None]]:
     """Tokens and reasons of a request with each of `FIELDS`, all in one batch."""
     params = [
-        SamplingParams(temperature=temperature, max_tokens=24, seed=3, **fields)
+        SamplingParams(temperature=temperature, max_tokens=15, seed=3, **fields)
         for fields in FIELDS
     ]
     prompts = [PROMPTS[(number + shift) % len(PROMPTS)] for number in range(len(FIELDS))]

@@ -13,7 +13,9 @@ distribution is caught.
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -25,6 +27,8 @@ from tests.heads import tiny_head
 from tests.matrix import SPECULATIVE, WITH_TOKENIZER, fits, speculative_config
 from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise
 from tokenleap.core.sampler import Sampler
 from tokenleap.drafters.registry import METHODS
 
@@ -61,7 +65,7 @@ ALARM = 1e-6
 
 def params(seed: int, temperature: float) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature, top_k=5, seed=seed, max_tokens=LENGTH + 2, presence_penalty=0.5
+        temperature=temperature, top_k=5, seed=seed, max_tokens=LENGTH + 1, presence_penalty=0.5
     )
 
 
@@ -70,19 +74,22 @@ def model() -> PreTrainedModel:
     return tiny_model(vocab_size=VOCAB, initializer_range=0.12)
 
 
+@cache
+def next_token(model: PreTrainedModel, temperature: float, output: tuple[int, ...]) -> Distribution:
+    """The distribution of the token after an output."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*PROMPT, *output]])).logits[0, -1]
+    return Sampler(params(0, temperature), VOCAB, PROMPT).distribution(logits, output)
+
+
 def exact_distribution(model: PreTrainedModel, temperature: float) -> dict[tuple[int, ...], float]:
     """Probability of every output of `LENGTH` tokens."""
-    distribution: dict[tuple[int, ...], float] = {}
-    for output in product(range(VOCAB), repeat=LENGTH):
-        sampler = Sampler(params(0, temperature), VOCAB, PROMPT)
-        probability = 1.0
-        for i, token in enumerate(output):
-            ids = torch.tensor([[*PROMPT, *output[:i]]])
-            with torch.inference_mode():
-                logits = model(input_ids=ids).logits[0, -1]
-            probability *= sampler.distribution(logits, output[:i]).prob(token)
-        distribution[output] = probability
-    return distribution
+    return {
+        output: prod(
+            next_token(model, temperature, output[:i]).prob(token) for i, token in enumerate(output)
+        )
+        for output in product(range(VOCAB), repeat=LENGTH)
+    }
 
 
 def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
@@ -104,6 +111,14 @@ def sample(llm: LLM, temperature: float) -> Counter[tuple[int, ...]]:
     return Counter(output.token_ids[:LENGTH] for output in outputs)
 
 
+def fitting_llm(model: PreTrainedModel, config: dict[str, Any], temperature: float = 1.0) -> LLM:
+    """An LLM whose samples have the exact distribution."""
+    llm = LLM(model, speculative_config=config, max_num_seqs=64)
+    counts = sample(llm, temperature)
+    assert p_value(counts, exact_distribution(model, temperature)) > ALARM / len(CASES)
+    return llm
+
+
 @pytest.mark.parametrize(
     ("method", "rule", "temperature"),
     [
@@ -119,10 +134,7 @@ def test_output_distribution(
         fields["model"] = tiny_model(seed=1, vocab_size=VOCAB)
     if METHODS[method].takes_head:
         fields["model"] = tiny_head(method, VOCAB)
-    config = speculative_config(method, rule, 2, **fields)
-    llm = LLM(model, speculative_config=config, max_num_seqs=64)
-    counts = sample(llm, temperature)
-    assert p_value(counts, exact_distribution(model, temperature)) > ALARM / len(CASES)
+    fitting_llm(model, speculative_config(method, rule, 2, **fields), temperature)
 
 
 SAMPLERS: list[dict[str, Any]] = [
@@ -136,8 +148,7 @@ SAMPLERS: list[dict[str, Any]] = [
 def test_an_ensemble_of_sampling_drafters(model: PreTrainedModel, rule: str) -> None:
     """Siblings from different drafters have to be independent of each other."""
     config = speculative_config("ensemble", rule, 6, drafters=SAMPLERS)
-    llm = LLM(model, speculative_config=config, max_num_seqs=64)
-    assert p_value(sample(llm, 1.0), exact_distribution(model, 1.0)) > ALARM / len(CASES)
+    llm = fitting_llm(model, config)
     drafts = llm.generate([PROMPT], SamplingParams(seed=1, max_tokens=200))[0].trace
     twins = [step.drafted[:2] for step in drafts if step.parents[:2] == (-1, -1)]
     assert len(twins) > 20
@@ -151,8 +162,7 @@ def test_trees_of_independent_siblings(model: PreTrainedModel) -> None:
     config = speculative_config(
         "draft_model", "k_sequential", None, model=tiny_model(seed=1, vocab_size=VOCAB), **fields
     )
-    llm = LLM(model, speculative_config=config, max_num_seqs=64)
-    assert p_value(sample(llm, 1.0), exact_distribution(model, 1.0)) > ALARM / len(CASES)
+    llm = fitting_llm(model, config)
     steps = llm.generate([PROMPT], SamplingParams(seed=1, max_tokens=200))[0].trace.steps
     assert any(step.parents.count(-1) < 3 for step in steps if step.drafted)
     assert any(step.accepted[:1] in ((1,), (2,)) for step in steps)
@@ -169,8 +179,7 @@ def test_trees_of_independent_siblings(model: PreTrainedModel) -> None:
 def test_a_q_with_parameters_of_its_own(model: PreTrainedModel, fields: dict[str, Any]) -> None:
     draft_model = tiny_model(seed=1, vocab_size=VOCAB)
     config = speculative_config("draft_model", "rejection", None, model=draft_model, **fields)
-    llm = LLM(model, speculative_config=config, max_num_seqs=64)
-    assert p_value(sample(llm, 1.0), exact_distribution(model, 1.0)) > ALARM / len(CASES)
+    fitting_llm(model, config)
 
 
 def test_a_wrong_distribution_is_caught(model: PreTrainedModel) -> None:
@@ -180,9 +189,6 @@ def test_a_wrong_distribution_is_caught(model: PreTrainedModel) -> None:
 
 
 def test_the_noise_is_uniform_and_its_streams_are_independent() -> None:
-    from tokenleap.core.distribution import Distribution
-    from tokenleap.core.noise import Noise
-
     distribution = Distribution.of(torch.full((VOCAB,), 1 / VOCAB))
     target, draft = Noise(1), Noise(1).drafting(coupled=False)
     pairs: Counter[tuple[int, ...]] = Counter(

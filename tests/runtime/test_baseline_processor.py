@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from tests.runtime.test_lean import scores
+from tests.runtime.test_llama_family import scores
 from tests.tiny import tiny_model
 from tokenleap.runtime.llama import LlamaWeights
 from tokenleap.runtime.native.network import NativeDecoder

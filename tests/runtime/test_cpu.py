@@ -76,8 +76,8 @@ def test_every_architecture_can_be_quantized(architecture: str) -> None:
     model = tiny_model(architecture, dtype=torch.bfloat16)
     kind = LeanDecoder if architecture in ("lean", "qwen2") else ModuleNetwork
     assert isinstance(network_for(model, "int8"), kind)
-    greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=1)
-    seeded = SamplingParams(temperature=0.8, seed=3, max_tokens=30, logprobs=1)
+    greedy = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+    seeded = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=1)
     plain = LLM(model, quantization="int8")
     ngram = {"method": "ngram", "prompt_lookup_min": 1}
     drafting = LLM(model, quantization="int8", speculative_config=ngram)

@@ -12,15 +12,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from tests.runtime.test_llama_family import PORTABLE
 from tokenleap.runtime.native.build import library
 from tokenleap.runtime.native.network import checked
 from tokenleap.runtime.native.pack import K_FORMATS, PackedWeights, pack_k_blocks
-from tokenleap.runtime.native.structures import CFusion
+from tokenleap.runtime.native.structures import CFusion, KeptWeights
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 SIZES = {Kind.Q4_K: 144, Kind.Q5_K: 176, Kind.Q6_K: 210}
-PORTABLE = "-DTOKENLEAP_PORTABLE"
 SIZE = 512
 
 
@@ -39,7 +39,8 @@ def product(packed: PackedWeights, inputs: Tensor, *flags: str) -> Tensor:
     native = checked(library(*flags))
     count = len(inputs)
     outputs = torch.empty(count, SIZE)
-    fc = packed.c
+    kept = KeptWeights()
+    fc = kept.linear(packed)
     rows = torch.empty(count * native.tokenleap_row_bytes(byref(fc)), dtype=torch.uint8)
     addresses = array("Q", [inputs.data_ptr()])
     arguments = CFusion(
@@ -65,7 +66,7 @@ def rounded(inputs: Tensor) -> Tensor:
     return ((groups / scales).round() * scales).view_as(inputs)
 
 
-@pytest.mark.parametrize("flags", [(), (PORTABLE,)], ids=["processor", "portable"])
+@pytest.mark.parametrize("flags", [(), PORTABLE], ids=["processor", "portable"])
 @pytest.mark.parametrize("kind", K_FORMATS)
 def test_products_of_their_own_numbers(kind: Kind, flags: tuple[str, ...]) -> None:
     rows, values = random_blocks(kind)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.runtime.test_lean import scores
+from tests.runtime.test_llama_family import scores
 from tests.tiny import tiny_model
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.llama import LinearWeights, LlamaWeights
 from tokenleap.runtime.native import pack as pack_module
 from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.native.pack import GROUP, PANEL, Format
-from tokenleap.runtime.native.packed import KeptWeights
+from tokenleap.runtime.native.structures import KeptWeights
 from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")

@@ -1,8 +1,7 @@
-"""The C++ pass computes what the module computes, with the same bits in any company."""
+"""The C++ library: who runs on it, what is refused, and how it is compiled and found."""
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
 import shutil
@@ -14,246 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from tests.models.test_gguf_numbers import unpacked
 from tests.programs import Program
-from tests.runtime.test_lean import FAMILY, TREE, model_of, scores
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import tiny_model
 from tokenleap import ConfigError
-from tokenleap.core.tree import TokenTree, chain
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.choose import network_for
-from tokenleap.runtime.llama import LinearWeights, LlamaWeights
-from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.native import build
 from tokenleap.runtime.native.build import NativeLibraryError, library, why_not_native
-from tokenleap.runtime.native.network import NativeDecoder
-from tokenleap.runtime.native.pack import GROUP, PANEL, Format, in_turns, pack
-from tokenleap.runtime.network import Network
 from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
-
-PORTABLE = "-DTOKENLEAP_PORTABLE"
-KINDS: list[tuple[torch.dtype, str | None, tuple[str, ...]]] = [
-    (torch.float32, None, ()),
-    (torch.bfloat16, None, ()),
-    (torch.bfloat16, "int8", ()),
-    (torch.bfloat16, "int4", ()),
-    (torch.bfloat16, None, (PORTABLE,)),
-    (torch.float32, "int4", (PORTABLE,)),
-]
-TOKENS = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(80)]
-
-
-def wide_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """With heads that the kernels are written for."""
-    return model_of(name, dtype, head_dim=32)
-
-
-def quantized(model: PreTrainedModel, quantization: str) -> PreTrainedModel:
-    """The model with the weights that the kernels work with, as PyTorch would compute it."""
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    for layer in layers:
-        is_head = layer is model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        form = "int8" if is_head else quantization
-        with torch.no_grad():
-            layer.weight.copy_(ROUNDED[form](layer.weight.float()))
-    return model
-
-
-def rounded_int8(weight: Tensor) -> Tensor:
-    groups = weight.view(len(weight), -1, GROUP)
-    scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
-    return ((groups / scale).round() * scale).flatten(1)
-
-
-def rounded_int4(weight: Tensor) -> Tensor:
-    groups = weight.view(len(weight), -1, GROUP)
-    least = groups.amin(-1, keepdim=True).half().float()
-    scale = ((groups.amax(-1, keepdim=True) - least) / 15).half().float()
-    return (((groups - least) / scale).round().clamp(0, 15) * scale + least).flatten(1)
-
-
-ROUNDED = {"int8": rounded_int8, "int4": rounded_int4}
-
-
-@pytest.mark.parametrize("flags", [(), (PORTABLE,)], ids=["processor", "portable"])
-@pytest.mark.parametrize("name", FAMILY)
-def test_the_module_is_the_oracle(name: str, flags: tuple[str, ...]) -> None:
-    model = wide_model(name)
-    found = scores(model, NativeDecoder(LlamaWeights(model), None, *flags))
-    assert torch.allclose(found, scores(model, ModuleNetwork.sharing(model)), atol=2e-4, rtol=1e-4)
-
-
-def float32_scores(model: PreTrainedModel) -> Tensor:
-    exact: PreTrainedModel = copy.deepcopy(model).float()  # type: ignore[no-untyped-call]
-    return scores(exact, ModuleNetwork.sharing(exact))
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "a vocabulary of odd size": {"vocab_size": 97},
-    "sixteen query heads a key head": {"num_attention_heads": 16, "num_key_value_heads": 1},
-    "twenty-eight": {"num_attention_heads": 28, "num_key_value_heads": 1, "hidden_size": 896},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_odd_shapes(shape: str) -> None:
-    model = tiny_model(head_dim=32, **SHAPES[shape])
-    found = scores(model, NativeDecoder(LlamaWeights(model)))
-    assert torch.allclose(found, scores(model, ModuleNetwork.sharing(model)), atol=2e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("width", [32, 64, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_heads_of_every_width(width: int, dtype: torch.dtype) -> None:
-    model = tiny_model(head_dim=width, dtype=dtype)
-    found = scores(model, NativeDecoder(LlamaWeights(model)))
-    exact = float32_scores(model)
-    assert (found - exact).std() < {torch.float32: 1e-4, torch.bfloat16: 0.03}[dtype] * exact.std()
-
-
-def test_bfloat16_is_nearer_to_float32_than_the_module() -> None:
-    model = wide_model("qwen3", torch.bfloat16)
-    native, module = (
-        scores(model, network).float()
-        for network in (NativeDecoder(LlamaWeights(model)), ModuleNetwork.sharing(model))
-    )
-    exact = float32_scores(model)
-    assert (native - exact).std() < (module - exact).std()
-
-
-@pytest.mark.parametrize("flags", [(), (PORTABLE,)], ids=["processor", "portable"])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_rounded_weights_are_what_runs(quantization: str, flags: tuple[str, ...]) -> None:
-    """Against the same weights in float32: what is left is the rounding of the inputs."""
-    model = wide_model("qwen2")
-    found = scores(model, NativeDecoder(LlamaWeights(model), quantization, *flags))
-    unrounded = scores(model, ModuleNetwork.sharing(model))
-    expected = scores(quantized(model, quantization), ModuleNetwork.sharing(model))
-    error = (found - expected).std() / expected.std()
-    assert error < 0.06  # an error per layer, made larger by random weights
-    assert (quantization == "int8") or error < 0.5 * (found - unrounded).std() / expected.std()
-
-
-@pytest.mark.parametrize("flags", [(), (PORTABLE,)], ids=["processor", "portable"])
-def test_a_head_alone_in_int8(flags: tuple[str, ...]) -> None:
-    """One linear layer: nothing but the rounding of its inputs, half a step of 127 at most."""
-    model, every = wide_model("llama, tied"), range(2)
-    exact = scores(model, ModuleNetwork.sharing(model).without(every, every))
-    found = scores(model, NativeDecoder(LlamaWeights(model), "int8", *flags).without(every, every))
-    assert (found - exact).std() < 0.01 * exact.std()
-
-
-@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 12, 13, 16, 25, 40])
-def test_bits_do_not_depend_on_the_number_of_nodes(
-    dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...], rows: int
-) -> None:
-    model = wide_model("qwen3", dtype)
-    target = filled(Target(model), NativeDecoder(LlamaWeights(model), quantization, *flags), 33)
-    together = target.verify([0], [chain(TOKENS[33:])])[0].scores.clone()
-    alone = target.verify([0], [chain(TOKENS[33 : 33 + rows])])[0].scores
-    assert torch.equal(alone, together[:rows])
-
-
-@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
-def test_a_tree_has_the_bits_of_its_chains(
-    dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...]
-) -> None:
-    model = wide_model("llama", dtype)
-    target = filled(Target(model), NativeDecoder(LlamaWeights(model), quantization, *flags), 14)
-    tree = TokenTree((5, 3, 5, 8, 9, 7, 1, 2), (-1, 0, 0, 1, 3, 2, 2, 5))
-    scored = target.verify([0], [tree])[0].scores.clone()
-    for node in range(len(tree)):
-        path = (0, *tree.path(node))
-        alone = target.verify([0], [chain([tree.tokens[i] for i in path])])[0].scores
-        assert torch.equal(scored[list(path)], alone)
-
-
-@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
-def test_a_row_has_its_own_bits_in_any_company(
-    dtype: torch.dtype, quantization: str | None, flags: tuple[str, ...]
-) -> None:
-    model = wide_model("mistral", dtype)
-    target = filled(
-        Target(model), NativeDecoder(LlamaWeights(model), quantization, *flags), 9, 30, 2
-    )
-    trees = [chain([5, 6, 7, 8]), TREE, chain([4])]
-    together = [output.scores.clone() for output in target.verify([0, 1, 2], trees)]
-    for key, tree in enumerate(trees):
-        assert torch.equal(target.verify([key], [tree])[0].scores, together[key])
-    pair = target.verify([2, 0], [trees[2], trees[0]])  # row 1 between them has no nodes
-    assert torch.equal(pair[0].scores, together[2])
-    assert torch.equal(pair[1].scores, together[0])
-
-
-@pytest.mark.parametrize(("dtype", "quantization", "flags"), KINDS)
-def test_bits_do_not_depend_on_threads_or_chunks(
-    dtype: torch.dtype,
-    quantization: str | None,
-    flags: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = wide_model("llama", dtype)
-    network = NativeDecoder(LlamaWeights(model), quantization, *flags)
-    five = chain(TOKENS[40:45])
-    expected = filled(Target(model), network, 40).verify([0], [five])[0].scores.clone()
-    for threads, chunk in ((1, 3), (2, 17), (3, 40)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setattr("tokenleap.runtime.passes.PREFILL_CHUNK", chunk)
-        found = filled(Target(model), network, 40).verify([0], [five])[0]
-        assert torch.equal(found.scores, expected)
-
-
-def filled(target: Target, network: Network, *lengths: int) -> Target:
-    """Rows 0, 1, ... of so many tokens."""
-    target = target.with_network(network)
-    for key, length in enumerate(lengths):
-        target.add(key)
-        target.prefill(key, TOKENS[:length])
-    return target
-
-
-def test_layers_can_be_left_out() -> None:
-    model = wide_model("llama")
-    changes: list[Callable[[Any], Network]] = [
-        lambda network: network.first_layers(1),
-        lambda network: network.without([0], [1]),
-        lambda network: network.without([1], []).without([0], []),
-    ]
-    for change in changes:
-        found, expected = (
-            scores(model, change(network))
-            for network in (NativeDecoder(LlamaWeights(model)), ModuleNetwork.sharing(model))
-        )
-        assert torch.allclose(found, expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("form", [Format.INT8, Format.INT4])
-def test_weights_are_rounded_to_the_nearest(form: Format) -> None:
-    """And those that come from as many bits, such as a GGUF file's Q8_0 and Q4_1, stay."""
-    weight = torch.randn(2 * PANEL, 3 * GROUP, generator=torch.Generator().manual_seed(0))
-    weight[5, :GROUP] = 0
-    once = unpacked(pack(LinearWeights(weight, None), form))
-    step = {Format.INT8: 1 / 127, Format.INT4: 1 / 15}[form]
-    spread = weight.view(-1, GROUP).aminmax(dim=-1)
-    widest = (
-        torch.maximum(spread.max, -spread.min) if form is Format.INT8 else spread.max - spread.min
-    )
-    error = (once - weight).view(-1, GROUP).abs().amax(dim=-1)
-    assert (error <= 0.51 * step * widest + 1e-3).all()
-    assert torch.equal(unpacked(pack(LinearWeights(once, None), form)), once)
-
-
-def test_gate_and_up_in_turns() -> None:
-    weight = torch.arange(4 * PANEL)[:, None].float()
-    turns = in_turns(LinearWeights(weight, weight[:, 0])).weight[:, 0].tolist()
-    first = list(range(PANEL))
-    assert turns[: 2 * PANEL] == first + [number + 2 * PANEL for number in first]
 
 
 def test_who_runs_natively() -> None:
@@ -366,6 +136,12 @@ def linked(path: Path) -> None:
     path.symlink_to(path.with_name("elsewhere"))
 
 
+def damaged(path: Path) -> None:
+    """Another file in its place: the library itself is mapped."""
+    path.unlink()
+    path.write_bytes(b"damaged")
+
+
 def mode(bits: int) -> Callable[[Path], None]:
     return lambda path: path.chmod(bits)
 
@@ -381,7 +157,7 @@ UNSAFE = {
     "a cache that all may write": ("cache", mode(0o777)),
     "a cache that a group may write": ("cache", of_a_group),
     "a folder above it that all may write": ("", mode(0o777)),
-    "a library that is none": ("cache/native/{}", lambda path: path.write_bytes(b"damaged")),
+    "a library that is none": ("cache/native/{}", damaged),
 }
 
 
@@ -502,27 +278,3 @@ def test_fewer_threads_by_the_environment() -> None:
     )
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "OMP_DYNAMIC": "true"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=240)
-
-
-def test_another_default_dtype() -> None:
-    model = wide_model()
-    expected = scores(model, NativeDecoder(LlamaWeights(model)))
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert torch.equal(scores(model, NativeDecoder(LlamaWeights(model))), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("place", [0, 5, 16, 31])
-def test_a_broken_number_shows(value: float, quantization: str | None, place: int) -> None:
-    model = wide_model()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[TREE.tokens[0], place] = value  # type: ignore[operator]
-    network = NativeDecoder(LlamaWeights(model), quantization)
-    target = Target(wide_model()).with_network(network)
-    target.add(0)
-    target.prefill(0, [1, 2])
-    assert target.verify([0], [chain([TREE.tokens[0]])])[0].scores.isnan().any()

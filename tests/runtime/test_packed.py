@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tokenleap.errors import CompatibilityError, ConfigError, ModelError
 from tokenleap.models import cached, load_model, remove, resolve, store
 from tokenleap.models.loaded import FolderWeights
 from tokenleap.runtime import packed
+from tokenleap.runtime.native import build
 from tokenleap.runtime.native.packed import LAYOUT_VERSION
 
 PROMPT = [1, 2, 3, 4]
@@ -186,6 +188,20 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest.write_text(json.dumps(known))
 
 
+@pytest.fixture(scope="module")
+def packed_once(
+    native_library: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A model's folder, and the cache with its packed weights."""
+    base = tmp_path_factory.mktemp("packed")
+    library = build.library()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_library", lambda *_flags: library)
+        patch.setenv("TOKENLEAP_CACHE", str(base / "cache"))
+        opened(saved(base / "model"))
+    return base / "model", base / "cache"
+
+
 def linear(name: str, text: str) -> Callable[[dict[str, Any]], object]:
     return lambda header: header["__metadata__"].update({name: text})
 
@@ -223,11 +239,14 @@ def tensor(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
     ],
 )
 def test_wrong_metadata_is_refused(
-    file: str, change: Callable[[dict[str, Any]], object], tmp_path: Path
+    file: str,
+    change: Callable[[dict[str, Any]], object],
+    packed_once: tuple[Path, Path],
+    cache: Path,
 ) -> None:
     """Even with the right checksum: the kernels would read past the end, or divide by zero."""
-    folder = saved(tmp_path / "model")
-    opened(folder)
+    folder, before = packed_once
+    shutil.copytree(before, cache)
     (entry,) = cached()
     path = entry.folder / f"{file}.safetensors"
     rewritten(path, change)

@@ -22,7 +22,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=NETWORKS)
+@pytest.fixture(scope="module", params=NETWORKS)
 def target(request: pytest.FixtureRequest) -> Target:
     """Three rows of different lengths."""
     name = request.param

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from tests.runtime.test_llama_family import PORTABLE
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import (
     BART,
@@ -71,7 +72,7 @@ def target_of(name: str, dtype: torch.dtype = torch.float64) -> Target:
     return Target(model_of(name, dtype))
 
 
-@pytest.fixture(params=[*SEQ2SEQ, *(name + _IN_CPP for name in NATIVE)])
+@pytest.fixture(params=[*NATIVE, *(name + _IN_CPP for name in NATIVE)])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -232,7 +233,7 @@ def test_only_the_logits_that_are_needed(name: str, target: Target) -> None:
     assert none[0].logits is None
 
 
-@pytest.mark.parametrize("name", SEQ2SEQ)
+@pytest.mark.parametrize("name", NATIVE)
 def test_float32_on_packed_weights(name: str) -> None:
     target, source = target_of(name, torch.float32), tiny_source(name)
     assert target.bit_exact
@@ -279,25 +280,23 @@ def silence(layer: nn.Module, ends: tuple[str, ...]) -> None:
                 parameter.zero_()
 
 
-@pytest.mark.parametrize("length", [1, 9, 200])
 @pytest.mark.parametrize("name", [name for name in NATIVE if name != "whisper"])
-def test_the_encoder_in_cpp(name: str, length: int) -> None:
+def test_the_encoder_in_cpp(name: str) -> None:
     """It rounds about as much as the module in float32, for which that in float64 is the oracle."""
     fields = wide_fields(name)
     model = tiny_seq2seq(name, **fields)
     exact = tiny_seq2seq(name, dtype=torch.float64, **fields)
     exact.load_state_dict(model.state_dict())
-    source = tiny_source(name, length)
-    if name == "m2m_100" and length > 1:
-        tokens = list(source.tokens)
-        tokens[length // 2] = model.config.pad_token_id
-        source = Source(tuple(tokens))
-    target = Target(model)
-    network: Any = target.network
+    network: Any = NativeSeq2Seq(model)
     assert isinstance(network._encoder, NativeEncoder)
-    expected = TorchEncoder(exact, None)(source)
-    error = (TorchEncoder(model, None)(source) - expected).abs().max()
-    assert (network.encoded(source) - expected).abs().max() < 20 * error + 1e-5
+    for length in (1, 9, 200):
+        tokens = list(tiny_source(name, length).tokens)
+        if name == "m2m_100" and length > 1:
+            tokens[length // 2] = model.config.pad_token_id
+        source = Source(tuple(tokens))
+        expected = TorchEncoder(exact, None)(source)
+        error = (TorchEncoder(model, None)(source) - expected).abs().max()
+        assert (network.encoded(source) - expected).abs().max() < 20 * error + 1e-5
 
 
 def test_an_encoder_that_cpp_cannot_run() -> None:
@@ -475,10 +474,10 @@ def test_the_model_s_own_runtime_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["bart", "t5_v1_1"])
 def test_the_portable_kernels(name: str) -> None:
-    """See `test_native.py`."""
+    """See `test_llama_family.py`."""
     model, source = tiny_seq2seq(name, **wide_fields(name)), tiny_source()
     target = Target(model)
-    target.network = NativeSeq2Seq(model, None, "-DTOKENLEAP_PORTABLE")
+    target.network = NativeSeq2Seq(model, None, *PORTABLE)
     open_row(target, 0, source, [])
     (output,) = target.verify([0], [chain(TEXT_TOKENS)])
     assert_close(output.scores, reference_logits(model, source, TEXT_TOKENS))

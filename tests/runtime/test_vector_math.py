@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from collections import Counter
+from functools import partial
 
+import pytest
 import torch
+from torch import Tensor
 
-from tokenleap.runtime import cpu
+from tokenleap.runtime import cpu, network
 
 CALLS = """
 import torch
@@ -31,6 +36,19 @@ assert first == {"cos": 1, "sin": 1, "exp": 1}, first
 
 def test_the_first_call_of_a_process_is_for_one_number() -> None:
     subprocess.run([sys.executable, "-c", CALLS], check=True, timeout=120)
+
+
+def test_a_network_is_not_imported_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = Counter[object]()
+
+    def watched(function: object, number: Tensor) -> None:
+        called[function, number.dtype, number.numel()] += 1
+
+    functions = cpu._FUNCTIONS
+    monkeypatch.setattr(cpu, "_FUNCTIONS", [partial(watched, each) for each in functions])
+    runpy.run_path(network.__file__)
+    dtypes = (torch.float32, torch.float64)
+    assert called == {(each, dtype, 1): 1 for each in functions for dtype in dtypes}
 
 
 def test_all_functions_take_the_number() -> None:

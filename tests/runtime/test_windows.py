@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.tiny import CONTEXT, VOCAB_SIZE, needs_packed, reference_greedy
+from tests.tiny import CONTEXT, VOCAB_SIZE, needs_packed, passes_of, reference_greedy
 from tests.windowed import OWN_ATTENTION, WINDOW, WINDOWED, windowed_config, windowed_model
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.core.tree import TokenTree, chain
@@ -27,7 +27,6 @@ from tokenleap.runtime.llama import LlamaWeights
 from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.network import Network, WindowedNetwork
-from tokenleap.runtime.passes import Passes
 
 TREE = TokenTree((5, 3, 5, 8, 9, 7, 1, 2, 4, 6, 8), (-1, 0, 0, 1, 3, 2, 2, 5, 7, 8, 9))
 """A chain of 8 below the root is longer than a window of 3, with other branches between."""
@@ -97,15 +96,6 @@ def network_of(model: PreTrainedModel, kind: str) -> Network:
     if kind == "lean":
         return LeanDecoder(LlamaWeights(model), PackedLinear)
     return ModuleNetwork.packed(model)
-
-
-def passes_of(model: PreTrainedModel, network: Network, *prompts: list[int]) -> Passes:
-    """Rows with these prompts."""
-    passes = Passes(network, CONTEXT, model.dtype, torch.device("cpu"))
-    for key, prompt in enumerate(prompts):
-        passes.add(key)
-        passes.prefill(key, prompt)
-    return passes
 
 
 NETWORKS = [

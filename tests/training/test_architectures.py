@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.tiny import CONTEXT, GROUPED, VOCAB_SIZE
-from tests.training.world import computed, cycles, new_trainee, parts_of
+from tests.training.world import computed, cycles, new_trainee, parts_of, tiny_target
 from tests.windowed import WINDOW, windowed_config, windowed_model
 from tokenleap import CompatibilityError
 from tokenleap.runtime.target import Target
@@ -27,25 +27,26 @@ def target_of(model: PreTrainedModel) -> Target:
 
 
 @pytest.mark.parametrize("method", ["pad", "pass"])
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3", "cohere2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma3", "cohere2"])
 @torch.no_grad()
-def test_blocks_see_no_further_than_the_windows(name: str, method: str, tmp_path: Path) -> None:
-    """The block after every root is computed as if it stood alone after the text."""
+def test_blocks_are_computed_as_if_they_were_alone(name: str, method: str, tmp_path: Path) -> None:
+    """In several passes over many blocks, within windows, with a shorter conversation beside it."""
     unscaled: dict[str, Any] = {"logit_scale": 1.0} if name == "cohere2" else {}
-    target = target_of(windowed_model(name, **unscaled))
+    target = tiny_target() if name == "llama" else target_of(windowed_model(name, **unscaled))
     option = {"pad": "num_pads", "pass": "num_tokens"}[method]
     made: Any = new_trainee(training_method(method, {option: PADS}), target).eval()
-    (talk,) = cycles(1, length=3 * WINDOW)
-    batch = collate([computed(target, [talk], (), tmp_path)[0]], PADS)
+    talks = [*cycles(1, length=3 * WINDOW), *cycles(1, length=24, seed=5, prompt=9)]
+    cache = computed(target, talks, (), tmp_path)
+    batch = collate([cache[0], cache[1]], PADS)
     found = [made.logits(out, k) for k, out in enumerate(made.outputs(batch, PADS))]
     lm = made.lm if method == "pad" else made._lm[0]
     padding = [made.pad] * PADS if method == "pad" else made._tokens(PADS).tolist()
-    for place in (0, 9, 18):
-        text = torch.tensor([[*talk.tokens[: int(batch.roots[0, place]) + 1], *padding]])
-        expected = lm(input_ids=text).logits[0, -PADS:]
+    for row, place in ((0, 0), (0, 9), (0, 18), (1, 0), (1, 7)):
+        text = [*talks[row].tokens[: int(batch.roots[row, place]) + 1], *padding]
+        expected = lm(input_ids=torch.tensor([text])).logits[0, -PADS:]
         for level in range(PADS):
             torch.testing.assert_close(
-                found[level][0, place], expected[level], atol=1e-4, rtol=1e-4
+                found[level][row, place], expected[level], atol=1e-4, rtol=1e-4
             )
 
 

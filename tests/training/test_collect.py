@@ -14,16 +14,14 @@ from transformers import PreTrainedModel
 
 from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny_seq2seq import reference_logits, tiny_seq2seq
-from tests.training.world import chat_llm, computed, refused
+from tests.training.world import chat_llm, computed, refused, short_talks
 from tokenleap import LLM, SamplingParams
 from tokenleap.core.references import Source
 from tokenleap.errors import DataError
 from tokenleap.runtime.network import Need
 from tokenleap.training.collect import (
     Chooser,
-    FileData,
     FileSource,
-    PairData,
     PairSource,
     Unseen,
     collect,
@@ -36,6 +34,13 @@ from tokenleap.training.method import DataSettings
 LENGTH = 200
 
 
+@pytest.fixture(autouse=True, scope="module")
+def short_answers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        short_talks(patched)
+        yield
+
+
 def written(folder: Path, *entries: Any, name: str = "data.jsonl") -> Path:
     path = folder / name
     lines = (each if isinstance(each, str) else json.dumps(each) for each in entries)
@@ -43,7 +48,7 @@ def written(folder: Path, *entries: Any, name: str = "data.jsonl") -> Path:
     return path
 
 
-def prompts_of(llm: LLM, data: FileData) -> list[str]:
+def prompts_of(llm: LLM, data: FileSource) -> list[str]:
     assert llm.tokenizer is not None
     return [str(llm.tokenizer.decode(talk.tokens)) for talk in data.talks]
 
@@ -85,7 +90,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
 def test_prompts(form: str, llm: LLM, tmp_path: Path) -> None:
     entry, expected = FORMS[form]
     text = json.dumps(entry, ensure_ascii=False)
-    data = FileData(llm, [written(tmp_path, text, "", text)], LENGTH)
+    data = FileSource(llm, [written(tmp_path, text, "", text)], LENGTH, 1)
     assert [talk.tokens for talk in data.talks] == [llm.encode(expected)] * 2
     assert [talk.temperature for talk in data.talks] == [0.0, 0.7]
     assert data.texts == []
@@ -97,7 +102,7 @@ def test_text_is_learnt_in_pieces(llm: LLM, tmp_path: Path) -> None:
     plain = tmp_path / "some.txt"
     plain.write_text(text)
     for path in (plain, written(tmp_path, {"text": text})):
-        texts = FileData(llm, [path], LENGTH).texts
+        texts = FileSource(llm, [path], LENGTH, 1).texts
         assert [len(each.tokens) for each in texts] == [200, 200, 50]
         joined = [token for each in texts for token in each.tokens]
         assert joined == llm.tokenizer.encode(text, add_special_tokens=False)
@@ -107,16 +112,16 @@ def test_text_is_learnt_in_pieces(llm: LLM, tmp_path: Path) -> None:
 
 def test_pieces_fit_the_model(tmp_path: Path) -> None:
     small = chat_llm(context=64)
-    data = FileData(small, [written(tmp_path, {"text": "x" * 500})], LENGTH)
+    data = FileSource(small, [written(tmp_path, {"text": "x" * 500})], LENGTH, 1)
     assert max(len(each.tokens) for each in data.texts) == 63
 
 
 def test_without_a_chat_template_a_prompt_is_taken_as_it_is(tmp_path: Path) -> None:
     plain = chat_llm(chat_template=None)
-    data = FileData(plain, [written(tmp_path, {"prompt": "Once"})], LENGTH)
+    data = FileSource(plain, [written(tmp_path, {"prompt": "Once"})], LENGTH, 1)
     assert prompts_of(plain, data) == ["Once"]
     with pytest.raises(DataError, match=r"line 1: .*no chat template"):
-        FileData(plain, [written(tmp_path, {"messages": ASKED})], LENGTH)
+        FileSource(plain, [written(tmp_path, {"messages": ASKED})], LENGTH, 1)
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
@@ -139,7 +144,7 @@ def test_faults_are_named_with_their_line(fault: str, llm: LLM, tmp_path: Path) 
     entry, message = FAULTS[fault]
     path = written(tmp_path, {"prompt": "good"}, "", entry)
     with pytest.raises(DataError, match=message) as caught:
-        FileData(llm, [path], LENGTH)
+        FileSource(llm, [path], LENGTH, 1)
     assert str(caught.value).startswith(f"{path}, line 3: ")
     assert "\n" not in str(caught.value)
 
@@ -158,12 +163,14 @@ def test_files_of_no_use(content: bytes, message: str, llm: LLM, tmp_path: Path)
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        FileData(llm, [path], LENGTH)
+        FileSource(llm, [path], LENGTH, 1)
 
 
-def test_a_missing_file(llm: LLM, tmp_path: Path) -> None:
+def test_a_missing_file(llm: LLM, seq2seq: LLM, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
-        FileData(llm, [tmp_path / "none.jsonl"], LENGTH)
+        FileSource(llm, [tmp_path / "none.jsonl"], LENGTH, 1)
+    with pytest.raises(DataError, match=r"none\.txt: cannot be read"):
+        pair_source(seq2seq, tmp_path / "none.txt")
 
 
 # Answers that are learnt
@@ -176,7 +183,9 @@ ANSWERED = {"messages": [*ASKED, {"role": "assistant", "content": "two"}]}
 def test_given_answers(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
     """With the token that ends them."""
     assert llm.tokenizer is not None
-    data = FileData(llm, [written(tmp_path, entry, {"text": "abc"})], LENGTH, given_answers=True)
+    data = FileSource(
+        llm, [written(tmp_path, entry, {"text": "abc"})], LENGTH, 1, given_answers=True
+    )
     prompt = llm.encode(ASKED)
     (talk,), (found,) = data.talks, data.answered
     assert talk.tokens == prompt
@@ -184,22 +193,21 @@ def test_given_answers(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
     assert list(found.tokens[: len(prompt)]) == prompt
     assert llm.tokenizer.decode(list(found.tokens[len(prompt) :])) == f"two{END}"
     assert len(data.texts) == 1
-    assert FileData(llm, [written(tmp_path, entry)], LENGTH).answered == []
+    assert FileSource(llm, [written(tmp_path, entry)], LENGTH, 1).answered == []
 
 
 def test_the_target_answers_only_what_is_held_out(llm: LLM, tmp_path: Path) -> None:
     entries = [{"prompt": f"{n}?", "answer": f"{n}{n}{n}"} for n in range(21)]
-    data = FileData(llm, [written(tmp_path, *entries)], LENGTH, given_answers=True)
-    source = FileSource(llm, data, rows=4)
+    source = FileSource(llm, [written(tmp_path, *entries)], LENGTH, 4, given_answers=True)
     learnt = [each for batch in source.write(None, held_out=False) for each in batch]
     assert len(learnt) == 20
-    assert set(learnt) < set(data.answered)
+    assert set(learnt) < set(source.answered)
     assert [each for batch in source.write(9, held_out=False) for each in batch] == learnt[10:]
     (held_out,) = [each for batch in source.write(None, held_out=True) for each in batch]
     assert held_out.seed == 19
-    assert held_out not in data.answered
+    assert held_out not in source.answered
     prompt = held_out.tokens[: held_out.answers[0][0]]
-    assert prompt == data.answered[19].tokens[: len(prompt)]
+    assert prompt == source.answered[19].tokens[: len(prompt)]
 
 
 @pytest.mark.parametrize(
@@ -215,8 +223,8 @@ def test_the_target_answers_only_what_is_held_out(llm: LLM, tmp_path: Path) -> N
 def test_an_answer_that_is_missing(entry: dict[str, Any], llm: LLM, tmp_path: Path) -> None:
     path = written(tmp_path, ANSWERED, entry)
     with refused(DataError, match="line 2: has no answer to learn"):
-        FileData(llm, [path], LENGTH, given_answers=True)
-    FileData(llm, [path], LENGTH)
+        FileSource(llm, [path], LENGTH, 1, given_answers=True)
+    FileSource(llm, [path], LENGTH, 1)
 
 
 # As a source
@@ -232,7 +240,7 @@ def test_every_entry_is_learnt_or_held_out(entries: int, llm: LLM, tmp_path: Pat
         *({"prompt": f"{n}?"} for n in range(entries)),
         *({"text": f"{n} abc"} for n in range(7)),
     ]
-    source = FileSource(llm, FileData(llm, [written(tmp_path, *given)], LENGTH), rows=1)
+    source = FileSource(llm, [written(tmp_path, *given)], LENGTH, 1)
     seen: dict[bool, set[tuple[int, ...]]] = {}
     for held_out in (False, True):
         path = tmp_path / f"{held_out}.jsonl"
@@ -244,7 +252,7 @@ def test_every_entry_is_learnt_or_held_out(entries: int, llm: LLM, tmp_path: Pat
 
 def test_a_file_that_is_continued_holds_every_text_and_answer(llm: LLM, tmp_path: Path) -> None:
     given = [*({"text": f"{n} abc"} for n in range(9)), *({"prompt": f"{n}?"} for n in range(6))]
-    source = FileSource(llm, FileData(llm, [written(tmp_path, *given)], LENGTH), rows=1)
+    source = FileSource(llm, [written(tmp_path, *given)], LENGTH, 1)
     whole = tmp_path / "whole.jsonl"
     list(collect(source, whole, everything(), held_out=False))
     text = whole.read_bytes()
@@ -259,6 +267,10 @@ def test_a_file_that_is_continued_holds_every_text_and_answer(llm: LLM, tmp_path
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 TEXTS = [f"say {4 * word}!" for word in ("ab", "cd", "ef", "gh", "ij", "kl")]
 TARGETS = [f"{word}." for word in ("ab", "cd", "ef", "gh", "ij", "kl")]
+
+
+def pair_source(llm: LLM, file: Path, **fields: Any) -> PairSource:
+    return PairSource(llm, DataSettings((file,)), 1, GREEDY, **fields)
 
 
 @cache
@@ -289,7 +301,7 @@ FILES: dict[str, str] = {
 @pytest.mark.parametrize("name", FILES)
 def test_every_kind_of_file(seq2seq: LLM, name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(FILES[name])
-    found = PairData(seq2seq, DataSettings((tmp_path / name,)))
+    found = pair_source(seq2seq, tmp_path / name)
     assert [pair.prompt for pair in found.pairs] == [{"prompt": text} for text in TEXTS]
     given = TARGETS if "pairs" in name else [None] * len(TEXTS)
     assert [pair.target for pair in found.pairs] == given
@@ -305,7 +317,7 @@ def parallel(folder: Path, sources: str, targets: str) -> DataSettings:
 def test_parallel_files(seq2seq: LLM, tmp_path: Path) -> None:
     """An empty line of one belongs to one of the other."""
     data = parallel(tmp_path, "one\n\nthree", "1\n2\n3\n")
-    pairs = PairData(seq2seq, data).pairs
+    pairs = PairSource(seq2seq, data, 1, GREEDY).pairs
     assert [(pair.prompt["prompt"], pair.target) for pair in pairs] == [
         ("one", "1"),
         ("three", "3"),
@@ -315,7 +327,7 @@ def test_parallel_files(seq2seq: LLM, tmp_path: Path) -> None:
 def test_unequal_line_counts(seq2seq: LLM, tmp_path: Path) -> None:
     data = parallel(tmp_path, "one\ntwo\nthree\n", "1\n2\n")
     with pytest.raises(DataError, match=r"a\.txt has 3 lines and .*b\.txt 2: line N of one"):
-        PairData(seq2seq, data)
+        PairSource(seq2seq, data, 1, GREEDY)
 
 
 BAD: dict[str, tuple[str, str]] = {
@@ -335,17 +347,12 @@ def test_bad_files(seq2seq: LLM, name: str, tmp_path: Path) -> None:
     text, message = BAD[name]
     (tmp_path / name).write_text(text)
     with refused(DataError, match=message):
-        PairData(seq2seq, DataSettings((tmp_path / name,)))
-
-
-def test_a_file_that_does_not_exist(seq2seq: LLM, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        PairData(seq2seq, DataSettings((tmp_path / "none.txt",)))
+        pair_source(seq2seq, tmp_path / name)
 
 
 def test_sources_that_are_too_long_are_left_out(seq2seq: LLM, tmp_path: Path) -> None:
     (tmp_path / "sources.txt").write_text(f"{100 * 'a'}\nshort\n{99 * 'b'}\n")
-    found = PairData(seq2seq, DataSettings((tmp_path / "sources.txt",)))
+    found = pair_source(seq2seq, tmp_path / "sources.txt")
     assert [pair.prompt for pair in found.pairs] == [{"prompt": "short"}]
     assert found.left_out == 2
     assert "line 1: the source has 100 tokens" in found.reason
@@ -353,9 +360,7 @@ def test_sources_that_are_too_long_are_left_out(seq2seq: LLM, tmp_path: Path) ->
 
 def source_of(seq2seq: LLM, folder: Path, name: str = "pairs.tsv", **fields: Any) -> PairSource:
     (folder / name).write_text(FILES[name])
-    return PairSource(
-        seq2seq, PairData(seq2seq, DataSettings((folder / name,))), 1, GREEDY, **fields
-    )
+    return pair_source(seq2seq, folder / name, **fields)
 
 
 def test_the_target_answers(seq2seq: LLM, tmp_path: Path) -> None:

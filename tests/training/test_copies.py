@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.cli.conftest import END, ascii_tokenizer
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
-from tests.training.test_trainer import Run
 from tests.training.world import (
+    Run,
     World,
     computed,
     cycles,
@@ -31,24 +31,23 @@ from tokenleap.runtime.cpu import decoder_layers
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.target import Target
 from tokenleap.training.conversations import Conversation
-from tokenleap.training.features import TrainingSet, collate, passes
+from tokenleap.training.features import collate, passes
 from tokenleap.training.method import TrainingSettings, training_method
-from tokenleap.training.tuned import PassTrainee, Schedule, _dropped, _recorded, padding_token
+from tokenleap.training.tuned import EarlyExitTraining, _dropped, _recorded, padding_token
 
 LAYERS, STEPS = 8, 50
 
 
-def schedule(**fields: Any) -> Schedule:
-    given = {"max_dropout": 0.2, "grows": False, "exit_scale": 0.2, "rotation": 3}
-    return Schedule(LAYERS, **{**given, **fields})
+def early_exit(**fields: Any) -> EarlyExitTraining:
+    return EarlyExitTraining(max_dropout=0.2, **fields)
 
 
-@pytest.mark.parametrize("grows", [False, True])
-def test_dropout_is_that_of_the_paper(grows: bool) -> None:
+@pytest.mark.parametrize("growth", ["constant", "exponential"])
+def test_dropout_is_that_of_the_paper(growth: str) -> None:
     """p(l, t) = S(t) D(l) p_max."""
     for step in (0, 7, STEPS - 1):
-        found = schedule(grows=grows).dropout(step, STEPS).tolist()
-        over_time = exp(step * log(2) / (STEPS - 1)) - 1 if grows else 1
+        found = early_exit(dropout_growth=growth).dropout(LAYERS, step, STEPS).tolist()
+        over_time = exp(step * log(2) / (STEPS - 1)) - 1 if growth == "exponential" else 1
         expected = [
             over_time * (exp(layer * log(2) / (LAYERS - 1)) - 1) * 0.2 for layer in range(LAYERS)
         ]
@@ -67,20 +66,20 @@ def paper_weights(enabled: list[bool], scale: float) -> dict[int, float]:
 
 def test_exits_rotate() -> None:
     """Each is learnt once in `rotation` steps, the last one always."""
-    made = schedule()
+    made = early_exit(rotation=3)
     for step in range(7):
         enabled = [(step + n) % 3 == 0 or n == LAYERS - 1 for n in range(LAYERS)]
-        assert made.exits(step, STEPS) == pytest.approx(paper_weights(enabled, 0.2))
+        assert made.learnt_exits(LAYERS, step, STEPS) == pytest.approx(paper_weights(enabled, 0.2))
 
 
 def test_exits_come_one_by_one() -> None:
     """From the last layer down, every T / (2 L) steps; all of them in the second half."""
-    made = schedule(rotation=None, exit_scale=1.0)
+    made = early_exit(exits="gradual", exit_scale=1.0)
     total = 4 * LAYERS  # so that there is a new one every two steps
     for step in range(total):
         first = max(0, LAYERS - 1 - step // 2)
         enabled = [n >= first for n in range(LAYERS)]
-        assert made.exits(step, total) == pytest.approx(paper_weights(enabled, 1.0))
+        assert made.learnt_exits(LAYERS, step, total) == pytest.approx(paper_weights(enabled, 1.0))
 
 
 @torch.no_grad()
@@ -107,7 +106,7 @@ def test_layers_are_left_out_for_some_conversations() -> None:
 def test_how_often_they_are_left_out() -> None:
     """20,000 draws for each layer are five standard deviations off with a chance below 1e-5."""
     torch.manual_seed(0)
-    wanted = schedule().dropout(0, 1)
+    wanted = early_exit().dropout(LAYERS, 0, 1)
     drawn = _dropped(wanted, 20_000)
     assert drawn is not None
     for rate, expected in zip(drawn.float().mean(1).tolist(), wanted.tolist(), strict=True):
@@ -134,26 +133,6 @@ def test_drafts_of_training_are_those_of_serving(tmp_path: Path) -> None:
 
 
 PADS = 3
-
-
-@torch.no_grad()
-def test_padding_behind_every_root_is_computed_as_if_it_were_alone(tmp_path: Path) -> None:
-    """In several passes over many blocks, with a shorter conversation beside it."""
-    target = tiny_target()
-    made: Any = new_trainee(training_method("pad", {"num_pads": PADS}), target).eval()
-    talks = [*cycles(1, length=17), *cycles(1, length=24, seed=5, prompt=9)]
-    cache = computed(target, talks, (), tmp_path)
-    batch = collate([cache[0], cache[1]], PADS)
-    found = [made.logits(out, k) for k, out in enumerate(made.outputs(batch, PADS))]
-    for row, talk in enumerate(talks):
-        for place in (0, 4, 7):
-            root = int(batch.roots[row, place])
-            text = torch.tensor([[*talk.tokens[: root + 1], *[made.pad] * PADS]])
-            expected = made.lm(input_ids=text).logits[0, -PADS:]
-            for level in range(PADS):
-                torch.testing.assert_close(
-                    found[level][row, place], expected[level], atol=1e-4, rtol=1e-4
-                )
 
 
 def test_a_step_learns_some_blocks_and_the_text(tmp_path: Path) -> None:
@@ -262,11 +241,7 @@ def texts(count: int, seed: int) -> list[Conversation]:
 
 def test_they_learn_and_the_target_stays(tmp_path: Path) -> None:
     """A frozen target of random weights can be told by them what comes most often."""
-    world = World(tmp_path, "pass", count=1, loss="ce")
-    world.training, world.held_out = (
-        TrainingSet(computed(world.target, texts(count, seed), (), tmp_path / str(seed)), 64)
-        for count, seed in ((12, 1), (4, 2))
-    )
+    world = World(tmp_path, "pass", learnt=(texts(12, 1), texts(4, 2)), loss="ce")
     settings = TrainingSettings(
         epochs=30, batch_tokens=192, vector_learning_rate=0.03, mixed_precision="no"
     )
@@ -283,20 +258,10 @@ def test_they_learn_and_the_target_stays(tmp_path: Path) -> None:
     for level in range(LEVELS):
         assert steps[-1].losses[level] < steps[0].losses[level] / 2
     assert [name for name, _ in trainee.named_parameters()] == ["rows"]
+    assert trainee.matrices == []
     for name, weight in trainee._lm[0].named_parameters():
         assert torch.equal(weight, before[name]) != name.endswith("embed_tokens.rows"), name
     assert sum(x.numel() for x in run.saved[-1][1].values()) < 2 * 64 * LEVELS + 300
     trainee.write(parts_of(world.target), tmp_path / "head", {})
     guesses = served(world.target, tmp_path / "head", [7, 3, 7]).argmax(-1)
     assert guesses.tolist() == [7] * LEVELS
-
-
-def test_the_copy_of_the_target_is_frozen(target: Target) -> None:
-    trainee = new_trainee(training_method("pass", {}), target)
-    assert isinstance(trainee, PassTrainee)
-    assert not any(
-        weight.requires_grad
-        for name, weight in trainee._lm[0].named_parameters()
-        if not name.endswith("rows")
-    )
-    assert trainee.matrices == []

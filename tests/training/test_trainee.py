@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.drafters.heads.folders import change_tensors
 from tests.drafters.heads.test_eagle import LEVELS, drafted, levels
 from tests.drafters.heads.test_parallel import block_of, expected_block
-from tests.drafters.heads.test_state_head import grown, head_of
+from tests.drafters.heads.test_state_head import head_of
 from tests.heads import STATE_NETS, feature_config, tiny_config, tiny_net
 from tests.tiny import tiny_model
 from tests.training.world import (
@@ -26,7 +26,8 @@ from tests.training.world import (
 from tokenleap import LLM, CompatibilityError, ModelError
 from tokenleap.drafters.heads.eagle import load_head
 from tokenleap.drafters.heads.eagle_net import EagleNet
-from tokenleap.drafters.heads.layouts import EagleFolder, Verifier, write_head
+from tokenleap.drafters.heads.folder import Verifier
+from tokenleap.drafters.heads.layouts import EagleFolder, write_head
 from tokenleap.drafters.heads.probe import look
 from tokenleap.runtime.target import Target
 from tokenleap.training.eagle import Eagle1Trainee, EagleTrainee, ParallelTrainee
@@ -235,11 +236,9 @@ def served(
 ) -> list[Tensor]:
     """Logits of a chain of the text's own tokens after a root, from what serves."""
     text = [*tokens, *[0] * LEVELS]
-    if method in STATE_NETS:
-        head = head_of(method, folder, target)
-        chain = [[token] for token in text[root + 1 : root + LEVELS]]
-        return [level[0, 0] for level in grown(head, hidden[:, 0], [text[: root + 1]], chain)]
     by_layer = {layer: hidden[:, index] for index, layer in enumerate(layers)}
+    if method in STATE_NETS:
+        return drafted(head_of(method, folder, target), by_layer, text, root)
     if method == "parallel":
         return block_of(folder, target, by_layer, text, root)
     eagle, _ = load_head(EagleFolder.read(folder, "eagle"), target)

@@ -17,15 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.heads import STATE_NETS
 from tests.tiny import tiny_model
-from tests.training.test_trainer import Run, assert_same, interrupted, weights
 from tests.training.world import (
+    Run,
     World,
+    assert_same,
     computed,
     cycles,
     new_trainee,
     parts_of,
     refused,
     tiny_target,
+    weights,
 )
 from tokenleap import LLM, CompatibilityError, SamplingParams
 from tokenleap.drafters.heads.layouts import StateFolder
@@ -55,7 +57,7 @@ from tokenleap.training.trainee import LOSSES, at_roots
 from tokenleap.training.trainer import Evaluation, Step, Trainer, optimizers_of
 from tokenleap.training.tuned import TargetTrainee
 
-FAST = {"target_learning_rate": 6e-3}
+FAST: dict[str, Any] = {"target_learning_rate": 6e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "early_exit": {},
     "pad": {},
@@ -90,10 +92,10 @@ class Tuned:
 @pytest.fixture(scope="module", params=OPTIONS)
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     name, place = request.param, tmp_path_factory.mktemp(request.param)
-    world = World(place, name, loss="ce", **OPTIONS[name])
+    world = World(place, name, tokens=16, loss="ce", **OPTIONS[name])
     before = {key: tensor.clone() for key, tensor in lm_of(world.target).state_dict().items()}
     trainee, folder = world.trainee(), place / "new"
-    epochs = 24 if name == "early_exit" else 70
+    epochs = {"early_exit": 16, "blockwise_tuned": 70}.get(name, 40)
     settings = world.method.adapted(LEARNING.model_copy(update={"epochs": epochs}))
     parts = parts_of(world.target)
     trainer = Trainer(
@@ -120,7 +122,7 @@ def own_lm(trainee: Any) -> Any:
 def accepted(llm: LLM, config: Mapping[str, Any]) -> float:
     """The mean acceptance length; the output is that of plain decoding."""
     params = SamplingParams(temperature=0, max_tokens=24)
-    prompts = [list(talk.tokens[:6]) for talk in cycles(3, seed=5)]
+    prompts = [list(talk.tokens[:6]) for talk in cycles(3, seed=5, tokens=16)]
     plain = llm.generate(prompts, params)
     drafted = llm.generate(prompts, params, speculative_config=dict(config))
     for one, other in zip(plain, drafted, strict=True):
@@ -136,7 +138,8 @@ def accepted(llm: LLM, config: Mapping[str, Any]) -> float:
 def test_it_learns_and_drafts_for_the_new_model(tuned: Tuned, tmp_path: Path) -> None:
     """More of the new model's drafts are accepted than of the same kind for the old one."""
     losses = [step.losses[0] for step in tuned.steps]
-    assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
+    third = len(losses) // 3
+    assert sum(losses[-third:]) < 0.7 * sum(losses[:third])
     new = accepted(LLM(str(tuned.folder), dtype="float32"), tuned.drafting)
     assert new > 1.7
     parts = parts_of(tuned.world.target)
@@ -202,18 +205,6 @@ def test_heads_for_the_new_model_are_refused_by_the_old_one(tuned: Tuned, tmp_pa
 
 
 # How it is trained
-
-
-@pytest.mark.parametrize("method", OPTIONS)
-def test_a_run_that_was_stopped_ends_with_the_same_weights(method: str, tmp_path: Path) -> None:
-    """Dropped layers, drawn heads and drawn blocks are the same, too."""
-    world = World(tmp_path, method, count=8, **OPTIONS[method])
-    whole, stopped = Run(world, tmp_path / "whole"), Run(world, tmp_path / "stopped")
-    whole.whole()
-    interrupted(stopped, [2, 5])
-    stopped.whole()
-    assert_same(weights(stopped.trainee), weights(whole.trainee))
-    assert stopped.made.history == whole.made.history
 
 
 def test_logits_that_are_computed_twice_give_the_same_gradients(
@@ -311,7 +302,7 @@ def test_both_perplexities(tuned: Tuned, tmp_path: Path) -> None:
     old = LLM(str(tmp_path), max_model_len=100, dtype="float32")
     new = served_alike(old, tuned.folder)
     assert (new.max_model_len, new.dtype, new.runtime) == (100, torch.float32, old.runtime)
-    found = Perplexity.of(old, new, cycles(3, seed=9))
+    found = Perplexity.of(old, new, cycles(3, seed=9, tokens=16))
     assert found.new < found.target / 4  # which had never seen the cycles
 
 
@@ -361,8 +352,8 @@ def test_memory_is_known_beforehand() -> None:
     assert sizes[2].memory - sizes[1].memory == batch
     # At least the states between the layers are kept, of the copy as well.
     assert batch > 512 * 64 * 4 * 2
-    heads_only: Any = new_trainee(training_method("medusa_2", {"heads_first": 1.0}), tiny_target())
-    heads_only._heads_first = 2.0  # in the last step, too
+    alone = training_method("medusa_2", {}).model_copy(update={"heads_first": 2.0})
+    heads_only = new_trainee(alone, tiny_target())  # in the last step, too
     of_heads = [training_bytes(heads_only, 0, 64, sized(n)).memory for n in (1, 2)]
     assert of_heads[1] - of_heads[0] < batch / 2
 

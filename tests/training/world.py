@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.cli.conftest import END, ascii_tokenizer
@@ -21,9 +22,11 @@ from tokenleap import LLM
 from tokenleap.runtime.target import Target
 from tokenleap.training import conversations as talks
 from tokenleap.training.conversations import Conversation, Opening, first_opening, next_opening
+from tokenleap.training.distill import OnPolicyRounds
 from tokenleap.training.features import FeatureCache, Features, TrainingSet, compute_features
-from tokenleap.training.method import TrainingMethod, training_method
+from tokenleap.training.method import TrainingMethod, TrainingSettings, training_method
 from tokenleap.training.trainee import HeadParts, Trainee
+from tokenleap.training.trainer import Evaluation, Step, Trainer
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + END + "{% endfor %}"
@@ -144,29 +147,104 @@ def refused(kind: type[Exception], match: str) -> Iterator[pytest.ExceptionInfo[
 
 
 class World:
-    """A target with a cache of features of a few cycles, for one method.
+    """A target with a cache of features, for one method.
 
     Args:
         folder: for the cache.
         method: the method.
         count: conversations.
+        tokens: different tokens in them.
+        learnt: the conversations, and those that are held out; by default cycles.
+        target: of the passes; drafters are made of `of`.
         options: of the method.
     """
 
     def __init__(
-        self, folder: Path, method: str = "eagle", count: int = 12, **options: Any
+        self,
+        folder: Path,
+        method: str = "eagle",
+        count: int = 12,
+        tokens: int = 30,
+        learnt: tuple[Sequence[Conversation], Sequence[Conversation]] | None = None,
+        target: Target | None = None,
+        of: Target | None = None,
+        **options: Any,
     ) -> None:
-        self.target = tiny_target()
+        self.target = target or tiny_target()
+        self._of = of or self.target
         self.method = training_method(method, options)
         layers = self.method.read_layers(self.target.network.num_layers)
-        learnt, held_out = cycles(count), cycles(4, seed=1)
+        talks = learnt or (cycles(count, tokens=tokens), cycles(4, seed=1, tokens=tokens))
         self.training, self.held_out = (
             TrainingSet(computed(self.target, each, layers, folder / name), 64)
-            for name, each in (("train", learnt), ("held_out", held_out))
+            for name, each in zip(("train", "held_out"), talks, strict=True)
         )
 
     def trainee(self) -> Trainee:
-        return new_trainee(self.method, self.target)
+        return new_trainee(self.method, self._of)
+
+
+SHORT = TrainingSettings(epochs=3, batch_tokens=96, evaluate_every=4, mixed_precision="no")
+
+
+class Run:
+    """A training of a world in a folder; `whole` continues until it ends.
+
+    Attributes:
+        saved: the evaluations of the best drafters, with their weights.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        settings: TrainingSettings = SHORT,
+        rounds: Callable[[], OnPolicyRounds | None] = lambda: None,
+    ) -> None:
+        self.world, self.folder, self._rounds = world, folder, rounds
+        self.settings = world.method.adapted(settings)
+        self.saved: list[tuple[Evaluation, dict[str, Tensor]]] = []
+
+    def trainer(self, trainee: Trainee | None = None) -> Trainer:
+        self.trainee = trainee or self.world.trainee()
+        self.made = Trainer(
+            self.trainee,
+            self.world.training,
+            self.world.held_out,
+            self.settings,
+            self.folder,
+            lambda each, found: self.saved.append((found, weights(each))),
+            self._rounds(),
+        )
+        return self.made
+
+    def whole(self) -> list[Step | Evaluation]:
+        return list(self.trainer().run())
+
+    def interrupt(self, *stops: int) -> None:
+        """Close the run after these events, and begin it anew each time."""
+        for stop in stops:
+            events: Any = self.trainer().run()
+            for _ in range(stop):
+                next(events)
+            events.close()
+
+
+def weights(trainee: Trainee) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainee.state_dict().items()}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_alike(stopped: Run, whole: Run) -> None:
+    """A run that was stopped ended as one that was not."""
+    assert_same(weights(stopped.trainee), weights(whole.trainee))
+    assert stopped.made.history == whole.made.history
+    assert [found for found, _ in stopped.saved] == [found for found, _ in whole.saved]
 
 
 def random_features(

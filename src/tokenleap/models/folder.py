@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Strict, create_model
 
-from tokenleap.core.files import read_json, validated
+from tokenleap.core.files import parsed_json, read_json, validated
 from tokenleap.errors import ModelError
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # of the tensors of a model's files, by name
@@ -265,6 +265,28 @@ def weight_files(folder: Path) -> list[Path]:
             f"get the model again"
         )
     return files
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    """Name -> dtype, shape and `start`, its place, of each tensor of a safetensors file.
+
+    Reading them reveals a truncated file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "numpy"):  # checks the header and the file's length
+            pass
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = parsed_json(opened.read(length))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
+    header.pop("__metadata__", None)
+    return {
+        name: {**entry, "start": 8 + length + entry["data_offsets"][0]}
+        for name, entry in header.items()
+    }
 
 
 _FileName = Annotated[str, Field(pattern=r"^[^/\\\x00]+\.safetensors$")]

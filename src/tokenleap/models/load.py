@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.peers import num_processes
 from tokenleap.errors import CompatibilityError, ConfigError, ModelError, TokenleapError
-from tokenleap.models.folder import check_sizes, check_tokenizer, read_config, weight_files
+from tokenleap.models.folder import (
+    check_sizes,
+    check_tokenizer,
+    header_of,
+    read_config,
+    weight_files,
+)
 from tokenleap.models.store import full_disk, tells_of_full_disk
 
 if TYPE_CHECKING:
@@ -93,18 +99,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The headers of the weight files, which reveal a truncated file."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, "numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
-    return shapes
+    headers = map(header_of, weight_files(folder))
+    return {name: tuple(each["shape"]) for header in headers for name, each in header.items()}
 
 
 def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> Any:

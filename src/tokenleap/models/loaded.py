@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenleap import models
 from tokenleap.core.config import return_freed
-from tokenleap.core.files import parsed_json
 from tokenleap.errors import ConfigError, ModelError
-from tokenleap.models.folder import weight_files
+from tokenleap.models.folder import header_of, weight_files
 from tokenleap.models.generation import generation_config_of, is_obeyed, sampling_defaults
 from tokenleap.models.load import check_processes, guarded
 from tokenleap.models.resolver import gguf_file
@@ -106,24 +104,11 @@ def _title(folder: Path) -> str:
 
 
 def _places(file: Path) -> dict[str, _Place]:
-    try:
-        with safe_open(file, "pt"):  # checks the header and the file's length
-            pass
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = parsed_json(opened.read(length))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"{file} is truncated or damaged ({error}); get it again") from error
-    header.pop("__metadata__", None)
+    header = header_of(file)
     if other := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
         raise ModelError(f"{file} has weights of the dtype {min(other)}, which cannot be packed")
     return {
-        name: _Place(
-            file,
-            8 + length + entry["data_offsets"][0],
-            _DTYPES[entry["dtype"]],
-            tuple(entry["shape"]),
-        )
+        name: _Place(file, entry["start"], _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in header.items()
     }
 

@@ -78,7 +78,7 @@ class SlabBuffers:
     def reserve(self, layers: Sequence[int], like: Tensor) -> None:
         """Make the buffers of these layers, for a network that writes to their addresses.
 
-        `like` is [1, G, 1, D] in the dtype and on the device of the buffers.
+        `like` is [..., G, D] in the dtype and on the device of the buffers.
         """
         for layer in layers:
             if layer not in self._keys:
@@ -96,7 +96,7 @@ class SlabBuffers:
         return self._addresses
 
     def _new_buffer(self, states: Tensor) -> Tensor:
-        _, heads, _, width = states.shape
+        heads, width = states.shape[-2:]
         self._addresses = None
         # Not `empty`: a masked position still enters a product, and NaN times 0 is NaN.
         return states.new_zeros(self._rows, heads, self._positions, width)
@@ -205,8 +205,7 @@ class KVSlab(SlabBuffers, Cache):
         self._starts: Sequence[int] = ()
         self._counts: Sequence[int] = ()
         self._num_nodes = 0
-        self._slots: Tensor | None = None
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._known_places: dict[bool, tuple[Tensor, Tensor]] = {}
 
     # Rows
 
@@ -301,81 +300,52 @@ class KVSlab(SlabBuffers, Cache):
             self._grow(self._span)
         self._first, self._last = first, first + len(starts)
         self._starts, self._counts, self._num_nodes = starts, counts, num_nodes
-        self._slots = self._places = None
+        self._known_places = {}
         return self._span
 
-    @property
-    def _padded_slots(self) -> Tensor:
-        """[B, N] slots that a pass over several rows writes to, padding included."""
-        if self._slots is None:
-            slots = torch.tensor(self._starts)[:, None] + torch.arange(self._num_nodes)
-            self._slots = slots.to(self._device)
-        return self._slots
-
-    @property
-    def _node_places(self) -> tuple[Tensor, Tensor]:
-        """Row [T] and slot [T] of each node; rows count from the first row of the pass."""
-        if self._places is None:
-            counts = torch.tensor(self._counts)
-            inside = torch.cat([torch.arange(count) for count in self._counts])
-            starts = torch.tensor(self._starts).repeat_interleave(counts)
-            rows = torch.arange(len(counts)).repeat_interleave(counts)
-            self._places = rows.to(self._device), (starts + inside).to(self._device)
-        return self._places
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._keys.values())).device
-
     def write(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values [T, G, D]; return all of them, [B, G, S, D]."""
-        if layer not in self._keys:
-            shape = (1, keys.shape[1], 1, keys.shape[2])
-            self._keys[layer] = self._new_buffer(keys.new_empty(shape))
-            self._values[layer] = self._new_buffer(values.new_empty(shape))
-        return (
-            self._write_nodes(self._keys[layer], keys),
-            self._write_nodes(self._values[layer], values),
-        )
+        """Write a layer's new keys and values; return all of them, [B, G, S, D].
 
-    def _write_nodes(self, buffer: Tensor, states: Tensor) -> Tensor:
-        rows = buffer[self._first : self._last]  # [B, G, all positions, D]
-        if len(self._starts) == 1:
-            start = self._starts[0]
-            rows[0, :, start : start + len(states)] = states.transpose(0, 1)
-        else:
-            node_rows, slots = self._node_places
-            # Indexing dimensions 0 and 2 puts them first: [T, G, D].
-            rows[node_rows, :, slots] = states
-        return rows[:, :, : self._span]
+        They are [T, G, D], or [B, N, G, D] with padding.
+        """
+        return self._write(self._keys, keys, layer), self._write(self._values, values, layer)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values [B, G, N, D]; return all of them, [B, G, S, D]."""
-        if layer_idx not in self._keys:
-            self._keys[layer_idx] = self._new_buffer(key_states)
-            self._values[layer_idx] = self._new_buffer(value_states)
-        return (
-            self._write(self._keys[layer_idx], key_states),
-            self._write(self._values[layer_idx], value_states),
-        )
+        return self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Committed tokens of the pass's first row. Modules use it only if they get no mask."""
         return self.lengths[self._first] if self.lengths else 0
 
-    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        rows = buffer[self._first : self._last]  # [B, G, all positions, D]
+    def _write(self, buffers: dict[int, Tensor], states: Tensor, layer: int) -> Tensor:
+        if layer not in buffers:
+            buffers[layer] = self._new_buffer(states)
+        rows = buffers[layer][self._first : self._last]  # [B, G, all positions, D]
         if len(self._starts) == 1:
+            new = states.flatten(0, -3).transpose(0, 1)  # [G, T, D]
             start = self._starts[0]
-            rows[:, :, start : start + states.shape[2]] = states
+            rows[0, :, start : start + new.shape[1]] = new
         else:
-            row_index = torch.arange(len(rows), device=buffer.device)[:, None]  # [B, 1]
-            slots = self._padded_slots  # [B, N]
-            # Indexing dimensions 0 and 2 puts them first: [B, N, G, D].
-            rows[row_index, :, slots] = states.transpose(1, 2)
+            # Indexing dimensions 0 and 2 puts them first.
+            node_rows, slots = self._places(padded=states.dim() == 4)
+            rows[node_rows, :, slots] = states
         return rows[:, :, : self._span]
+
+    def _places(self, *, padded: bool) -> tuple[Tensor, Tensor]:
+        """Rows, from the first of the pass, and slots of the nodes: [T], or [B, N] with padding."""
+        if padded not in self._known_places:
+            inside = torch.arange(self._num_nodes)
+            slots = torch.tensor(self._starts)[:, None] + inside
+            rows = torch.arange(len(slots))[:, None].expand_as(slots)
+            if not padded:
+                nodes = inside < torch.tensor(self._counts)[:, None]
+                rows, slots = rows[nodes], slots[nodes]
+            device = next(iter(self._keys.values())).device
+            self._known_places[padded] = rows.to(device), slots.to(device)
+        return self._known_places[padded]
 
     def read(self, row: int, start: int, stop: int) -> KVBlock:
         """A copy of a row's KV at the committed positions `start` to `stop` - 1."""

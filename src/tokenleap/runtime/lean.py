@@ -10,10 +10,10 @@ its logits with those of the Transformers module. All other architectures run th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,51 @@ class _Layer(DecoderLayer[Linear, Linear]):
     computes: bool = True
 
 
-class LeanDecoder:
+class Layers:
+    """The layers of a network on PyTorch's operations; copies of it may leave some out."""
+
+    least_nodes: int
+    exact_trees = False
+    _layers: Sequence[Any]
+    _head: Linear
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def first_layers(self, count: int) -> Self:
+        return self._with(self._layers[:count])
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
+        """An encoder-decoder's layer skips its two attentions together."""
+        return self._with(
+            [
+                replace(
+                    layer,
+                    attends=layer.attends and index not in attention,
+                    computes=layer.computes and index not in mlp,
+                )
+                for index, layer in enumerate(self._layers)
+            ]
+        )
+
+    def _with(self, layers: Sequence[Any]) -> Self:
+        other = copy(self)
+        other._layers = layers
+        return other
+
+    def _output(
+        self, x: Tensor, norm: Linear, inputs: PassInputs, need: Need, hidden: dict[int, Tensor]
+    ) -> PassOutput:
+        """The output of a pass, from what the last layer returns [T, E]."""
+        if not need.logits:
+            return PassOutput(None, hidden=hidden)
+        if need.last is not None:
+            x = x[inputs.last_nodes(need.last, self.least_nodes)]
+        return PassOutput(self._head(norm(x)), hidden=hidden)
+
+
+class LeanDecoder(Layers):
     """A decoder of the Llama family, or a drafting head with such layers (see `Network`).
 
     Embedding and norms are shared, and linear layers are converted.
@@ -89,37 +133,21 @@ class LeanDecoder:
             _layer(index, weights.layer(index), linear) for index in range(weights.num_layers)
         ]
         self._windows = {layer.window for layer in self._layers}
-        self._head: Linear = linear(weights.head.weight, weights.head.bias).forward
+        self._head = linear(weights.head.weight, weights.head.bias).forward
 
     name = "lean"
-    exact_trees = False
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
-
-    def first_layers(self, count: int) -> LeanDecoder:
-        return self._with(self._layers[:count])
-
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> LeanDecoder:
-        return self._with(
-            [
-                replace(layer, attends=index not in attention, computes=index not in mlp)
-                for index, layer in enumerate(self._layers)
-            ]
-        )
-
-    def _with(self, layers: list[_Layer]) -> LeanDecoder:
-        other = copy(self)
-        other._layers, other._windows = layers, {layer.window for layer in layers}
+    def _with(self, layers: Sequence[_Layer]) -> Self:
+        other = super()._with(layers)
+        other._windows = {layer.window for layer in layers}
         return other
 
-    def narrowed(self, size: int) -> LeanDecoder:
+    def narrowed(self, size: int) -> Self:
         return self._with(
             [replace(layer, window=resized(layer.window, size)) for layer in self._layers]
         )
 
-    def between(self, first: int, last: int) -> LeanDecoder:
+    def between(self, first: int, last: int) -> Self:
         return self._with(self._layers[first:last])
 
     def feed(self, states: Tensor) -> int:
@@ -150,11 +178,7 @@ class LeanDecoder:
         if len(self._layers) in need.hidden:
             behind = self._joint is not None and self._joint.norm_output
             hidden[len(self._layers)] = self._normalised(x, self._norm) if behind else x
-        if not need.logits:
-            return PassOutput(None, hidden=hidden)
-        if need.last is not None:
-            x = x[inputs.last_nodes(need.last, self.least_nodes)]
-        return PassOutput(self._head(self._normalised(x, self._norm)), hidden=hidden)
+        return self._output(x, lambda y: self._normalised(y, self._norm), inputs, need, hidden)
 
     def _begin(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, E]; of a drafting head, also its first attention's input."""

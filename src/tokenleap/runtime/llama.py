@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokenleap.runtime.inputs import Window, layer_windows
@@ -108,6 +108,18 @@ class Family:
     def norm(self, weight: Tensor) -> Tensor:
         """The factor of a norm, from its weight; float32 unless it is the weight itself."""
         return 1 + weight.float() if self.norms_from_one else weight
+
+    def parts(self, layer: nn.Module) -> dict[str, Any]:
+        """Field of `DecoderLayer` -> the weights of a layer; the merged ones are new copies."""
+        modules: dict[str, Any] = dict(layer.named_modules())
+        norms = {field: modules.get(name) for field, name in self.norm_modules.items() if name}
+        return {
+            **{
+                field: LinearWeights.of(*(modules[name] for name in names))
+                for field, names in self.linear_modules.items()
+            },
+            **{field: self.norm(x.weight.detach()) for field, x in norms.items() if x is not None},
+        }
 
     def traits(self, model: PreTrainedModel) -> Traits:
         """The numbers of a model; its weights may be on the meta device."""
@@ -337,15 +349,7 @@ class LlamaWeights:
 
     def layer(self, index: int) -> LayerWeights:
         """The weights of a layer; the merged ones are new copies."""
-        layer, family = self._layers[index], self.family
-        modules = dict(layer.named_modules())
-        parts: dict[str, Any] = {
-            field: LinearWeights.of(*(modules[name] for name in names))
-            for field, names in family.linear_modules.items()
-        }
-        for field, name in family.norm_modules.items():
-            norm = modules.get(name)
-            parts[field] = None if norm is None else family.norm(norm.weight.detach())
+        parts = self.family.parts(self._layers[index])
         return LayerWeights(**parts, window=self.windows[index], rotates=self.rotates[index])
 
 

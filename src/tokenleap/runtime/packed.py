@@ -7,8 +7,9 @@ int4, or a GGUF file keeps its own quantization.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -296,9 +297,6 @@ class RoundingPacker:
     ) -> None:
         self._source, self._quantization, self._folder = source, quantization, folder
         self._module: Any = module
-        self._report: Callable[[int], None] = _ignored
-        self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
-        self._done = 0.0
 
     @torch.no_grad()
     def run(self) -> None:
@@ -346,22 +344,25 @@ class RoundingPacker:
 
     def _read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         tensor = self._source.read(name, self._module.dtype, rows)
-        self._done += tensor.numel() / self._elements * self._source.num_bytes
-        self._report(int(self._done))
+        self._report(tensor.numel())
         return tensor
 
 
-def packing_progress(
-    source: WeightSource, form: str
-) -> AbstractContextManager[Callable[[int], None]]:
-    """Show the progress of packing a large model, in bytes of its weights on disk."""
+@contextmanager
+def packing_progress(source: WeightSource, form: str) -> Iterator[Callable[[int], None]]:
+    """Show the progress of packing a large model; yields what is told how many numbers are done."""
     if source.num_bytes < _SHOWN_BYTES:
-        return nullcontext(_ignored)
-    return progress(f"Packing {source.title} in {form}", "10 s per GB", source.num_bytes)
+        yield lambda _numbers: None
+        return
+    elements, done = sum(map(math.prod, source.shapes.values())), 0
+    with progress(f"Packing {source.title} in {form}", "10 s per GB", source.num_bytes) as show:
 
+        def report(numbers: int) -> None:
+            nonlocal done
+            done += numbers
+            show(done * source.num_bytes // elements)
 
-def _ignored(_done: int) -> None:
-    """Progress that is not shown."""
+        yield report
 
 
 # Packs a GGUF file with its own quantization (`native/pack.py`), layer by layer.
@@ -378,18 +379,14 @@ class GgufPacker:
         self._floats = FORMATS[module.dtype]
         self._family = FAMILIES[type(module).__name__]
         self._runs: dict[str, set[str]] = {}
-        self._elements = sum(torch.Size(shape).numel() for shape in source.shapes.values())
 
     def run(self) -> str:
-        done = 0.0
+        shapes = self._source.shapes
         with packing_progress(self._source, "its quantization") as report:
             for index in range(self._module.config.num_hidden_layers):
                 prefix = f"model.layers.{index}."
                 write_layer(self._folder, index, self._layer(prefix))
-                shapes = self._source.shapes
-                names = [name for name in shapes if name.startswith(prefix)]
-                done += sum(torch.Size(shapes[name]).numel() for name in names)
-                report(int(done / self._elements * self._source.num_bytes))
+                report(sum(math.prod(shapes[name]) for name in shapes if name.startswith(prefix)))
             self._write_rest()
         return "; ".join(f"{kind} {' and '.join(sorted(how))}" for kind, how in self._runs.items())
 

@@ -7,6 +7,7 @@ the number of tokens asked for, without those with the prompt of an earlier one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -19,11 +20,11 @@ from tokenleap.drafters.text.ngrams import NgramTables, count_ngrams
 from tokenleap.errors import DataError, PromptError, TokenleapError
 from tokenleap.llm import LLM, Prompt
 from tokenleap.training.conversations import (
-    Answerer,
     Conversation,
     ConversationFile,
     SelfTalk,
     Talk,
+    answered_by,
     loop_start,
     usual_temperature,
 )
@@ -54,34 +55,24 @@ class SelfSource:
             yield [each for each in written if not (held_out and each.temperature)]
 
 
-class FileSource:
-    def __init__(self, llm: LLM, data: FileData, rows: int) -> None:
-        self._answerer, self._data, self._batch = Answerer(llm), data, 8 * rows
-
-    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        texts = share_of(self._data.texts, held_out=held_out)
-        yield [text for text in texts if after is None or text.seed > after]
-        if self._data.answered and not held_out:
-            answered = share_of(self._data.answered, held_out=False)
-            yield [each for each in answered if after is None or each.seed > after]
-            return
-        talks = share_of(self._data.talks, held_out=held_out)
-        left = [talk for talk in talks if after is None or talk.seed > after]
-        for start in range(0, len(left), self._batch):
-            part = left[start : start + self._batch]
-            own = [Talk(t.seed, 0.0 if held_out else t.temperature, list(t.tokens)) for t in part]
-            yield [talk.written() for talk in self._answerer.answer(own)]
+_Entry = TypeVar("_Entry", Talk, Conversation, "Pair")
+"""An entry of the user's own data; `seed` is its number."""
+_T = TypeVar("_T")
 
 
-_Entry = TypeVar("_Entry")
-
-
-def share_of(entries: Sequence[_Entry], *, held_out: bool) -> Iterator[_Entry]:
-    """Those entries of the user's own data that are held out, or those that are learnt."""
+def _share_of(entries: Sequence[_Entry], after: int | None, *, held_out: bool) -> list[_Entry]:
+    """Those entries after a seed that are held out, or those that are learnt."""
     every = min(_HELD_OUT_EVERY, len(entries))
-    for number, entry in enumerate(entries):
-        if (number % every == every - 1) == held_out:
-            yield entry
+    return [
+        entry
+        for number, entry in enumerate(entries)
+        if (number % every == every - 1) == held_out and (after is None or entry.seed > after)
+    ]
+
+
+def _batches(entries: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(entries), size):
+        yield entries[start : start + size]
 
 
 class Chooser:
@@ -163,26 +154,33 @@ _ROLES = {
 }
 
 
-class FileData:
-    """The data of files, in the order of the files.
+class FileSource:
+    """The data of files, in the order of the files; the target answers the prompts.
 
     Args:
         llm: the target; its tokenizer encodes, and its chat template shapes conversations.
         text_length: most tokens of each piece of a text; prompts that are longer than three
             quarters of it are left out.
+        rows: sequences that the target writes at a time.
 
     Attributes:
         answered: if the answers in the files are learnt: the talks with them.
     """
 
     def __init__(
-        self, llm: LLM, files: Sequence[Path], text_length: int, *, given_answers: bool = False
+        self,
+        llm: LLM,
+        files: Sequence[Path],
+        text_length: int,
+        rows: int,
+        *,
+        given_answers: bool = False,
     ) -> None:
         if llm.tokenizer is None:
             raise DataError("this model has no tokenizer, so it cannot learn from text.")
         self._llm, self._text_length = llm, min(text_length, llm.max_model_len - 1)
         self._shapes = bool(llm.tokenizer.chat_template)
-        self._given_answers = given_answers
+        self._given_answers, self._batch = given_answers, 8 * rows
         self.talks: list[Talk] = []
         self.answered: list[Conversation] = []
         self.too_long = 0
@@ -200,6 +198,15 @@ class FileData:
         if not self.talks and not self.texts:
             long = f" ({self.too_long} prompts are too long)" if self.too_long else ""
             raise DataError(f"{', '.join(map(str, files))}: there is nothing to learn from{long}.")
+
+    def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
+        yield _share_of(self.texts, after, held_out=held_out)
+        if self.answered and not held_out:
+            yield _share_of(self.answered, after, held_out=False)
+            return
+        for part in _batches(_share_of(self.talks, after, held_out=held_out), self._batch):
+            own = [Talk(t.seed, 0.0 if held_out else t.temperature, list(t.tokens)) for t in part]
+            yield answered_by(self._llm, own)
 
     def _add(self, where: str, fields: dict[str, Any]) -> None:
         try:
@@ -231,9 +238,7 @@ class FileData:
         """The tokens of a text, in pieces from which something can be learnt."""
         assert self._llm.tokenizer is not None
         tokens = self._llm.tokenizer.encode(text, add_special_tokens=False)
-        starts = range(0, len(tokens), self._text_length)
-        pieces = [tuple(tokens[start : start + self._text_length]) for start in starts]
-        return [piece for piece in pieces if len(piece) > 2]
+        return [tuple(each) for each in _batches(tokens, self._text_length) if len(each) > 2]
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -336,15 +341,32 @@ _LANGUAGES = ("source_language", "target_language")
 
 @dataclass(frozen=True)
 class Pair:
-    number: int
+    seed: int
     prompt: Mapping[str, Any]
     target: str | None
 
 
-class PairData:
-    def __init__(self, llm: LLM, data: DataSettings) -> None:
+class PairSource:
+    """The user's own sources, which the target answers; see `Source`.
+
+    Attributes:
+        left_out: number of sources that the target cannot read.
+        reason: of the first of these.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        data: DataSettings,
+        rows: int,
+        params: SamplingParams,
+        *,
+        given_answers: bool = False,
+    ) -> None:
         if llm.tokenizer is None:
             raise DataError("this model has no tokenizer, so it cannot learn from text.")
+        self._llm, self._batch = llm, 8 * rows
+        self._params, self._given = params, given_answers
         self.pairs: list[Pair] = []
         self.left_out, self.reason = 0, ""
         for where, prompt, target in _pair_entries(data):
@@ -359,33 +381,14 @@ class PairData:
             reason = f" ({self.reason})" if self.reason else ""
             names = ", ".join(map(str, data.files or data.parallel))
             raise DataError(f"{names}: there is nothing to learn from{reason}.")
-
-
-class PairSource:
-    """The user's own sources, which the target answers (see `collect.Source`)."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        data: PairData,
-        rows: int,
-        params: SamplingParams,
-        *,
-        given_answers: bool = False,
-    ) -> None:
-        self._llm, self._pairs, self._batch = llm, data.pairs, 8 * rows
-        self._params, self._given = params, given_answers
-        if given_answers and any(pair.target is None for pair in data.pairs):
+        if given_answers and any(pair.target is None for pair in self.pairs):
             raise DataError(
                 "answers: 'fixed' learns the outputs in your files, and a line has none: give "
                 "'target' beside 'source', or let the target write them."
             )
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        pairs = share_of(self._pairs, held_out=held_out)
-        left = [pair for pair in pairs if after is None or pair.number > after]
-        for start in range(0, len(left), self._batch):
-            part = left[start : start + self._batch]
+        for part in _batches(_share_of(self.pairs, after, held_out=held_out), self._batch):
             if self._given and not held_out:
                 yield [self._as_given(pair) for pair in part]
             else:
@@ -420,7 +423,7 @@ def _conversation(
 ) -> Conversation:
     tokens = (*opening, *answer)
     answers = ((len(opening), len(tokens)),)
-    return Conversation(tokens, answers, pair.number, source=tuple(source))
+    return Conversation(tokens, answers, pair.seed, source=tuple(source))
 
 
 def _pair_entries(data: DataSettings) -> Iterator[tuple[str, dict[str, Any], str | None]]:
@@ -477,7 +480,6 @@ _ROWS = 16
 """Conversations that are written at a time."""
 _LENGTH = 1024
 """Most tokens of a conversation with itself, as in `tokenleap train`."""
-"""Batches in a row without any text after which the target is given up."""
 
 
 def ngrams_of_target(
@@ -511,16 +513,14 @@ def _talks(llm: LLM) -> Iterator[list[Conversation]]:
 
 
 def _answered(llm: LLM, files: Sequence[Path]) -> Iterator[list[Conversation]]:
-    talks = FileData(llm, files, llm.max_model_len).talks
+    talks = FileSource(llm, files, llm.max_model_len, _ROWS).talks
     if not talks:
         raise DataError(
             f"{', '.join(map(str, files))}: there are no prompts to answer: give .jsonl files with "
             '"prompt", or count text files with `tokenleap ngrams build`.'
         )
-    answerer = Answerer(llm)
-    for start in range(0, len(talks), _ROWS):
-        answered = answerer.answer(talks[start : start + _ROWS])
-        yield [talk.written() for talk in answered]
+    for part in _batches(talks, _ROWS):
+        yield answered_by(llm, part)
 
 
 # How diverse conversations are, and whether they contain prompts that must stay unseen.
@@ -565,13 +565,8 @@ def _ngrams(tokens: Sequence[int], length: int) -> Iterable[tuple[int, ...]]:
 
 
 def _distinct(texts: Sequence[Sequence[int]], length: int) -> float:
-    seen: set[tuple[int, ...]] = set()
-    total = 0
-    for text in texts:
-        ngrams = list(_ngrams(text, length))
-        total += len(ngrams)
-        seen.update(ngrams)
-    return len(seen) / max(1, total)
+    counts = Counter(ngram for text in texts for ngram in _ngrams(text, length))
+    return len(counts) / max(1, counts.total())
 
 
 class Unseen:

@@ -115,7 +115,7 @@ class Repeats:
 
 # Conversations while they are written, and the target's answers in them.
 #
-# `SelfTalk` lets the target write the users' messages, too; `collect.FileData` reads files.
+# `SelfTalk` lets the target write the users' messages, too; `collect.FileSource` reads files.
 
 
 MOST_TURNS = 3
@@ -167,24 +167,20 @@ def answered(talk: Talk, length: int) -> Writing[bool]:
     if most < 1:
         return False
     params = params.model_copy(update={"max_tokens": most})
-    written = yield Wanted(tuple(talk.tokens), params)
-    if len(written.tokens) < FEWEST_ANSWER_TOKENS:
+    text = yield Wanted(tuple(talk.tokens), params)
+    if len(text.tokens) < FEWEST_ANSWER_TOKENS:
         return False
     begin = len(talk.tokens)
-    talk.tokens += written.tokens
+    talk.tokens += text.tokens
     talk.answers.append((begin, len(talk.tokens)))
-    talk.finished = written.finish == "stop"
+    talk.finished = text.finish == "stop"
     return True
 
 
-class Answerer:
-    def __init__(self, llm: LLM) -> None:
-        self._writer, self._length = Writer(llm), llm.max_model_len
-
-    def answer(self, talks: Sequence[Talk]) -> list[Talk]:
-        """Add an answer to each, see `answered`."""
-        useful = self._writer.run(answered(talk, self._length) for talk in talks)
-        return [talk for talk, is_useful in zip(talks, useful, strict=True) if is_useful]
+def answered_by(llm: LLM, talks: Sequence[Talk]) -> list[Conversation]:
+    """Add an answer to each, see `answered`; without those of no use."""
+    useful = written(llm, (answered(talk, llm.max_model_len) for talk in talks))
+    return [talk.written() for talk, is_useful in zip(talks, useful, strict=True) if is_useful]
 
 
 # Lets a target write many texts at a time, and stops those that begin to repeat themselves.
@@ -241,44 +237,40 @@ class _Running(Generic[_T]):
         return Written(tuple(self.tokens), reason)
 
 
-class Writer:
-    def __init__(self, llm: LLM) -> None:
-        self._engine = llm.engine
-        self._most = 2 * llm.engine.options.max_num_seqs  # so that a row never waits for the next
+def written(llm: LLM, writings: Iterable[Writing[_T]]) -> list[_T]:
+    """The results of these, in order."""
+    engine, left = llm.engine, iter(enumerate(writings))
+    most = 2 * engine.options.max_num_seqs  # so that a row never waits for the next
+    results: dict[int, _T] = {}
+    running: dict[str, _Running[_T]] = {}
 
-    def run(self, writings: Iterable[Writing[_T]]) -> list[_T]:
-        """The results of these, in order."""
-        left = iter(enumerate(writings))
-        results: dict[int, _T] = {}
-        running: dict[str, _Running[_T]] = {}
-
-        def go_on(place: int, writing: Writing[_T], written: Written | None) -> None:
-            try:
-                wanted = next(writing) if written is None else writing.send(written)
-            except StopIteration as end:
-                results[place] = end.value
-                return
-            name = self._engine.add_request(list(wanted.prompt), wanted.params)
-            running[name] = _Running(place, writing, wanted, Repeats(wanted.loop))
-
-        def fill() -> None:
-            while len(running) < self._most and (new := next(left, None)) is not None:
-                go_on(*new, None)
-
+    def go_on(place: int, writing: Writing[_T], text: Written | None) -> None:
         try:
+            wanted = next(writing) if text is None else writing.send(text)
+        except StopIteration as end:
+            results[place] = end.value
+            return
+        name = engine.add_request(list(wanted.prompt), wanted.params)
+        running[name] = _Running(place, writing, wanted, Repeats(wanted.loop))
+
+    def fill() -> None:
+        while len(running) < most and (new := next(left, None)) is not None:
+            go_on(*new, None)
+
+    try:
+        fill()
+        while running:
+            for chunk in engine.step():
+                name = chunk.request_id
+                if name in running and (text := running[name].read(chunk)) is not None:
+                    ended = running.pop(name)
+                    if text.finish == "loop":
+                        engine.abort(name)
+                    go_on(ended.place, ended.writing, text)
             fill()
-            while running:
-                for chunk in self._engine.step():
-                    name = chunk.request_id
-                    if name in running and (written := running[name].read(chunk)) is not None:
-                        ended = running.pop(name)
-                        if written.finish == "loop":
-                            self._engine.abort(name)
-                        go_on(ended.place, ended.writing, written)
-                fill()
-        finally:
-            self._engine.abort(running)
-        return [results[place] for place in sorted(results)]
+    finally:
+        engine.abort(running)
+    return [results[place] for place in sorted(results)]
 
 
 # Conversations that the target writes by itself, with no outside data (Magpie, arXiv 2406.08464).
@@ -373,11 +365,11 @@ def topics(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 class SelfTalk:
     def __init__(self, llm: LLM, length: int) -> None:
-        self._template = Template.of(llm.tokenizer)
+        self._llm, self._template = llm, Template.of(llm.tokenizer)
         assert llm.tokenizer is not None
         self._tokenizer, self._ends = llm.tokenizer, llm.eos_token_ids
         self._topics = topics(llm.tokenizer)
-        self._writer, self._length = Writer(llm), min(length, llm.max_model_len)
+        self._length = min(length, llm.max_model_len)
 
     def write(self, seeds: Sequence[int]) -> list[Conversation]:
         """The conversations of these seeds, without those that are of no use.
@@ -387,16 +379,16 @@ class SelfTalk:
         readers = [seed for seed in seeds if reads(seed)]
         authors = {author for seed in readers for author in authors_of(seed)}
         writers = sorted(authors.union(seeds).difference(readers))
-        written = self._written(writers, {})
-        texts = {each.seed: self._text(each) for each in written if each.seed in authors}
-        written += self._written(readers, texts)
+        made = self._written(writers, {})
+        texts = {each.seed: self._text(each) for each in made if each.seed in authors}
+        made += self._written(readers, texts)
         wanted = set(seeds)
-        return sorted((c for c in written if c.seed in wanted), key=lambda each: each.seed)
+        return sorted((c for c in made if c.seed in wanted), key=lambda each: each.seed)
 
     def _written(self, seeds: Sequence[int], texts: Mapping[int, str]) -> list[Conversation]:
         before = self._template.before
         talks = [Talk(seed, _temperature(seed), list(before)) for seed in seeds]
-        self._writer.run(self._conversation(talk, texts) for talk in talks)
+        written(self._llm, (self._conversation(talk, texts) for talk in talks))
         return [talk.written() for talk in talks if talk.answers]
 
     def _conversation(self, talk: Talk, texts: Mapping[int, str]) -> Writing[None]:
@@ -424,9 +416,8 @@ class SelfTalk:
         if len(talk.tokens) + len(message) >= self._length:
             return []
         changed = {"seed": _SEEDS_OF_USERS + talk.noise_seed, "max_tokens": opening.most}
-        wanted = Wanted((*talk.tokens, *message), _USER.model_copy(update=changed), loop=6)
-        written = yield wanted
-        return [] if written.finish == "loop" else [*message, *self._without_end(written.tokens)]
+        text = yield Wanted((*talk.tokens, *message), _USER.model_copy(update=changed), loop=6)
+        return [] if text.finish == "loop" else [*message, *self._without_end(text.tokens)]
 
     def _filled(self, opening: Opening, texts: Sequence[str], random: Random) -> str:
         """The words of an opening, with a topic and texts in their places."""

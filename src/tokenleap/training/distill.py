@@ -3,10 +3,10 @@
     loss = E[D(p, q)]
 
 for the target's distribution p and the draft model's q after every token before a part to
-learn. D is one of `losses`; the paper recommends to try several, since the best one depends on task
+learn. D is one of `LOSSES`; the paper recommends to try several, since the best one depends on task
 and temperature. The answers are those that the target writes (`teacher`), those of the draft model
-(`on_policy`, see `distill.py`), some of both (`mixed`), or the user's own (`fixed`). p is
-that of the target, even if the draft model wrote the text.
+(`on_policy`, see `OnPolicyRounds`), some of both (`mixed`), or the user's own (`fixed`). p is that
+of the target, even if the draft model wrote the text.
 
 The draft model is a causal LM with the target's vocabulary. It reads nothing of the target but its
 tokens, so one pass over a conversation gives all levels: level k of the draft at root r is its
@@ -49,10 +49,10 @@ from tokenleap.llm import LLM
 from tokenleap.models.load import silent
 from tokenleap.models.support import check_supported, context_length
 from tokenleap.training.conversations import (
-    Answerer,
     Conversation,
     ConversationFile,
     Talk,
+    answered_by,
     opening,
     usual_temperature,
 )
@@ -255,7 +255,7 @@ class BoostTraining(_DraftModelTraining):
         return {"method": "ensemble", "drafters": str(folder)}
 
 
-# Causal LMs that become draft models: made, checked, and written. `distill.py` trains them.
+# Causal LMs that become draft models: made, checked, and written.
 
 
 _GENERATION = "generation_config.json"
@@ -441,7 +441,7 @@ def _save(lm: PreTrainedModel, target: str, folder: Path, notes: Mapping[str, An
 
 
 class OnPolicyRounds:
-    """See `trainer.Rounds`: answers of the draft model, beside those that are there.
+    """Answers of the draft model beside those that are there; other ones every so many `steps`.
 
     Args:
         plan: how many of them the draft model writes, and how often.
@@ -468,6 +468,7 @@ class OnPolicyRounds:
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def begin(self, number: int, trainee: Trainee) -> None:
+        """Prepare a round: called at its first step, and again if training continues there."""
         assert isinstance(trainee, DistillTrainee)
         folder = self._folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -480,6 +481,7 @@ class OnPolicyRounds:
             pass
 
     def examples(self, number: int) -> Examples:
+        """The examples of a round, which was prepared, perhaps by another process."""
         if not self._text(number).exists():
             raise TrainingError(
                 f"{self._text(number)} is gone: delete {self._folder.parent / 'checkpoints'} to "
@@ -540,8 +542,7 @@ class OnPolicyRounds:
     def _answers(self, trainee: DistillTrainee, talks: list[Talk]) -> list[Conversation]:
         devices = [self._llm.device] if self._llm.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # training goes on with the same noise as without
-            writer = Answerer(self._writer(trainee.lm))
-            return [talk.written() for talk in writer.answer(talks)]
+            return answered_by(self._writer(trainee.lm), talks)
 
     def _writer(self, lm: PreTrainedModel) -> LLM:
         """A copy of the draft model that writes; training does not change it."""

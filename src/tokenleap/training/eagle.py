@@ -204,9 +204,8 @@ class EagleTraining(FusedTraining):
         if self._start:
             net = _learning_on(self._start.for_target(parts.num_layers), parts)
         else:
-            net = _over_target(
-                EagleConfig(**self.sizes(parts), norm_output=self.norm_output), parts
-            )
+            config = EagleConfig(**self.sizes(parts), norm_output=self.norm_output)
+            net = EagleNet(config, *parts.vocabulary)
             net.initialise()
         return EagleTrainee(net, LOSSES[self.loss], self.noise)
 
@@ -222,12 +221,6 @@ class EagleTraining(FusedTraining):
         return found
 
 
-def _over_target(config: EagleConfig, parts: HeadParts) -> EagleNet:
-    """A head over the target's embedding and its output rows of the draft vocabulary."""
-    rows = parts.output_rows[parts.draft_tokens]
-    return EagleNet(config, parts.embedding, rows, parts.draft_tokens)
-
-
 def _learning_on(start: EagleFolder, parts: HeadParts) -> EagleNet:
     """A head with the weights of another one, and the draft vocabulary of `parts`."""
     check_layers(start.path, start.verifier, parts.num_layers)
@@ -238,7 +231,8 @@ def _learning_on(start: EagleFolder, parts: HeadParts) -> EagleNet:
             f"start: {start.path} has an embedding or output rows of its own, and training uses "
             "the target's: give a head without them."
         )
-    net = _over_target(replace(old.config, draft_vocab_size=len(parts.draft_tokens)), parts)
+    config = replace(old.config, draft_vocab_size=len(parts.draft_tokens))
+    net = EagleNet(config, *parts.vocabulary)
     vocabulary = {name: net.state_dict()[name] for name in ("d2t", "t2d")}
     net.load_state_dict({**old.state_dict(), **vocabulary})
     return net
@@ -336,18 +330,13 @@ class Eagle1Training(HeadTraining):
         return (num_layers,)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        if parts.final_norm is None:
-            raise CompatibilityError(
-                "an EAGLE-1 head reads hidden states after the final norm, and this architecture's "
-                "is not known: train 'eagle'."
-            )
+        norm = parts.norm_for(self.name)
         config = FeatureConfig(
             **_layer_sizes(parts, self.intermediate_size),
             aux_layers=self.read_layers(parts.num_layers),
             fc_bias=self.fc_bias,
         )
-        rows = parts.output_rows[parts.draft_tokens]
-        net = FeatureNet(config, parts.embedding, rows, parts.draft_tokens, parts.final_norm)
+        net = FeatureNet(config, *parts.vocabulary, norm)
         net.initialise()
         token_loss, weight = LOSSES[self.loss], self.token_weight
         return Eagle1Trainee(
@@ -453,8 +442,7 @@ class ParallelTraining(FusedTraining):
             mask_token_id=self._mask_token(parts),
             depths=self.depths,
         )
-        rows = parts.output_rows[parts.draft_tokens]
-        net = ParallelNet(config, parts.embedding, rows, parts.draft_tokens)
+        net = ParallelNet(config, *parts.vocabulary)
         net.initialise()
         kept = [max(self.keep**k, self.least_kept) for k in range(self.depths)]
         return ParallelTrainee(net, LOSSES[self.loss], self.noise, kept)

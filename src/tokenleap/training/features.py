@@ -6,7 +6,7 @@ from the features it will see. Hidden states are kept in int8 with a scale per g
 more exact than the noise that training adds to them.
 
 A cache is a folder of raw arrays, mapped into memory when they are read, and `index.json`, which is
-written last. A folder without it is incomplete and is made anew (`features.py`).
+written last. A folder without it is incomplete and is made anew.
 """
 
 from __future__ import annotations
@@ -166,12 +166,7 @@ class FeatureCache:
         return len(self.lengths)
 
     def __getitem__(self, number: int) -> Features:
-        part = slice(self._starts[number], self._starts[number + 1])
-        read = {
-            name: torch.from_numpy(np.array(array[part]))
-            for name, array in self._arrays.items()
-            if name != ENCODED
-        }
+        read = {name: self._rows(name, number) for name in self._arrays}
         size, none = self.index["hidden_size"], (len(read["tokens"]), 0)
         return Features(
             tokens=read["tokens"].long(),
@@ -181,15 +176,13 @@ class FeatureCache:
             top_tokens=read["top_tokens"].long(),
             top_logprobs=read["top_logprobs"].float(),
             source=torch.tensor(self.source(number), dtype=torch.long),
-            encoded=self._encoded(number),
+            encoded=read.get(ENCODED, torch.zeros(0, 0, dtype=torch.float16)),
         )
 
-    def _encoded(self, number: int) -> Tensor:
-        array = self._arrays.get(ENCODED)
-        if array is None:
-            return torch.zeros(0, 0, dtype=torch.float16)
-        part = slice(self._source_starts[number], self._source_starts[number + 1])
-        return torch.from_numpy(np.array(array[part]))
+    def _rows(self, name: str, number: int) -> Tensor:
+        starts = self._source_starts if name == ENCODED else self._starts
+        rows = self._arrays[name][starts[number] : starts[number + 1]]
+        return torch.from_numpy(np.array(rows))
 
     def source(self, number: int) -> Sequence[int]:
         """The source of an encoder-decoder's conversation; empty for other models."""
@@ -217,8 +210,6 @@ def array_shapes(index: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ..
 
 
 # Computing features: one pass of the target over each conversation, chunk by chunk.
-#
-# `features.py` says what is kept, and reads it.
 
 
 _CHUNK = 256

@@ -35,6 +35,7 @@ from tokenleap.decode import Outcome
 from tokenleap.drafters.heads.eagle_net import EagleNet, FeatureNet
 from tokenleap.drafters.heads.state_net import StateNet
 from tokenleap.drafters.learnable import LearnableHead, LearnableModel
+from tokenleap.drafters.model_drafter import States
 from tokenleap.drafters.online import Learnable, OnlineOptions, OnlineReport
 from tokenleap.errors import CompatibilityError, ConfigError, TrainingError, in_one_line
 from tokenleap.request import Request
@@ -48,7 +49,7 @@ from tokenleap.training.trainee import LOSSES, Trainee
 from tokenleap.training.trainer import optimizers_of
 
 _LEVELS = 4
-"""Most levels of a draft that are learnt as such; see `replay.marks_of`."""
+"""Most levels of a draft that are learnt as such; see `marks_of`."""
 
 _MAX_GRAD_NORM = 1.0
 
@@ -388,32 +389,30 @@ class _Text:
     def __init__(self, first: int) -> None:
         self.first = self.stop = first  # tokens whose hidden states are known
         self.marks: list[Mark] = []
-        self._parts: list[tuple[int, Mapping[int, Tensor]]] = []  # tokens, their hidden states
+        self._hidden: dict[int, States] = {}  # by layer
 
     def __len__(self) -> int:
         return self.stop - self.first
 
+    @torch.inference_mode()
     def keep(self, count: int, hidden: Mapping[int, Tensor]) -> None:
         """Append tokens with their hidden states, [n, E] of each layer."""
-        self._parts.append((count, hidden))
+        for layer, states in hidden.items():
+            self._hidden.setdefault(layer, States()).keep(len(self), states)
         self.stop += count
 
     def cut(self, length: int) -> None:
         """Forget all but the last `length` tokens, and all marks."""
-        self.marks = []
-        while self._parts and len(self) - self._parts[0][0] >= length:
-            self.first += self._parts.pop(0)[0]
-        if (more := len(self) - length) > 0:
-            count, hidden = self._parts[0]
-            part = {layer: states[more:] for layer, states in hidden.items()}
-            self._parts[0] = (count - more, part)
-            self.first += more
+        count = min(length, len(self))
+        last = {layer: states[len(self) - count :] for layer, states in self._hidden.items()}
+        self.first = self.stop = self.stop - count
+        self.marks, self._hidden = [], {}
+        self.keep(count, last)
 
     def hidden(self, layers: Sequence[int], size: int) -> Tensor:
         if not layers:
             return torch.zeros(len(self), 0, size)
-        every = [torch.cat([part[layer] for _, part in self._parts]) for layer in layers]
-        return torch.stack(every, dim=1)
+        return torch.stack([self._hidden[layer][:] for layer in layers], dim=1)
 
 
 class Recorder:

@@ -23,11 +23,10 @@ from tokenleap.drafters.heads.probe import LENGTH, look
 from tokenleap.drafters.options import write_drafters
 from tokenleap.errors import CompatibilityError, ConfigError, DataError, TrainingError
 from tokenleap.llm import LLM, Prompt
+from tokenleap.runtime.target import Target
 from tokenleap.training.collect import (
     Chooser,
-    FileData,
     FileSource,
-    PairData,
     PairSource,
     SelfSource,
     Source,
@@ -65,7 +64,7 @@ from tokenleap.training.report import (
     usage_text,
 )
 from tokenleap.training.trainee import HeadParts, Trainee
-from tokenleap.training.trainer import Evaluation, Rounds, Trainer, checkpoints_in, processes
+from tokenleap.training.trainer import Evaluation, Trainer, checkpoints_in, processes
 
 _ROWS = 32
 """Sequences that the target writes at a time."""
@@ -75,9 +74,10 @@ _SERVED_PROMPTS = 12
 
 @dataclass(frozen=True)
 class _Job:
-    """The parts that a training's text and drafters share."""
+    """What a training is of."""
 
     llm: LLM
+    name: str
     method: TrainingMethod
     data: DataSettings
     settings: TrainingSettings
@@ -85,13 +85,34 @@ class _Job:
     reporter: Reporter
     processes: PartialState
 
+    @property
+    def target(self) -> Target:
+        return self.llm.engine.target
+
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        return self.method.read_layers(self.llm.engine.target.network.num_layers)
+        return self.method.read_layers(self.target.network.num_layers)
 
     @cached_property
     def plan(self) -> Plan:
         return self.method.plan
+
+    def wanted(self) -> dict[str, Any]:
+        """The content of `settings.json`."""
+        data = asdict(self.data)
+        for name in ("files", "unseen", "parallel"):
+            data[name] = [str(file) for file in data[name]]
+        if not data["parallel"]:
+            del data["parallel"]
+        return {
+            "method": self.method.name,
+            "options": self.method.model_dump(mode="json"),
+            "model": self.name,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "quantization": self.target.quantization,
+            "data": data,
+            "settings": self.settings.model_dump(mode="json"),
+        }
 
 
 class TrainingRun:
@@ -106,13 +127,11 @@ class TrainingRun:
         reporter: Reporter,
     ) -> None:
         _check_kind(method, llm)
-        self._name, self._folder = name, TrainingFolder(folder)
-        self._llm, self._method, self._data, self._reporter = llm, method, data, reporter
-        self._settings = method.adapted(settings)
-        self._processes = processes(on_cpu=llm.device.type == "cpu")
-        self._job = _Job(llm, method, data, self._settings, self._folder, reporter, self._processes)
-        self._layers, self._plan = self._job.layers, self._job.plan
-        self._folder.check(self._wanted())
+        state = processes(on_cpu=llm.device.type == "cpu")
+        adapted, self._folder = method.adapted(settings), TrainingFolder(folder)
+        self._job = _Job(llm, name, method, data, adapted, self._folder, reporter, state)
+        self._plan = self._job.plan
+        self._folder.check(self._job.wanted())
         self._text = TrainingText(self._job)
 
     @property
@@ -123,62 +142,38 @@ class TrainingRun:
     @property
     def usage(self) -> str:
         """The options of the command line that use what was trained."""
-        out = self._folder.out
-        return usage_text(self._method.serving(out), out if self._method.tunes_target else None)
+        method, out = self._job.method, self._folder.out
+        return usage_text(method.serving(out), out if method.tunes_target else None)
 
     @property
     def num_processes(self) -> int:
-        return int(self._processes.num_processes)
+        return int(self._job.processes.num_processes)
 
     @property
     def is_main_process(self) -> bool:
         """Whether this process is the one of them that writes files."""
-        return bool(self._processes.is_main_process)
-
-    def _wanted(self) -> dict[str, Any]:
-        data, target = asdict(self._data), self._llm.engine.target
-        for name in ("files", "unseen", "parallel"):
-            data[name] = [str(file) for file in data[name]]
-        if not data["parallel"]:
-            del data["parallel"]
-        return {
-            "method": self._method.name,
-            "options": self._method.model_dump(mode="json"),
-            "model": self._name,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "quantization": target.quantization,
-            "data": data,
-            "settings": self._settings.model_dump(mode="json"),
-        }
+        return bool(self._job.processes.is_main_process)
 
     # Beforehand
 
     def estimate(self) -> Estimate:
-        if self._processes.num_processes > 1:
+        if self.num_processes > 1:
             raise ConfigError("an estimate is for one process: ask without `accelerate launch`.")
-        target, encoder = self._llm.engine.target, self._plan.reads_encoder
-        layers, size = self._layers, target.hidden_size
+        job, target, encoder = self._job, self._job.target, self._plan.reads_encoder
         vocab_size = min(self._plan.draft_vocab_size or target.vocab_size, target.vocab_size)
         new_trainee = self._drafters(torch.arange(vocab_size)).trainee
-        needed = training_bytes(new_trainee(), len(layers), size, self._settings, encoder=encoder)
-        speeds = measure_speeds(
-            self._llm, new_trainee, layers, self._settings, _ROWS, encoder=encoder
-        )
-        answers = self._data.tokens + self._data.held_out_tokens
+        shape, settings = (len(job.layers), target.hidden_size), job.settings
+        needed = training_bytes(new_trainee(), *shape, settings, encoder=encoder)
+        speeds = measure_speeds(job.llm, new_trainee, job.layers, settings, _ROWS, encoder=encoder)
+        answers = job.data.tokens + job.data.held_out_tokens
         there = sum(
             each.num_answer_tokens
             for name in ("train", "held_out")
             for each in ConversationFile(self._folder.conversations(name))
         )
-        found = estimate(
-            speeds,
-            answers,
-            max(0, answers - there),
-            bytes_per_token(len(layers), size, encoder=encoder),
-            self._settings,
-            self._plan,
-            needed,
-        )
+        token_bytes = bytes_per_token(*shape, encoder=encoder)
+        left = max(0, answers - there)
+        found = estimate(speeds, answers, left, token_bytes, settings, self._plan, needed)
         free = self._folder.free_bytes
         if not self._folder.has_features and found.disk_bytes > free:
             raise DataError(
@@ -195,24 +190,25 @@ class TrainingRun:
         If several processes train (`accelerate launch`), one of them writes and computes while the
         others wait for it, and measures at the end; the others return None.
         """
-        with self._processes.main_process_first():
+        llm, method = self._job.llm, self._job.method
+        with self._job.processes.main_process_first():
             training, held_out = self._prepare()
         tokens, coverage = self._draft_tokens()
         best = self._drafters(tokens).train()
-        if not self._processes.is_main_process:
+        if not self.is_main_process:
             return None
-        self._reporter.say("Measuring the drafter in the engine that will serve it ...")
-        tuned = self._method.tunes_target  # then the folder is a model in place of the target
-        new = served_alike(self._llm, self._folder.out) if tuned else None
-        served = self._serve(new or self._llm, held_out)
-        changed = Perplexity.of(self._llm, new, held_out) if new else None
+        self._job.reporter.say("Measuring the drafter in the engine that will serve it ...")
+        tuned = method.tunes_target  # then the folder is a model in place of the target
+        new = served_alike(llm, self._folder.out) if tuned else None
+        served = self._serve(new or llm, held_out)
+        changed = Perplexity.of(llm, new, held_out) if new else None
         report = TrainingReport(
             diversity(training),
             diversity(held_out),
             coverage,
             best,
             served,
-            tuple(advice(coverage, best, served, changed, self._method.deeper)),
+            tuple(advice(coverage, best, served, changed, method.deeper)),
             changed,
         )
         report.write(self._folder.report)
@@ -220,9 +216,10 @@ class TrainingRun:
 
     def _prepare(self) -> tuple[list[Conversation], list[Conversation]]:
         """The conversations to learn and those that are held out; their features are there, too."""
-        self._folder.claim(self._wanted())
-        held_out = self._text.conversations("held_out", self._data.held_out_tokens)
-        training = self._text.conversations("train", self._data.tokens, held_out)
+        self._folder.claim(self._job.wanted())
+        data = self._job.data
+        held_out = self._text.conversations("held_out", data.held_out_tokens)
+        training = self._text.conversations("train", data.tokens, held_out)
         for name, chosen in (("train", training), ("held_out", held_out)):
             self._text.compute_features(name, chosen)
         return training, held_out
@@ -232,11 +229,11 @@ class TrainingRun:
         tokens, coverage = draft_vocabulary(
             FeatureCache(self._folder.features("train")),
             FeatureCache(self._folder.features("held_out")),
-            self._llm.eos_token_ids,
+            self._job.llm.eos_token_ids,
             self._plan.draft_vocab_size,
-            self._llm.engine.target.vocab_size,
+            self._job.target.vocab_size,
         )
-        self._reporter.say(
+        self._job.reporter.say(
             f"Draft vocabulary: {len(tokens):,} tokens, {coverage:.1%} of what is held out."
         )
         return tokens, coverage
@@ -244,16 +241,16 @@ class TrainingRun:
     @cached_property
     def _vocabulary_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's embedding and output rows; [V, E] each. They may have to be loaded again."""
-        return vocabulary_weights(self._llm.engine.target)
+        return vocabulary_weights(self._job.target)
 
     def _drafters(self, draft_tokens: torch.Tensor) -> DrafterSeries:
-        target, weights = self._llm.engine.target, self._vocabulary_weights
-        return DrafterSeries(self._job, HeadParts.of(target, self._name, weights, draft_tokens))
+        job, weights = self._job, self._vocabulary_weights
+        return DrafterSeries(job, HeadParts.of(job.target, job.name, weights, draft_tokens))
 
     def _serve(self, llm: LLM, held_out: Sequence[Conversation]) -> Served:
         prompted = [each for each in held_out if each.answers[0][0]] or held_out
         prompts = [_prompt(each) for each in prompted[:_SERVED_PROMPTS]]
-        config, plan = self._method.serving(self._folder.out), self._plan
+        config, plan = self._job.method.serving(self._folder.out), self._plan
         return measure(llm, config, prompts, plan.served_tokens, plan.nodes_per_token)
 
 
@@ -340,7 +337,7 @@ class DrafterSeries:
     def _train(
         self, trainee: Trainee, training: TrainingSet, held_out: TrainingSet, folder: DrafterFolder
     ) -> Evaluation:
-        seen = look(self._job.llm.engine.target, _probe_text(held_out), self._job.layers)
+        seen = look(self._job.target, _probe_text(held_out), self._job.layers)
 
         def save_best(best: Trainee, found: Evaluation) -> None:
             seed = self._settings.seed
@@ -370,7 +367,7 @@ class DrafterSeries:
                     done(event.step, step_text(event) + remark)
         return next(each for each in reversed(trainer.history) if each.best)
 
-    def _rounds(self, training: TrainingSet, folder: DrafterFolder) -> Rounds | None:
+    def _rounds(self, training: TrainingSet, folder: DrafterFolder) -> OnPolicyRounds | None:
         """Text that the drafter writes itself, if the method asks for it."""
         if (plan := self._plan.on_policy) is None:
             return None
@@ -399,55 +396,48 @@ def _probe_text(held_out: TrainingSet) -> list[int]:
 
 
 # `TrainingText`: what one training learns: conversations, and the target's features of them.
-#
-# Every part continues where it stopped. `run.py` calls it.
 
 
 class TrainingText:
     """The conversations of one training."""
 
     def __init__(self, job: _Job) -> None:
-        self._llm, self._data, self._plan = job.llm, job.data, job.plan
-        self._folder, self._reporter = job.folder, job.reporter
-        self._layers, self._max_length = job.layers, job.settings.max_length
+        self._job = job
+        self._llm, self._data, self._reporter = job.llm, job.data, job.reporter
         self._source = self._made_source()
 
     def _made_source(self) -> Source:
-        given = self._plan.given_answers
-        if self._llm.engine.target.reads_source:
-            return self._pairs(given)
+        given, length = self._job.plan.given_answers, self._job.settings.max_length
+        if self._job.target.reads_source:
+            return self._pairs(given, length)
         if self._data.parallel:
             raise ConfigError("--source and --target are for encoder-decoders: give --data.")
-        length = self._max_length
         if not self._data.files:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
             return SelfSource(self._llm, _ROWS, length)
-        found = FileData(self._llm, self._data.files, length, given_answers=given)
+        found = FileSource(self._llm, self._data.files, length, _ROWS, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
-        return FileSource(self._llm, found, _ROWS)
+        return found
 
-    def _pairs(self, given: bool) -> PairSource:
+    def _pairs(self, given: bool, length: int) -> PairSource:
         if not (self._data.files or self._data.parallel):
             raise ConfigError(
                 "an encoder-decoder cannot write sources by itself: give --data FILE, or --source."
             )
-        found = PairData(self._llm, self._data)
+        width = self._job.plan.beam_width
+        params = SamplingParams(temperature=0, max_tokens=length, beam_width=width)
+        found = PairSource(self._llm, self._data, _ROWS, params, given_answers=given)
         if found.left_out:
             self._reporter.say(f"{found.left_out} sources are left out. {found.reason}")
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=self._max_length,
-            beam_width=self._plan.beam_width,
-        )
-        return PairSource(self._llm, found, _ROWS, params, given_answers=given)
+        return found
 
     def conversations(
         self, name: str, tokens: int, others: Sequence[Conversation] = ()
     ) -> list[Conversation]:
         """Conversations that are there, and new ones until there are enough."""
-        path, held_out = self._folder.conversations(name), name == "held_out"
+        path, held_out = self._job.folder.conversations(name), name == "held_out"
         path.parent.mkdir(parents=True, exist_ok=True)
         what = "Held-out conversations" if held_out else "Conversations"
         chooser = Chooser(tokens, self._unseen, others)
@@ -475,11 +465,11 @@ class TrainingText:
 
     def compute_features(self, name: str, conversations: Sequence[Conversation]) -> None:
         """Run the target over conversations; complete features stay as they are."""
-        target, total = self._llm.engine.target, sum(len(c.tokens) for c in conversations)
-        encoder, layers = self._plan.reads_encoder, self._layers
+        target, total = self._job.target, sum(len(c.tokens) for c in conversations)
+        encoder, layers = self._job.plan.reads_encoder, self._job.layers
         size = total * bytes_per_token(len(layers), target.hidden_size, encoder=encoder)
         doing = f"Features ({size / 1e9:.2f} GB)"
-        folder = self._folder.features(name)
+        folder = self._job.folder.features(name)
         with self._reporter.stage(doing, total) as done:
             for count in compute_features(target, conversations, layers, folder, encoder=encoder):
                 done(count, f"{count:,} tokens")

@@ -354,8 +354,8 @@ class SpecDrafterTrainee(Trainee):
         most = self._options.prefixes * self.notes.num_masks // count
         prefixes, drawn = some_prefixes(batch, most)
         rows = mask_rows(batch.tokens, prefixes, count, self.notes.mask_token_id)
-        labels, valid = _labels(batch, rows.places)
-        valid &= drawn[..., None]
+        labels = _tokens_at(batch, rows.places)
+        valid = drawn[..., None] & (rows.places <= batch.lengths[:, None, None])  # in the text
         source = self._encoded(batch)
         with torch.no_grad():
             right = torch.zeros_like(valid)
@@ -484,11 +484,6 @@ def _are_best(logits: Tensor, labels: Tensor) -> Tensor:
     With mixed precision some logits are equal, so it is true a little more often.
     """
     return logits.gather(1, labels[:, None])[:, 0] >= logits.amax(-1)
-
-
-def _labels(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, P, k] the tokens at these places of the texts, and whether there are any."""
-    return _tokens_at(batch, places), places <= batch.lengths[:, None, None]
 
 
 def _tokens_at(batch: Batch, places: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ from tokenleap.drafters.heads.state_net import (
     StateNet,
     normed,
 )
-from tokenleap.errors import CompatibilityError
 from tokenleap.training.distill import output_layer, write_lm
 from tokenleap.training.eagle import HeadTraining
 from tokenleap.training.features import Batch, dequantize, noisy
@@ -102,19 +101,15 @@ class _NetTraining(HeadTraining):
         return settings.decided(reason, levels=self.num_heads, first_level_share=0.0)
 
     def net(self, parts: HeadParts) -> StateNet:
-        if parts.final_norm is None:
-            raise CompatibilityError(
-                f"method '{self.name}' reads hidden states after the final norm, and this "
-                "architecture's is not known: train 'eagle'."
-            )
+        parts.norm_for(self.name)  # which serving needs
         vocab_size, hidden_size = parts.embedding.shape
-        sizes: dict[str, Any] = {
-            "hidden_size": hidden_size,
-            "vocab_size": vocab_size,
-            "draft_vocab_size": len(parts.draft_tokens),
-            "num_heads": self.num_heads,
-        }
-        config = self.Net.Config(**sizes, **self.own_sizes(parts))
+        config = self.Net.Config(
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            draft_vocab_size=len(parts.draft_tokens),
+            num_heads=self.num_heads,
+            **self.own_sizes(parts),
+        )
         net = self.Net(config, parts.embedding, parts.output_rows, parts.draft_tokens)
         net.add_bias(parts.logits_bias)
         net.initialise()
@@ -142,9 +137,8 @@ class _StateTraining(_NetTraining):
         return (num_layers,)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        net = self.net(parts)
-        assert parts.final_norm is not None
-        return StateTrainee(net, parts.final_norm, LOSSES[self.loss], self.noise)
+        norm = parts.norm_for(self.name)
+        return StateTrainee(self.net(parts), norm, LOSSES[self.loss], self.noise)
 
 
 class MedusaTraining(_StateTraining):
@@ -233,10 +227,11 @@ class TunedTrainee(Trainee):
     keeps_logits = False
     uses_all_weights = False
 
-    def __init__(self, net: StateNet, own: TargetTrainee, loss: Loss, learning_rate: float) -> None:
+    def __init__(self, options: _TunedTraining, parts: HeadParts) -> None:
+        net, loss = options.net(parts), LOSSES[options.loss]
         super().__init__(net.draft_tokens, net.config.vocab_size, loss, net.config.num_heads)
-        self.net, self.own = net, own
-        self.own_rate = OwnRate(list(own.parameters()), learning_rate)
+        self.net, self.own = net, TargetTrainee(copy_of_target(parts), parts.vocab_size, loss)
+        self.own_rate = OwnRate(list(self.own.parameters()), options.target_learning_rate)
 
     @abstractmethod
     def weights(self, num_heads: int) -> Sequence[float]:
@@ -291,20 +286,20 @@ class TunedTrainee(Trainee):
 class _MedusaTrainee(TunedTrainee):
     """Medusa-2; in the first share `heads_first` of the steps, only the heads learn."""
 
-    def __init__(self, *arguments: Any, draft_weight: float, heads_first: float) -> None:
-        super().__init__(*arguments)
-        self._draft_weight, self._heads_first = draft_weight, heads_first
+    def __init__(self, options: TunedMedusaTraining, parts: HeadParts) -> None:
+        super().__init__(options, parts)
+        self._options = options
 
     @property
     def _learns_own(self) -> bool:
         step, total = self.step
-        return step >= self._heads_first * total
+        return step >= self._options.heads_first * total
 
     def weights(self, num_heads: int) -> Sequence[float]:
         """Without the decay, which is the trainer's."""
         if not self._learns_own:
             return [0.0, *[1.0] * num_heads]
-        return [1.0, *[self._draft_weight] * num_heads]
+        return [1.0, *[self._options.draft_weight] * num_heads]
 
 
 class _BlockwiseTrainee(TunedTrainee):
@@ -330,12 +325,6 @@ class _TunedTraining(_NetTraining):
 
     target_learning_rate: Annotated[FiniteFloat, Gt(0)] = 1e-4
 
-    def copied(self, parts: HeadParts) -> tuple[StateNet, TargetTrainee, Loss, float]:
-        """New heads and a copy of the target, as `TunedTrainee` takes them."""
-        net, loss = self.net(parts), LOSSES[self.loss]
-        own = TargetTrainee(copy_of_target(parts), parts.vocab_size, loss)
-        return net, own, loss, self.target_learning_rate
-
     def serving(self, folder: Path) -> dict[str, Any]:
         return {"method": self.Net.METHOD, "model": str(folder / HEADS)}
 
@@ -358,8 +347,7 @@ class TunedMedusaTraining(_TunedTraining):
     heads_first: Annotated[FiniteFloat, Ge(0), Le(1)] = 0.25
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        more = {"draft_weight": self.draft_weight, "heads_first": self.heads_first}
-        return _MedusaTrainee(*self.copied(parts), **more)
+        return _MedusaTrainee(self, parts)
 
 
 class TunedBlockwiseTraining(_TunedTraining):
@@ -380,4 +368,4 @@ class TunedBlockwiseTraining(_TunedTraining):
         return super().adapted(settings).decided(reason, decay=1.0)
 
     def trainee(self, parts: HeadParts) -> Trainee:
-        return _BlockwiseTrainee(*self.copied(parts))
+        return _BlockwiseTrainee(self, parts)

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tokenleap.drafters.heads.folder import Verifier
 from tokenleap.drafters.heads.probe import Probe, Seen
+from tokenleap.errors import CompatibilityError
 from tokenleap.models.support import context_length
 from tokenleap.runtime.target import Target
 from tokenleap.training.features import FIRST_LEARNT, Batch
@@ -70,6 +71,20 @@ class HeadParts:
     @property
     def vocab_size(self) -> int:
         return len(self.embedding)
+
+    @property
+    def vocabulary(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The embedding, and the output rows and ids of the draft vocabulary."""
+        return self.embedding, self.output_rows[self.draft_tokens], self.draft_tokens
+
+    def norm_for(self, method: str) -> nn.Module:
+        """The final norm, which a method needs."""
+        if self.final_norm is None:
+            raise CompatibilityError(
+                f"method '{method}' reads hidden states after the final norm, and this "
+                "architecture's is not known: train 'eagle'."
+            )
+        return self.final_norm
 
     @property
     def verifier(self) -> Verifier:
@@ -126,8 +141,8 @@ class Learnt(NamedTuple):
 class OwnRate(NamedTuple):
     """Weights that learn at a rate of their own: those of a target that is trained, too."""
 
-    weights: list[nn.Parameter]
-    learning_rate: float
+    weights: Sequence[nn.Parameter] = ()
+    learning_rate: float = 0.0
 
 
 def at_roots(x: Tensor, roots: Tensor) -> Tensor:
@@ -179,7 +194,7 @@ class Trainee(nn.Module, ABC):
         self.max_levels = max_levels
         self.step = (0, 1)
         self.tables: Sequence[Tensor] = ()
-        self.own_rate: OwnRate | None = None
+        self.own_rate = OwnRate()
         places = torch.full((vocab_size,), -1)
         places[draft_tokens] = torch.arange(len(draft_tokens))
         self.register_buffer("places", places, persistent=False)
@@ -189,8 +204,7 @@ class Trainee(nn.Module, ABC):
     @property
     def matrices(self) -> list[nn.Parameter]:
         """The weights that multiply states; see `trainer.optimizers_of`."""
-        others = {id(weight) for weight in self.tables}
-        others.update(id(weight) for weight in (self.own_rate.weights if self.own_rate else ()))
+        others = {id(weight) for weight in (*self.tables, *self.own_rate.weights)}
         return [
             weight
             for weight in self.parameters()

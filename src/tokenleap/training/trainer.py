@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from tokenleap.errors import ConfigError, TrainingError, in_one_line
 from tokenleap.training.features import Batch, BatchSampler, Current, Examples, collate
 from tokenleap.training.method import TrainingSettings
 from tokenleap.training.trainee import Learnt, Trainee
+
+if TYPE_CHECKING:
+    from tokenleap.training.distill import OnPolicyRounds
 
 _SCORED_LENGTH = 4
 """Chains of this length decide which drafter is the best."""
@@ -92,7 +95,7 @@ class Progress:
     batches: int = 0
     """Batches of this epoch that are done."""
     round: int = 0
-    """See `Rounds`."""
+    """See `OnPolicyRounds`."""
     losses: list[float] = field(default_factory=list)
     """Of the steps since the last evaluation."""
     history: list[Evaluation] = field(default_factory=list)
@@ -112,20 +115,6 @@ class Progress:
         return len(self.history) - 1 - best[-1] if best else 0
 
 
-class Rounds(Protocol):
-    """Text that changes while a drafter is trained: every so many steps there is other text."""
-
-    steps: int
-
-    def begin(self, number: int, trainee: Trainee) -> None:
-        """Prepare a round: called at its first step, and again if training continues there."""
-        ...
-
-    def examples(self, number: int) -> Examples:
-        """The examples of a round, which was prepared, perhaps by another process."""
-        ...
-
-
 class Trainer:
     """Trains one drafter.
 
@@ -142,7 +131,7 @@ class Trainer:
         settings: TrainingSettings,
         folder: Path,
         save_best: Callable[[Trainee, Evaluation], None],
-        rounds: Rounds | None = None,
+        rounds: OnPolicyRounds | None = None,
     ) -> None:
         self._settings, self._save_best, self._rounds = settings, save_best, rounds
         on_cpu = next(trainee.parameters()).device.type == "cpu"
@@ -179,7 +168,8 @@ class Trainer:
         self._held_out = self._accelerator.prepare(
             _loader(held_out, in_order, self._levels, trainee.first_learnt)
         )
-        self.total_steps = self._steps()
+        self._check_batches()
+        self.total_steps = settings.steps(len(self._batches))
         self._trainee = self._accelerator.prepare(trainee)
         made = optimizers_of(trainee, settings)
         self._optimizers = [self._accelerator.prepare(each) for each in made]
@@ -201,10 +191,6 @@ class Trainer:
                 f"there are fewer batches than the {self._accelerator.num_processes} processes: "
                 "lower batch_tokens, or start fewer."
             )
-
-    def _steps(self) -> int:
-        self._check_batches()
-        return self._settings.steps(len(self._batches))
 
     # The loop
 
@@ -258,9 +244,7 @@ class Trainer:
         if begins and self._accelerator.is_main_process:
             self._rounds.begin(number, self._accelerator.unwrap_model(self._trainee))
         self._accelerator.wait_for_everyone()
-        self._use(self._rounds.examples(number))
-
-    def _use(self, examples: Examples) -> None:
+        examples = self._rounds.examples(number)
         self._training.use(examples)
         self._sampler.sizes = examples.sizes
         self._check_batches()
@@ -406,10 +390,8 @@ def _loader(
 
 def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimizer]:
     """One for the matrices, one for everything else, and one for `Trainee.own_rate`."""
-    matrices = trainee.matrices
-    chosen = {id(each) for each in matrices}
-    own = trainee.own_rate
-    chosen.update(id(each) for each in (own.weights if own else ()))
+    matrices, own = trainee.matrices, trainee.own_rate
+    chosen = {id(each) for each in (*matrices, *own.weights)}
     vectors = [p for p in trainee.parameters() if p.requires_grad and id(p) not in chosen]
     rate, decay = settings.learning_rate, settings.weight_decay
     optimizers: list[Optimizer] = []
@@ -417,15 +399,16 @@ def optimizers_of(trainee: Trainee, settings: TrainingSettings) -> list[Optimize
         optimizers.append(
             Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         )
-    elif matrices:
-        optimizers.append(AdamW(matrices, lr=rate, weight_decay=decay, betas=settings.betas))
-    if vectors:
-        vector_rate = settings.vector_learning_rate
-        optimizers.append(AdamW(vectors, lr=vector_rate, weight_decay=0, betas=settings.betas))
-    if own:
-        optimizers.append(
-            AdamW(own.weights, lr=own.learning_rate, weight_decay=0, betas=settings.betas)
-        )
+        matrices = []
+    for weights, lr, weight_decay in (
+        (matrices, rate, decay),
+        (vectors, settings.vector_learning_rate, 0),
+        (own.weights, own.learning_rate, 0),
+    ):
+        if weights:
+            optimizers.append(
+                AdamW(weights, lr=lr, weight_decay=weight_decay, betas=settings.betas)
+            )
     return optimizers
 
 
@@ -434,22 +417,15 @@ def schedules(
 ) -> list[LambdaLR]:
     """The learning rates of each optimizer: they rise linearly, and fall as the settings say."""
     rising = max(1.0, settings.rising_steps(total))
-    falls = {"cosine": partial(_cosine, total=total), "inverse_sqrt": partial(_root, rising=rising)}
-    rate = partial(_rate, rising=rising, fall=falls[settings.schedule])
+
+    def rate(step: int) -> float:
+        if settings.schedule == "cosine":
+            fall = 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+        else:  # one over the square root (Vaswani et al., 2017)
+            fall = math.sqrt(rising / max(rising, step + 1))
+        return min(1.0, (step + 1) / rising) * fall
+
     return [LambdaLR(each, rate) for each in optimizers]
-
-
-def _rate(step: int, rising: float, fall: Callable[[int], float]) -> float:
-    return min(1.0, (step + 1) / rising) * fall(step)
-
-
-def _cosine(step: int, total: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
-
-
-def _root(step: int, rising: float) -> float:
-    """1 while the rate rises, then one over the square root (Vaswani et al., 2017)."""
-    return math.sqrt(rising / max(rising, step + 1))
 
 
 # `Averages`: the weights of the last evaluations, and their mean (checkpoint averaging).
@@ -481,18 +457,16 @@ class Averages:
         for old in self._files()[: -self._number]:
             old.unlink()
 
-    def mean(self) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def load_into(self, weights: Mapping[str, Tensor]) -> None:
+        """Give weights the mean of those that are kept."""
         files = self._files()
         total = {name: each.float() for name, each in load_file(files[0]).items()}
         for file in files[1:]:
             for name, each in load_file(file).items():
                 total[name] += each.float()
-        return {name: each / len(files) for name, each in total.items()}
-
-    @torch.no_grad()
-    def load_into(self, weights: Mapping[str, Tensor]) -> None:
-        for name, mean in self.mean().items():
-            weights[name].copy_(mean)
+        for name, each in total.items():
+            weights[name].copy_(each / len(files))
 
 
 # How often a drafter's greedy drafts are right, and the mean acceptance length that follows.

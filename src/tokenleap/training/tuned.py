@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
@@ -97,51 +96,13 @@ def copy_of_target(parts: HeadParts) -> PreTrainedModel:
 # last layer is always among them. The paper's loss is `ce`; `kl` keeps the target's distribution.
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How often layers are left out, and which exits are learnt, in L layers.
-
-    Args:
-        rotation: R of the rotational curriculum; None is the gradual one.
-    """
-
-    num_layers: int
-    max_dropout: float
-    grows: bool
-    exit_scale: float
-    rotation: int | None
-
-    def dropout(self, step: int, total: int) -> Tensor:
-        layers = torch.arange(self.num_layers, dtype=torch.float32)
-        over_layers = (layers * log(2) / max(1, self.num_layers - 1)).exp() - 1
-        over_time = 2 ** (step / max(1, total - 1)) - 1 if self.grows else 1.0
-        return over_time * self.max_dropout * over_layers
-
-    def exits(self, step: int, total: int) -> dict[int, float]:
-        """Layer -> w(t, l), for the layers whose exits are learnt."""
-        last = self.num_layers - 1
-        if self.rotation is None:
-            first = last - 2 * self.num_layers * step // max(1, total)
-            chosen = range(max(0, first), last)
-        else:
-            chosen = range(-step % self.rotation, last, self.rotation)
-        weights = {layer: self.exit_scale * layer * (layer + 1) / 2 for layer in chosen}
-        weights[last] = last + self.exit_scale * (last - 1) * last / 2
-        total_weight = sum(weights.values())
-        return {layer: weight / total_weight for layer, weight in weights.items() if weight}
-
-
 class EarlyExitTrainee(TargetTrainee):
     def __init__(
-        self,
-        lm: PreTrainedModel,
-        vocab_size: int,
-        loss: Loss,
-        schedule: Schedule,
-        exit_layer: int,
+        self, lm: PreTrainedModel, vocab_size: int, num_layers: int, options: EarlyExitTraining
     ) -> None:
-        super().__init__(lm, vocab_size, loss)
-        self._schedule, self._exit_layer = schedule, exit_layer
+        super().__init__(lm, vocab_size, LOSSES[options.loss])
+        self._options, self._num_layers = options, num_layers
+        self._exit_layer = options.exit_layer or num_layers // 2
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         drafts = self._exits(batch.tokens, [self._exit_layer - 1])[0]
@@ -149,8 +110,8 @@ class EarlyExitTrainee(TargetTrainee):
             yield at_level(drafts, batch, level)
 
     def learn(self, batch: Batch, num_levels: int) -> Learnt:
-        weights = self._schedule.exits(*self.step)
-        dropout = self._schedule.dropout(*self.step)
+        weights = self._options.learnt_exits(self._num_layers, *self.step)
+        dropout = self._options.dropout(self._num_layers, *self.step)
         wanted = [self._exit_layer - 1, *weights]
         drafts, *exits = (
             at_roots(each, batch.roots + 1) for each in self._exits(batch.tokens, wanted, dropout)
@@ -256,21 +217,28 @@ class EarlyExitTraining(TrainingMethod):
             raise CompatibilityError(
                 "early exits need the final norm, and this architecture's is not known."
             )
-        rotation = self.rotation or max(1, count // 4)
-        schedule = Schedule(
-            count,
-            self.max_dropout,
-            self.dropout_growth == "exponential",
-            self.exit_scale,
-            rotation if self.exits == "rotational" else None,
-        )
-        return EarlyExitTrainee(
-            copy_of_target(parts),
-            parts.vocab_size,
-            LOSSES[self.loss],
-            schedule,
-            self.exit_layer or count // 2,
-        )
+        return EarlyExitTrainee(copy_of_target(parts), parts.vocab_size, count, self)
+
+    def dropout(self, num_layers: int, step: int, total: int) -> Tensor:
+        """[L] p(l, t)."""
+        layers = torch.arange(num_layers, dtype=torch.float32)
+        over_layers = (layers * log(2) / max(1, num_layers - 1)).exp() - 1
+        grows = self.dropout_growth == "exponential"
+        over_time = 2 ** (step / max(1, total - 1)) - 1 if grows else 1.0
+        return over_time * self.max_dropout * over_layers
+
+    def learnt_exits(self, num_layers: int, step: int, total: int) -> dict[int, float]:
+        """Layer -> w(t, l), for the layers whose exits are learnt."""
+        last = num_layers - 1
+        if self.exits == "gradual":
+            chosen = range(max(0, last - 2 * num_layers * step // max(1, total)), last)
+        else:
+            rotation = self.rotation or max(1, num_layers // 4)
+            chosen = range(-step % rotation, last, rotation)
+        weights = {layer: self.exit_scale * layer * (layer + 1) / 2 for layer in chosen}
+        weights[last] = last + self.exit_scale * (last - 1) * last / 2
+        total_weight = sum(weights.values())
+        return {layer: weight / total_weight for layer, weight in weights.items() if weight}
 
     def serving(self, folder: Path) -> dict[str, Any]:
         chosen = {} if self.exit_layer is None else {"exit_layer": self.exit_layer}
@@ -380,16 +348,10 @@ def _masks(mask: Tensor, positions: Tensor, config: PreTrainedConfig) -> Tensor 
 
 class PadTrainee(TargetTrainee):
     def __init__(
-        self,
-        lm: PreTrainedModel,
-        vocab_size: int,
-        loss: Loss,
-        pad: int,
-        num_pads: int,
-        weight: float,
+        self, lm: PreTrainedModel, vocab_size: int, pad: int, options: PadTraining
     ) -> None:
-        super().__init__(lm, vocab_size, loss)
-        self.pad, self.max_levels, self._weight = pad, num_pads, weight
+        super().__init__(lm, vocab_size, LOSSES[options.loss])
+        self.pad, self.max_levels, self._weight = pad, options.num_pads, options.draft_weight
         self.notes = {"pad_token_id": pad}
         lm.set_attn_implementation("sdpa")  # it takes masks that say true and false
         self._config = lm.config.get_text_config()
@@ -475,8 +437,7 @@ class PadTraining(_BlockTraining):
             pad = padding_token(target_tokenizer(parts.name), vocab_size)
         if pad >= vocab_size:
             raise ConfigError(f"pad_token_id: must be 0 to {vocab_size - 1}, got {pad}.")
-        loss, lm = LOSSES[self.loss], copy_of_target(parts)
-        return PadTrainee(lm, vocab_size, loss, pad, self.num_pads, self.draft_weight)
+        return PadTrainee(copy_of_target(parts), vocab_size, pad, self)
 
     def serving(self, folder: Path) -> dict[str, Any]:
         return {"method": self.name, "num_speculative_tokens": block_nodes(self.num_pads)}

@@ -1,6 +1,5 @@
 """Search for the best settings of a method on a given model and machine.
 
-`sequoia` and `measure_tree` find the best token tree, for `tokenleap tree`. `tune_layers`,
-`skip_sets` and `layer_laboratory` find the sublayers that `layer_skip` should skip, for
-`tokenleap tune-layers`.
+`sequoia` finds the best token tree, for `tokenleap tree`, and `tune_layers` the sublayers that
+`layer_skip` should skip, for `tokenleap tune-layers`.
 """

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -231,17 +232,13 @@ def best_widths(
         found: tuple[float, tuple[int, ...]] = (1.0, ())
         for width in range(1, min(nodes, len(sums)) + 1) if depth else ():
             below, widths = best(nodes // width - 1, depth - 1)
-            found = max(found, (1 + sums[width - 1] * below, (width, *widths)), key=_value)
+            found = max(found, (1 + sums[width - 1] * below, (width, *widths)), key=itemgetter(0))
         return found
 
     value, widths = best(
         checked_count("max_nodes", max_nodes, 1), checked_count("max_depth", max_depth, 1)
     )
     return widths, value
-
-
-def _value(found: tuple[float, tuple[int, ...]]) -> float:
-    return found[0]
 
 
 @dataclass(frozen=True)

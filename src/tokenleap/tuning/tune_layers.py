@@ -11,7 +11,7 @@ promising sets only:
     prediction  alpha and the cost ratio c give the speed-up (Leviathan et al., theorem 3.8)
     race        time the best sets against plain decoding, then the faster half again, and so on
 
-The search knows no model: `Objective` measures (see `layer_laboratory`).
+The search knows no model: `Objective` measures (see `LayerLaboratory`).
 """
 
 from __future__ import annotations

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
-from tests.heads import feature_config, save_head, tiny_config, tiny_net
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.drafters.heads.test_serving import PROMPTS
+from tests.heads import feature_config, grown, save_head, tiny_config, tiny_net
+from tests.tiny import VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.core.tree import TokenTree, chain
+from tokenleap.core.tree import chain
 from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_passes, load_head
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from tokenleap.drafters.heads.layouts import EagleFolder
-from tokenleap.request import Request
+from tokenleap.drafters.model_drafter import Head
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
@@ -83,23 +83,10 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
             )
 
 
-def drafted(head: EagleHead, hidden: Any, tokens: list[int], root: int) -> list[Tensor]:
+def drafted(head: Head, hidden: Mapping[int, Tensor], tokens: list[int], root: int) -> list[Tensor]:
     """The logits of a chain of the text's own tokens after `root`."""
-    request = Request(
-        tokens[: root + 1], SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT
-    )
-    head.keep(request, 0, {layer: states[:root] for layer, states in hidden.items()})
-    pending = head.pending(request)
-    found, computed = [], 0
-    for level in range(LEVELS):
-        nodes = (*pending, *tokens[root + 1 : root + 1 + level])
-        tree = TokenTree(tuple(nodes), tuple(range(-1, len(nodes) - 1)))
-        (output,) = head.verify([request.key], [tree], [computed])
-        computed = len(nodes)
-        found.append(output.scores[-1].clone())
-    head.finish_draft(request, len(pending))
-    head.release(request)
-    return found
+    own = [[token] for token in tokens[root + 1 : root + LEVELS]]
+    return [level[0, 0] for level in grown(head, hidden, [tokens[: root + 1]], own)]
 
 
 @pytest.mark.parametrize("form", ["EAGLE-3.1", "EAGLE-1"])
@@ -115,39 +102,11 @@ def test_a_path_of_a_tree_has_the_logits_of_a_chain(form: str) -> None:
     tokens = [5, 3, 8, 1, 9, 2]
     target.add(0)
     hidden = target.prefill(0, tokens[:-1], net.config.aux_layers)
-    by_path = {
-        path: grown(head, hidden, tokens, [[node] for node in path])[-1]
-        for path in ((10,), (20,), (10, 11), (20, 21))
-    }
-    tree = grown(head, hidden, tokens, [[10, 20], [11, 21]])
-    for (*_, path), logits in zip(by_path.items(), tree, strict=True):
-        torch.testing.assert_close(logits, path, rtol=0, atol=0)
-
-
-def grown(head: EagleHead, hidden: Any, tokens: list[int], added: list[list[int]]) -> list[Tensor]:
-    """Logits of the nodes of a tree that is grown by these tokens level by level.
-
-    The i-th token of a level is the child of the i-th of the level above; those of the first level
-    are children of the root.
-    """
-    request = Request(tokens, SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-    head.keep(request, 0, hidden)
-    pending = head.pending(request)
-    nodes, parents = list(pending), list(range(-1, len(pending) - 1))
-    above = [len(pending) - 1] * max(map(len, added))
-    found: list[Tensor] = []
-    (output,) = head.verify([request.key], [TokenTree(tuple(nodes), tuple(parents))], [0])
-    for level in added:
-        computed = len(nodes)
-        nodes += level
-        parents += above[: len(level)]
-        above = list(range(computed, len(nodes)))
-        tree = TokenTree(tuple(nodes), tuple(parents))
-        (output,) = head.verify([request.key], [tree], [computed])
-        found += [row.clone() for row in output.scores]
-    head.finish_draft(request, len(pending))
-    head.release(request)
-    return found
+    tree = grown(head, hidden, [tokens], [[10, 20], [11, 21]])
+    for place, path in enumerate(([10, 11], [20, 21])):
+        alone = grown(head, hidden, [tokens], [[token] for token in path])
+        for level in (1, 2):
+            assert torch.equal(tree[level][0, place], alone[level][0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -193,76 +152,6 @@ def _pair_logits(passes: Passes) -> Tensor:
     need = Need()
     (output,) = passes.verify([0], [chain(range(1, 10))], None, need, [states])
     return output.scores.float().clone()
-
-
-def head_of(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    net = tiny_net(tiny_config(draft_vocab_size=VOCAB_SIZE), model)
-    save_head(folder, net)
-    return {"method": "eagle", "model": str(folder), "controller": "fixed"}
-
-
-@pytest.mark.parametrize(
-    ("runtime", "tree"),
-    [
-        ("native", None),
-        ("native", [2, 2, 1]),
-        ("native", "dynamic"),
-        ("torch", None),
-        # Only the native runtime promises the bits of trees.
-        *(pytest.param("torch", tree, marks=pytest.mark.slow) for tree in ([2, 2, 1], "dynamic")),
-    ],
-    ids=str,
-)
-def test_drafts_do_not_depend_on_the_schedule(tree: Any, runtime: str, tmp_path: Path) -> None:
-    """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
-    model = tiny_model(head_dim=32, max_position_embeddings=1024)
-    config = head_of(model, tmp_path) | ({} if tree is None else {"tree": tree})
-    check_schedules(model, config, runtime, cell_bytes=2 * 32 * 4, trees=tree is not None)
-
-
-def test_a_text_of_one_token_has_no_state_to_draft_from(tmp_path: Path) -> None:
-    model = tiny_model(head_dim=32)
-    llm = LLM(model, speculative_config=head_of(model, tmp_path))
-    (output,) = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=6))
-    assert next(iter(output.trace)).drafted == ()
-    assert output.metrics.num_drafts > 0
-    assert output.metrics.drafter_failure is None
-
-
-def test_penalties_and_masks_hold_for_the_tokens_of_the_draft_vocabulary(tmp_path: Path) -> None:
-    """Only even tokens can be drafted; of these only the allowed ones are."""
-    model = tiny_model(head_dim=32)
-    save_head(tmp_path, tiny_net(tiny_config(), model))
-    config = {"method": "eagle", "model": str(tmp_path), "controller": "fixed"}
-    for allowed, some in (([4, 6, 9], True), ([3, 5], False)):
-        params = SamplingParams(allowed_token_ids=allowed, seed=1, max_tokens=30)
-        (output,) = LLM(model, speculative_config=config).generate([[1, 2, 3]], params)
-        drafted = {token for step in output.trace for token in step.drafted}
-        assert drafted <= set(allowed)
-        assert bool(drafted) == some
-
-
-def test_a_preempted_request_goes_on_drafting(tmp_path: Path) -> None:
-    """Its states were kept in steps, and are shown again outside of a step."""
-    model = tiny_model(head_dim=32, max_position_embeddings=1024)
-    llm = LLM(model, speculative_config=head_of(model, tmp_path))
-    preempted(llm)
-
-
-def test_a_nan_does_not_outlive_its_request(tmp_path: Path) -> None:
-    model = tiny_model(head_dim=32)
-    llm = LLM(model, speculative_config=head_of(model, tmp_path), runtime="torch")
-    drafter: Any = llm.engine._speculation.default.drafter
-    norm = drafter._scorer._fusion._fuse.norms[0]
-    weight = norm.clone()
-    norm.fill_(torch.nan)
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    (poisoned,) = llm.generate([PROMPTS[2]], params)
-    assert poisoned.metrics.drafter_failure is not None
-    norm.copy_(weight)
-    (next_one,) = llm.generate([PROMPTS[0]], params)
-    assert next_one.metrics.drafter_failure is None
-    assert next_one.metrics.num_drafts > 0
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,22 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.drafters.heads.folders import Fault, assert_refused, load_head
+from tests.drafters.heads.folders import (
+    Fault,
+    assert_drafts,
+    assert_refused,
+    config,
+    deleted,
+    load_head,
+    text,
+)
 from tests.tiny import tiny_model
-from tokenleap import LLM, SamplingParams, TokenleapError
+from tokenleap import LLM, TokenleapError
 from tokenleap.drafters.heads.layouts import StateFolder
 
 E, V, HEADS = 64, 96, 3
 NAMED = {"base_model_name_or_path": "lab/tiny"}
+FASTER = {**NAMED, "medusa_num_heads": HEADS}
 
 
 def fasterdecoding(layers: int = 1, heads: int = HEADS) -> dict[str, Tensor]:
@@ -158,15 +167,8 @@ def test_published_heads_draft(layout: str, tree: Any, tmp_path: Path) -> None:
     if layout == "vllm":
         folder = write(tmp_path, "model.safetensors", vllm(), vllm_fields())
     else:
-        fields = {**NAMED, "medusa_num_heads": HEADS}
-        folder = write(tmp_path, "medusa_lm_head.pt", fasterdecoding(), fields)
-    config = {"method": "medusa", "model": str(folder), "controller": "fixed"}
-    llm = LLM(tiny_model(), speculative_config=config | ({} if tree is None else {"tree": tree}))
-    params = SamplingParams(temperature=0, max_tokens=20)
-    (output,) = llm.generate([[1, 2, 3]], params)
-    (plain,) = LLM(tiny_model()).generate([[1, 2, 3]], params)
-    assert output.token_ids == plain.token_ids
-    assert output.metrics.drafter_failure is None
+        folder = write(tmp_path, PT, fasterdecoding(), FASTER)
+    output = assert_drafts(folder, "medusa", [1, 2, 3], **({} if tree is None else {"tree": tree}))
     step = next(iter(output.trace))
     assert len(step.drafted) == (3 if tree is None else 6)
     if tree is not None:
@@ -180,7 +182,6 @@ class Foreign:
         return print, ("loaded",)
 
 
-FASTER = {**NAMED, "medusa_num_heads": HEADS}
 PT = "medusa_lm_head.pt"
 
 
@@ -191,10 +192,10 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "no weights": (lambda f: (f / PT).unlink(), "medusa_lm_head.pt does not exist"),
+    "no weights": (deleted(PT), "medusa_lm_head.pt does not exist"),
     "truncated": (lambda f: (f / PT).write_bytes((f / PT).read_bytes()[:-900]), "cannot be read"),
-    "empty": (lambda f: (f / PT).write_bytes(b""), "cannot be read"),
-    "text": (lambda f: (f / PT).write_text("version https://git-lfs"), "cannot be read"),
+    "empty": (text("", PT), "cannot be read"),
+    "text": (text("version https://git-lfs", PT), "cannot be read"),
     "a pickle that runs": (lambda f: torch.save({"x": Foreign()}, f / PT), "never loaded; save"),
     "a bare pickle": (
         lambda f: (f / PT).write_bytes(pickle.dumps({"x": 1})),
@@ -203,14 +204,8 @@ FAULTS: dict[str, Fault] = {
     "no tensors": (lambda f: torch.save([1, 2], f / PT), "something else than tensors"),
     "no output layer": (lambda f: change(f, lambda t: t.pop("0.1.weight")), "output layer is miss"),
     "a head less": (lambda f: change(f, lambda t: t.pop("2.1.weight")), "'lm_heads.2.weight' is"),
-    "two blocks": (
-        lambda f: (f / "config.json").write_text(json.dumps({**FASTER, "medusa_num_layers": 2})),
-        "output layer is missing",
-    ),
-    "no number": (
-        lambda f: (f / "config.json").write_text(json.dumps({"medusa_num_heads": "x"})),
-        "medusa_num_heads: .*integer",
-    ),
+    "two blocks": (config(medusa_num_layers=2), "output layer is missing"),
+    "no number": (config(medusa_num_heads="x"), "medusa_num_heads: .*integer"),
 }
 
 

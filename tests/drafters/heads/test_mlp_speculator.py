@@ -14,17 +14,24 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.drafters.heads.folders import Fault, assert_refused, load_head
+from tests.drafters.heads.folders import (
+    Fault,
+    assert_drafts,
+    assert_refused,
+    config,
+    deleted,
+    load_head,
+    text,
+)
 from tests.heads import state_config, state_net
 from tests.tiny import tiny_model
-from tokenleap import LLM, SamplingParams
 from tokenleap.drafters.heads.layouts import StateFolder
-from tokenleap.drafters.heads.state_net import MlpSpeculatorConfig, StateNet
+from tokenleap.drafters.heads.state_net import MlpSpeculatorConfig
 
 E, INNER, V, K = 64, 80, 96, 3
 
 
-def config(**fields: Any) -> dict[str, Any]:
+def fields_of(**fields: Any) -> dict[str, Any]:
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -66,12 +73,8 @@ def tied(given: dict[str, Tensor]) -> dict[str, Tensor]:
 def write(folder: Path, given: dict[str, Tensor], **fields: Any) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(given, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config(**fields)))
+    (folder / "config.json").write_text(json.dumps(fields_of(**fields)))
     return folder
-
-
-def read(folder: Path) -> StateFolder:
-    return StateFolder.read(folder, "mlp_speculator")
 
 
 def expected(given: dict[str, Tensor], hidden: Tensor, tokens: list[int], scaled: bool) -> Tensor:
@@ -94,8 +97,12 @@ def expected(given: dict[str, Tensor], hidden: Tensor, tokens: list[int], scaled
     return torch.stack(found)
 
 
-def net_of(file: StateFolder) -> StateNet:
-    return file.net(torch.empty(0, E), torch.empty(0, E))
+def assert_computes(folder: Path, given: dict[str, Tensor], scaled: bool = False) -> None:
+    """That the head of a folder computes what is expected of these weights."""
+    net = StateFolder.read(folder, "mlp_speculator").net(*[torch.empty(0, E)] * 2)
+    hidden, tokens = torch.randn(E), [5, 17, 60]
+    found = net(hidden, torch.tensor(tokens)).detach()
+    torch.testing.assert_close(found, expected(given, hidden, tokens, scaled), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("prefix", ["", "speculator."])
@@ -111,18 +118,11 @@ def test_the_published_layout(form: str, scaled: bool, prefix: str, tmp_path: Pa
         tie_weights=form != "untied",
         scale_input=scaled,
     )
-    hidden, tokens = torch.randn(E), [5, 17, 60]
-    found = net_of(read(folder))(hidden, torch.tensor(tokens)).detach()
-    torch.testing.assert_close(found, expected(every, hidden, tokens, scaled), atol=1e-4, rtol=1e-4)
+    assert_computes(folder, every, scaled)
 
 
 def test_an_inner_size_of_0_is_the_hidden_size(tmp_path: Path) -> None:
-    folder = write(tmp_path, tensors(E), inner_dim=0)
-    hidden, tokens = torch.randn(E), [5, 17, 60]
-    found = net_of(read(folder))(hidden, torch.tensor(tokens)).detach()
-    torch.testing.assert_close(
-        found, expected(tensors(E), hidden, tokens, scaled=False), atol=1e-4, rtol=1e-4
-    )
+    assert_computes(write(tmp_path, tensors(E), inner_dim=0), tensors(E))
 
 
 def shards(folder: Path, **map_of: str) -> Path:
@@ -142,41 +142,26 @@ def shards(folder: Path, **map_of: str) -> Path:
 
 
 def test_several_files(tmp_path: Path) -> None:
-    hidden, tokens = torch.randn(E), [5, 17, 60]
-    found = net_of(read(shards(tmp_path)))(hidden, torch.tensor(tokens)).detach()
-    torch.testing.assert_close(
-        found, expected(tensors(), hidden, tokens, scaled=False), atol=1e-4, rtol=1e-4
-    )
+    assert_computes(shards(tmp_path), tensors())
 
 
 @pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
 def test_a_published_head_drafts(tree: Any, tmp_path: Path) -> None:
     folder = write(tmp_path, tensors())
-    model = {"method": "mlp_speculator", "model": str(folder), "controller": "fixed"}
-    llm = LLM(tiny_model(), speculative_config=model | ({} if tree is None else {"tree": tree}))
-    params = SamplingParams(temperature=0, max_tokens=20)
-    (output,) = llm.generate([[1, 2, 3]], params)
-    (plain,) = LLM(tiny_model()).generate([[1, 2, 3]], params)
-    assert output.token_ids == plain.token_ids
-    assert output.metrics.drafter_failure is None
-    assert output.metrics.num_drafts > 0
-
-
-def edit(folder: Path, **fields: Any) -> None:
-    (folder / "config.json").write_text(json.dumps(config(**fields)))
+    assert_drafts(folder, "mlp_speculator", [1, 2, 3], **({} if tree is None else {"tree": tree}))
 
 
 FAULTS: dict[str, Fault] = {
     "no sizes": (
-        lambda f: (f / "config.json").write_text('{"model_type": "mlp_speculator"}'),
+        text('{"model_type": "mlp_speculator"}'),
         "vocab_size: field required|emb_dim: field required",
     ),
-    "no heads": (lambda f: edit(f, n_predict=0), "n_predict"),
-    "a head more": (lambda f: edit(f, n_predict=4), "is missing"),
-    "a head less": (lambda f: edit(f, n_predict=2), "is not part of"),
-    "another inner size": (lambda f: edit(f, inner_dim=60), "belong together"),
-    "another target": (lambda f: edit(f, emb_dim=60), "hidden size 60"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "does not exist"),
+    "no heads": (config(n_predict=0), "n_predict"),
+    "a head more": (config(n_predict=4), "is missing"),
+    "a head less": (config(n_predict=2), "is not part of"),
+    "another inner size": (config(inner_dim=60), "belong together"),
+    "another target": (config(emb_dim=60), "hidden size 60"),
+    "no weights": (deleted("model.safetensors"), "does not exist"),
     "a shard that is missing": (
         lambda f: (shards(f) / "b.safetensors").unlink(),
         "b.safetensors does not exist",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,25 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.drafters.heads.folders import (
-    Fault,
-    assert_refused,
-    change_config,
-    change_tensors,
-    load_head,
-    truncate,
-)
-from tests.drafters.heads.serving import PROMPTS, drafts
-from tests.drafters.heads.test_checkpoint import change_layer
-from tests.heads import parallel_config, save_head, tiny_config, tiny_net
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
-from tokenleap import LLM, CompatibilityError, SamplingParams, TokenleapError
-from tokenleap.core.tree import TokenTree
+from tests.drafters.heads.test_serving import PROMPTS, served
+from tests.heads import grown, parallel_config, save_head, tiny_net
+from tests.tiny import VOCAB_SIZE, tiny_model
+from tokenleap import LLM, SamplingParams
 from tokenleap.drafters.heads.eagle import ParallelHead
 from tokenleap.drafters.heads.eagle import load_head as drafting_head
 from tokenleap.drafters.heads.eagle_net import EagleLayer, ParallelNet
-from tokenleap.drafters.heads.layouts import EagleFolder, Verifier, write_head
-from tokenleap.request import Request
+from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
@@ -95,35 +82,15 @@ def block_of(
     """[Vd] of each level from what serves, after the token `root`."""
     head, _ = drafting_head(EagleFolder.read(folder, "parallel"), target)
     assert isinstance(head, ParallelHead)
-    return grown(head, hidden, [tokens[: root + 1]], LEVELS)[0]
+    found = blocks(head, hidden, [tokens[: root + 1]], LEVELS)
+    return [level[0, 0] for level in found]
 
 
-def grown(
+def blocks(
     head: ParallelHead, hidden: Mapping[int, Tensor], texts: list[list[int]], levels: int
-) -> list[list[Tensor]]:
-    """Logits of all levels of the drafts for some texts, in one pass."""
-    requests = [
-        Request(text, SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-        for text in texts
-    ]
-    for request, text in zip(requests, texts, strict=True):
-        head.keep(request, 0, {k: states[: len(text) - 1] for k, states in hidden.items()})
-    head.expect({request.key: levels for request in requests})
-    pending = [head.pending(request) for request in requests]
-    found: list[list[Tensor]] = [[] for _ in requests]
-    for level in range(levels):
-        trees = []
-        for tokens in pending:
-            nodes = (*tokens, *[9] * level)
-            trees.append(TokenTree(nodes, tuple(range(-1, len(nodes) - 1))))
-        computed = [len(tokens) + level - 1 if level else 0 for tokens in pending]
-        outputs = head.verify([request.key for request in requests], trees, computed)
-        for each, output in zip(found, outputs, strict=True):
-            each.append(output.scores[-1].clone())
-    for request, tokens in zip(requests, pending, strict=True):
-        head.finish_draft(request, len(tokens))
-        head.release(request)
-    return found
+) -> list[Tensor]:
+    """[levels] of [texts, 1, Vd]: the logits of all levels of drafts, in one pass."""
+    return grown(head, hidden, texts, [[9]] * (levels - 1))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -163,17 +130,11 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(
     target.add(0)
     hidden = target.prefill(0, tokens, (0, 1, 2))
     texts = [tokens[:length] for length in (2, 30, 31, 60)]
-    together = grown(head, hidden, texts, LEVELS)
-    for text, levels in zip(texts, together, strict=True):
+    together = blocks(head, hidden, texts, LEVELS)
+    for place, text in enumerate(texts):
         for count in (1, 3):
-            (alone,) = grown(head, hidden, [text], count)
-            for one, other in zip(alone, levels, strict=False):
-                assert torch.equal(one, other)
-
-
-def served(model: Any, folder: Path, **fields: Any) -> dict[str, Any]:
-    save_head(folder, tiny_net(parallel_config(**fields), model))
-    return {"method": "parallel", "model": str(folder), "controller": "fixed"}
+            for one, other in zip(blocks(head, hidden, [text], count), together, strict=False):
+                assert torch.equal(one[0], other[place])
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -190,7 +151,7 @@ def test_trees_that_grow_at_once_are_those_of_the_levels(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(head_dim=32)
-    llm = LLM(model, speculative_config=served(model, tmp_path) | SHAPES[shape])
+    llm = LLM(model, speculative_config=served("parallel", model, tmp_path) | SHAPES[shape])
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     passes: list[int] = []
     verify = Passes.verify
@@ -215,45 +176,10 @@ def test_trees_that_grow_at_once_are_those_of_the_levels(
     assert sum(output.metrics.num_draft_tokens for output in at_once) > 300
 
 
-@pytest.mark.parametrize("tree", [None, [2, 2, 1], "dynamic"], ids=str)
-def test_drafts_do_not_depend_on_the_schedule(tree: Any, tmp_path: Path) -> None:
-    """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
-    model = tiny_model(head_dim=32, max_position_embeddings=1024)
-    config = served(model, tmp_path) | ({} if tree is None else {"tree": tree})
-    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40)
-    fields: dict[str, Any] = {"speculative_config": config}
-    alone = LLM(model, max_num_seqs=1, **fields).generate(PROMPTS, params)
-    cells = Target(model).cell_bytes + 2 * 2 * 32 * 4
-    tight = LLM(model, max_num_batched_tokens=7, kv_cache_memory=3 * 512 * cells, **fields)
-    together = tight.generate(PROMPTS, params)
-    for one, other in zip(alone, together, strict=True):
-        assert other.token_ids == one.token_ids
-        assert other.metrics.drafter_failure is None
-        if other.metrics.preemptions == 0:
-            assert drafts(other) == drafts(one)
-    assert sum(o.metrics.num_draft_tokens for o in together) > 100
-
-
-@pytest.mark.parametrize("tree", [None, [2, 1, 1, 1, 1], "dynamic"], ids=str)
-def test_drafts_are_no_deeper_than_was_learnt(tree: Any, tmp_path: Path) -> None:
-    model = tiny_model()
-    config = served(model, tmp_path, depths=2) | {"num_speculative_tokens": 9}
-    llm = LLM(model, speculative_config=config | ({} if tree is None else {"tree": tree}))
-    for temperature in (0, 1):
-        params = SamplingParams(temperature=temperature, seed=1, max_tokens=20)
-        (output,) = llm.generate([[1, 2, 3]], params)
-        depths = {
-            TokenTree((0, *s.drafted), (-1, *(p + 1 for p in s.parents))).depths[-1]
-            for s in output.trace
-        }
-        assert max(depths) == 2
-        assert output.metrics.drafter_failure is None
-
-
 def test_up_to_the_end_of_the_context(tmp_path: Path) -> None:
     """Masks take positions, too."""
     model = tiny_model(head_dim=32, max_position_embeddings=64)
-    config = served(model, tmp_path, max_position_embeddings=64)
+    config = served("parallel", model, tmp_path, max_position_embeddings=64)
     config |= {"num_speculative_tokens": 8, "tree": "dynamic", "tree_depth": 8}
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     (output,) = LLM(model, speculative_config=config).generate([[1, 2, 3]], params)
@@ -261,97 +187,3 @@ def test_up_to_the_end_of_the_context(tmp_path: Path) -> None:
     assert output.token_ids == plain.token_ids
     assert len(output.token_ids) == 61
     assert output.metrics.drafter_failure is None
-
-
-# Files
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "head"
-    net = tiny_net(parallel_config(), tiny_model())
-    verifier = Verifier("tiny", ("LlamaForCausalLM",), 2)
-    write_head(path, net, verifier, {"seed": 3})
-    return path
-
-
-load = partial(load_head, method="parallel")
-
-
-def test_what_is_written_is_read(folder: Path) -> None:
-    net = tiny_net(parallel_config(), tiny_model())
-    found = EagleFolder.read(folder, "parallel")
-    assert found.config == parallel_config()
-    assert found.notes == {"seed": 3}
-    assert found.tensors["mask_hidden"].shape == (1, 1, 3 * 64)
-    for name, tensor in net.state_dict().items():
-        expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
-        assert torch.equal(found.tensors[name], expected)
-    fields = json.loads((folder / "config.json").read_text())
-    assert fields["speculators_model_type"] == fields["speculators_config"]["algorithm"] == "peagle"
-    assert fields["mask_token_id"] == VOCAB_SIZE - 1
-    assert fields["transformer_layer_config"]["num_hidden_layers"] == 2
-
-
-def proposals(*tokens: Any) -> dict[str, Any]:
-    return {
-        "verifier": {"name_or_path": "tiny", "architectures": []},
-        "proposal_methods": [{"speculative_tokens": each} for each in tokens],
-    }
-
-
-FAULTS: dict[str, Fault] = {
-    "truncated": (truncate, "cannot be read"),
-    "a head of another kind": (
-        lambda f: change_config(f, speculators_model_type="eagle3"),
-        "'eagle3', and method 'parallel' needs 'peagle': .* P-EAGLE head",
-    ),
-    "no mask token": (lambda f: change_config(f, mask_token_id=None), "mask_token_id: .*integer"),
-    "a mask token outside": (
-        lambda f: change_config(f, mask_token_id=96),
-        r"mask_token_id \(96\) is not below vocab_size \(96\)",
-    ),
-    "no depths": (lambda f: change_config(f, speculators_config=proposals()), "proposal_methods"),
-    "zero depths": (
-        lambda f: change_config(f, speculators_config=proposals(0)),
-        "proposal_methods.0.speculative_tokens: .*greater than 0",
-    ),
-    "no layers": (lambda f: change_layer(f, num_hidden_layers=0), "num_hidden_layers"),
-    "a layer less": (
-        lambda f: change_layer(f, num_hidden_layers=1),
-        r"'layers.1.\S+' is not part of",
-    ),
-    "a layer more": (
-        lambda f: change_layer(f, num_hidden_layers=3),
-        r"'layers.2.\S+' is missing",
-    ),
-    "no mask": (
-        lambda f: change_tensors(f, lambda t: t.pop("mask_hidden")),
-        "'mask_hidden' is missing",
-    ),
-    "a mask of another size": (
-        lambda f: change_tensors(f, lambda t: t.update(mask_hidden=torch.zeros(1, 1, 64))),
-        r"'mask_hidden' has shape \[1, 1, 64\], and config.json says \[1, 1, 192\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_refused(folder: Path, fault: str) -> None:
-    assert_refused(folder, FAULTS[fault], load)
-
-
-def test_an_eagle_head_needs_its_own_method(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(TokenleapError, match="'peagle', and method 'eagle' needs 'eagle3'"):
-        load_head(folder, "eagle")
-    save_head(tmp_path / "eagle", tiny_net(tiny_config(), tiny_model()))
-    with pytest.raises(TokenleapError, match="'eagle3', and method 'parallel' needs 'peagle'"):
-        load(tmp_path / "eagle")
-
-
-@pytest.mark.parametrize(
-    "other", [{"vocab_size": 100}, {"hidden_size": 32}, {"num_hidden_layers": 3}], ids=str
-)
-def test_another_target_is_refused(folder: Path, other: dict[str, Any]) -> None:
-    with pytest.raises(CompatibilityError, match="trained for tiny with"):
-        load(folder, **other)

@@ -16,7 +16,6 @@ from tests.drafters.heads.test_eagle import CONFIGS, levels
 from tests.heads import (
     feature_config,
     save_head,
-    save_state_head,
     state_config,
     state_net,
     tiny_config,
@@ -91,7 +90,7 @@ def test_another_model_of_the_same_sizes_is_refused(tmp_path: Path) -> None:
 def test_heads_without_attention_tell_it_too(method: str, tmp_path: Path) -> None:
     model = tiny_model()
     note = Probe.of(look(Target(model), TEXT)).note()
-    save_state_head(tmp_path, state_net(method, state_config(method), model), **note)
+    save_head(tmp_path, state_net(method, state_config(method), model), **note)
     load(tmp_path, method)
     with pytest.raises(CompatibilityError, match="this is another"):
         load(tmp_path, method, tiny_model(seed=1))
@@ -209,16 +208,16 @@ def test_a_record_is_added(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_the_shipped_head_finds_its_layers(tmp_path: Path) -> None:
+def test_the_shipped_head_finds_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given three wrong ones; and nothing is wrong with those that it has."""
+    monkeypatch.setattr(probe, "_TRIED", 6)  # besides the usual ones
     head = shipped_head("smollm2-135m")
     assert head is not None
     assert "probe" in EagleFolder.read(head, "eagle").notes
     llm = LLM("smollm2-135m", speculative_config={"method": "none"}, dtype="bfloat16")
     target, tokenizer = llm.engine.target, llm.tokenizer
-    net, _, _ = load_parts(
-        EagleFolder.read(head, "eagle"), target, tokenizer
-    )  # warnings are errors
+    # Warnings are errors.
+    net, _, _ = load_parts(EagleFolder.read(head, "eagle"), target, tokenizer)
     wrong = tmp_path / "wrong"
     shutil.copytree(head, wrong)
     fields = json.loads((wrong / "config.json").read_text())

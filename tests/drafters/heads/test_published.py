@@ -17,14 +17,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.drafters.heads.folders import (
     Fault,
+    assert_drafts,
     assert_refused,
-    change_config,
-    change_tensors,
+    config,
+    deleted,
     load_head,
+    without,
 )
 from tests.heads import feature_config, save_head, tiny_config, tiny_net
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tokenleap import LLM, SamplingParams, TokenleapError
+from tokenleap import TokenleapError
 from tokenleap.drafters.heads.eagle import export_head
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, FeatureConfig
 from tokenleap.drafters.heads.folder import read_tensors
@@ -88,17 +90,6 @@ def published(folder: Path, net: EagleNet, *, pickled: bool = False, **fields: A
     return folder
 
 
-def drafts(folder: Path) -> None:
-    """A head drafts, and the output is right."""
-    params = SamplingParams(temperature=0, max_tokens=12)
-    config = {"method": "eagle", "model": str(folder), "controller": "fixed"}
-    (output,) = LLM(tiny_model(), speculative_config=config).generate([[1, 2, 3]], params)
-    (plain,) = LLM(tiny_model()).generate([[1, 2, 3]], params)
-    assert output.token_ids == plain.token_ids
-    assert output.metrics.drafter_failure is None
-    assert output.metrics.num_draft_tokens > 0
-
-
 def loaded(folder: Path) -> EagleNet:
     model = tiny_model()
     return EagleFolder.read(folder, "eagle").load(Target(model))
@@ -113,12 +104,11 @@ def same(found: EagleNet, expected: EagleNet) -> None:
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "a bias"])
 def test_eagle1(bias: bool, pickled: bool, tmp_path: Path) -> None:
-    config = feature_config(fc_bias=bias, max_position_embeddings=2048)
-    net = tiny_net(config, tiny_model())
+    net = tiny_net(feature_config(fc_bias=bias, max_position_embeddings=2048), tiny_model())
     given = {} if bias else {"bias": False}  # theirs leave it out if there is one
     folder = published(tmp_path / "head", net, pickled=pickled, **given)
     same(loaded(folder), net)
-    drafts(folder)
+    assert_drafts(folder, "eagle", [1, 2, 3])
 
 
 class Bomb:
@@ -151,19 +141,20 @@ def test_a_pickle_that_runs_code_is_refused(suffix: str, bare: bool, tmp_path: P
 @pytest.mark.parametrize("size", [48, VOCAB_SIZE])
 def test_eagle3(size: int, pickled: bool, tmp_path: Path) -> None:
     """Without maps where the draft vocabulary is the target's."""
-    config = {**vars(EAGLE3), "draft_vocab_size": size, "max_position_embeddings": 2048}
-    net = tiny_net(EagleConfig(**config), tiny_model())
+    sizes = {**vars(EAGLE3), "draft_vocab_size": size, "max_position_embeddings": 2048}
+    net = tiny_net(EagleConfig(**sizes), tiny_model())
     fields = {} if size == VOCAB_SIZE else {"draft_vocab_size": size}
     folder = published(tmp_path / "head", net, pickled=pickled, **fields)
     same(loaded(folder), net)
-    drafts(folder)
+    assert_drafts(folder, "eagle", [1, 2, 3])
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_named_layers(inside: bool, tmp_path: Path) -> None:
     named: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [2, 0]}
     fields = {"eagle_config": named} if inside else named
-    folder = published(tmp_path / "head", tiny_net(EAGLE3, tiny_model()), **fields)
+    net = tiny_net(EAGLE3, tiny_model())
+    folder = published(tmp_path / "head", net, draft_vocab_size=48, **fields)
     assert EagleFolder.read(folder, "eagle").config.aux_layers == (2, 0)
 
 
@@ -245,24 +236,18 @@ def test_the_network_is_a_llama_layer_without_its_first_norm() -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "a language model": (lambda f: change_config(f, num_hidden_layers=2), "num_hidden_layers"),
-    "another activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act"),
-    "a size in words": (lambda f: change_config(f, hidden_size="x"), "hidden_size: .*integer"),
-    "another vocabulary": (lambda f: change_config(f, vocab_size=100), "vocabulary of 100"),
+    "a language model": (config(num_hidden_layers=2), "num_hidden_layers"),
+    "another activation": (config(hidden_act="gelu"), "hidden_act"),
+    "a size in words": (config(hidden_size="x"), "hidden_size: .*integer"),
+    "another vocabulary": (config(vocab_size=100), "vocabulary of 100"),
     "layer ids in words": (
-        lambda f: change_config(f, eagle_aux_hidden_state_layer_ids=["x"]),
+        config(eagle_aux_hidden_state_layer_ids=["x"]),
         "eagle_aux_hidden_state_layer_ids",
     ),
-    "notes of another kind": (lambda f: change_config(f, tokenleap="x"), "tokenleap"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "pytorch_model.bin does not"),
-    "a missing tensor": (
-        lambda f: change_tensors(f, lambda t: t.pop("fc.weight")),
-        "'fc.weight' is missing",
-    ),
-    "a bias that is not said": (
-        lambda f: change_config(f, bias=False),
-        "'fc.bias' is not part of an EAGLE-1",
-    ),
+    "notes of another kind": (config(tokenleap="x"), "tokenleap"),
+    "no weights": (deleted("model.safetensors"), "pytorch_model.bin does not"),
+    "a missing tensor": (without("fc.weight"), "'fc.weight' is missing"),
+    "a bias that is not said": (config(bias=False), "'fc.bias' is not part of an EAGLE-1"),
 }
 
 

@@ -5,27 +5,26 @@ Every test runs over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.drafters.heads.serving import PROMPTS, check_schedules, preempted
-from tests.heads import STATE_NETS, save_state_head, state_config, state_net
-from tests.tiny import ARCHITECTURES, CONTEXT, VOCAB_SIZE, tiny_model
+from tests.drafters.heads.test_serving import PROMPTS, served
+from tests.heads import STATE_NETS, grown, request_of, save_head, state_config, state_net
+from tests.tiny import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.training.world import parts_of
 from tokenleap import LLM, CompatibilityError, SamplingParams
-from tokenleap.core.tree import TokenTree, chain
+from tokenleap.core.tree import chain
 from tokenleap.drafters.heads import state
 from tokenleap.drafters.heads.layouts import StateFolder
 from tokenleap.drafters.heads.state import KEPT, StateHead
 from tokenleap.drafters.heads.state_net import StateConfig
-from tokenleap.request import Request
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
@@ -50,58 +49,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 K = 4
 
 
-def saved(method: str, model: PreTrainedModel, folder: Path, **fields: Any) -> dict[str, Any]:
-    """A configuration with a random head over a model."""
-    config = state_config(method, **fields)
-    save_state_head(folder, state_net(method, config, model))
-    return {"method": method, "model": str(folder), "controller": "fixed"}
-
-
 def head_of(method: str, folder: Path, target: Target) -> StateHead:
     kind = STATE_NETS[method][0]
     return StateHead(StateFolder.read(folder, kind.METHOD).load(target), target)
-
-
-def request_of(tokens: Sequence[int]) -> Request:
-    return Request(list(tokens), SamplingParams(), vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-
-
-def grown(
-    head: StateHead, hidden: Tensor, texts: Sequence[Sequence[int]], added: Sequence[Sequence[int]]
-) -> list[Tensor]:
-    """Logits of the nodes of trees that are grown together, level by level.
-
-    Args:
-        head: the head.
-        hidden: [n, E] the target's states of a text, of which `texts` are beginnings.
-        texts: the requests' tokens.
-        added: the levels of every request's tree. The i-th token of a level is the child of the
-            i-th of the level above.
-
-    Returns:
-        For each level, the root's included, [requests, nodes, Vd].
-    """
-    requests = [request_of(text) for text in texts]
-    for request, text in zip(requests, texts, strict=True):
-        head.keep(request, 0, {head.layers[0]: hidden[: len(text) - 1]})
-        assert head.pending(request) == [text[-1]]
-    nodes: list[int] = []
-    parents = [-1]
-    above = [0] * max([1, *map(len, added)])
-    found: list[Tensor] = []
-    for level in ([], *added):
-        computed = 1 + len(nodes) if found else 0
-        nodes += level
-        if level:
-            parents += above[: len(level)]
-            above = list(range(computed, computed + len(level)))
-        trees = [TokenTree((text[-1], *nodes), tuple(parents)) for text in texts]
-        outputs = head.verify([r.key for r in requests], trees, [computed] * len(texts))
-        found.append(torch.stack([output.scores.clone() for output in outputs]))
-    for request in requests:
-        head.finish_draft(request, 1)
-        head.release(request)
-    return found
 
 
 def text_and_states(target: Target, seed: int = 0) -> tuple[list[int], Tensor]:
@@ -118,7 +68,7 @@ def text_and_states(target: Target, seed: int = 0) -> tuple[list[int], Tensor]:
 def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_path: Path) -> None:
     model = tiny_model(head_dim=32)
     method, fields = FORMS[form]
-    saved(method, model, tmp_path, **fields)
+    served(method, model, tmp_path, **fields)
     target = Target(model, runtime=runtime)
     head = head_of(method, tmp_path, target)
     net = StateFolder.read(tmp_path, method).load(target)
@@ -128,7 +78,7 @@ def test_serving_computes_what_training_computes(form: str, runtime: str, tmp_pa
     for root in (1, 2, 80):
         expected = net.float()(normed[root - 1], torch.tensor(tokens[root : root + K]))
         levels = [[token] for token in tokens[root + 1 : root + K]]
-        found = grown(head, hidden, [tokens[: root + 1]], levels)
+        found = grown(head, {head.layers[0]: hidden}, [tokens[: root + 1]], levels)
         for level, logits in zip(found, expected, strict=True):
             torch.testing.assert_close(level[0, 0], logits, atol=2e-3, rtol=1e-3)
 
@@ -142,17 +92,17 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(
     """A path of a tree has the bits of a chain, and a request in a batch those it has alone."""
     model = tiny_model(dtype=dtype)
     method, fields = FORMS[form]
-    saved(method, model, tmp_path, **fields)
+    served(method, model, tmp_path, **fields)
     target = Target(model)
     head = head_of(method, tmp_path, target)
     tokens, hidden = text_and_states(target)
     texts = [tokens[:length] for length in (2, 30, 31, 33, 80)]
     tree = [[10, 20, 30], [11, 21], [12, 22]]
-    together = grown(head, hidden, texts, tree)
+    together = grown(head, {head.layers[0]: hidden}, texts, tree)
     for request, text in enumerate(texts):
         for first in ((10, 11, 12), (20, 21, 22)):
             place = tree[0].index(first[0])
-            chain = grown(head, hidden, [text], [[token] for token in first])
+            chain = grown(head, {head.layers[0]: hidden}, [text], [[token] for token in first])
             assert torch.equal(together[0][request, 0], chain[0][0, 0])
             for level in range(1, K):
                 assert torch.equal(together[level][request, place], chain[level][0, 0])
@@ -162,139 +112,14 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(
 @torch.inference_mode()
 def test_only_heads_that_read_tokens_tell_them_apart(method: str, tmp_path: Path) -> None:
     model = tiny_model()
-    saved(method, model, tmp_path)
+    served(method, model, tmp_path)
     target = Target(model)
     tokens, hidden = text_and_states(target)
     head = head_of(method, tmp_path, target)
-    found = grown(head, hidden, [tokens[:9]], [[10, 20], [11, 11]])
+    found = grown(head, {head.layers[0]: hidden}, [tokens[:9]], [[10, 20], [11, 11]])
     for level in found[1:]:
         same = torch.equal(level[0, 0], level[0, 1])
         assert same != STATE_NETS[method][0].reads_tokens
-
-
-@pytest.mark.parametrize(
-    ("runtime", "tree"),
-    [
-        ("native", None),
-        ("native", "dynamic"),
-        # Only the native runtime promises the bits of trees, and `test_eagle.py` has its chains.
-        *(
-            pytest.param("torch", tree, marks=pytest.mark.slow)
-            for tree in (None, [2, 2, 1], "dynamic")
-        ),
-        pytest.param("native", [2, 2, 1], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("method", METHODS)
-def test_drafts_do_not_depend_on_the_schedule(
-    method: str, tree: Any, runtime: str, tmp_path: Path
-) -> None:
-    """Alone, in a batch, in chunks, and after preemption: the same drafts (invariant 4)."""
-    model = tiny_model(head_dim=32, max_position_embeddings=1024)
-    config = saved(method, model, tmp_path, draft_vocab_size=VOCAB_SIZE)
-    config |= {} if tree is None else {"tree": tree}
-    check_schedules(model, config, runtime, cell_bytes=0, trees=tree is not None)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_cached_prefix_brings_its_states(method: str, tmp_path: Path) -> None:
-    """The prompt's last tokens come from the prefix cache, and the first step drafts."""
-    model = tiny_model()
-    llm = LLM(model, speculative_config=saved(method, model, tmp_path))
-    prompt = [i % 7 for i in range(64)] + [9]
-    params = SamplingParams(temperature=0, max_tokens=8)
-    (first,), (again,) = (llm.generate([prompt], params) for _ in range(2))
-    assert again.metrics.cached_prompt_tokens == 64
-    assert [step.drafted for step in again.trace] == [step.drafted for step in first.trace]
-    assert next(iter(again.trace)).drafted
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_text_of_one_token_has_no_state_to_draft_from(method: str, tmp_path: Path) -> None:
-    model = tiny_model()
-    llm = LLM(model, speculative_config=saved(method, model, tmp_path))
-    (output,) = llm.generate([[1]], SamplingParams(temperature=0, max_tokens=6))
-    assert next(iter(output.trace)).drafted == ()
-    assert output.metrics.num_drafts > 0
-    assert output.metrics.drafter_failure is None
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_penalties_and_masks_hold_for_the_tokens_of_the_draft_vocabulary(
-    method: str, tmp_path: Path
-) -> None:
-    """Only even tokens can be drafted; of these only the allowed ones are."""
-    model = tiny_model()
-    config = saved(method, model, tmp_path)
-    for allowed, some in (([4, 6, 9], True), ([3, 5], False)):
-        params = SamplingParams(allowed_token_ids=allowed, seed=1, max_tokens=30)
-        (output,) = LLM(model, speculative_config=config).generate([[1, 2, 3]], params)
-        drafted = {token for step in output.trace for token in step.drafted}
-        assert drafted <= set(allowed)
-        assert bool(drafted) == some
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("tree", [None, [2, 1, 1, 1, 1], "dynamic"], ids=str)
-def test_drafts_are_no_deeper_than_there_are_heads(method: str, tree: Any, tmp_path: Path) -> None:
-    model = tiny_model()
-    config = saved(method, model, tmp_path, num_heads=2)
-    config |= {"num_speculative_tokens": 9} | ({} if tree is None else {"tree": tree})
-    llm = LLM(model, speculative_config=config)
-    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=20))
-    assert max(depth_of(step.parents) for step in output.trace) == 2
-    assert output.metrics.drafter_failure is None
-
-
-def depth_of(parents: Sequence[int]) -> int:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 + (depths[parent] if parent >= 0 else 0))
-    return max(depths, default=0)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_inside_a_cascade(method: str, tmp_path: Path) -> None:
-    """Its tokens are taken back again and again; the states of those that stay are there."""
-    model, draft = tiny_model(), tiny_model(seed=1)
-    inner = saved(method, draft, tmp_path)
-    del inner["controller"]
-    config = {"method": "cascade", "model": draft, "drafter": inner, "controller": "fixed"}
-    params = SamplingParams(temperature=0, max_tokens=40)
-    (output,) = LLM(model, speculative_config=config).generate([PROMPTS[0]], params)
-    (plain,) = LLM(model).generate([PROMPTS[0]], params)
-    assert output.token_ids == plain.token_ids
-    assert output.metrics.drafter_failure is None
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_beside_another_drafter(method: str, tmp_path: Path) -> None:
-    model = tiny_model()
-    inner = saved(method, model, tmp_path)
-    del inner["controller"]
-    drafters = [inner, {"method": "ngram", "prompt_lookup_min": 1}]
-    config = {"method": "ensemble", "drafters": drafters, "controller": "fixed"}
-    params = SamplingParams(temperature=0, max_tokens=40)
-    (output,) = LLM(model, speculative_config=config).generate([PROMPTS[0]], params)
-    (plain,) = LLM(model).generate([PROMPTS[0]], params)
-    assert output.token_ids == plain.token_ids
-    assert output.metrics.drafter_failure is None
-    assert output.metrics.num_drafts == output.metrics.target_passes - 1
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_quantized_target(method: str, quantization: str, tmp_path: Path) -> None:
-    """The head itself is not quantized."""
-    model = tiny_model(dtype=torch.bfloat16, head_dim=32)
-    config = saved(method, model, tmp_path)
-    params = SamplingParams(seed=3, max_tokens=20)
-    llm = LLM(model, quantization=quantization, speculative_config=config)
-    (output,) = llm.generate([PROMPTS[0]], params)
-    (plain,) = llm.generate([PROMPTS[0]], params, speculative_config={"method": "none"})
-    assert output.token_ids == plain.token_ids
-    assert output.metrics.drafter_failure is None
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
@@ -302,7 +127,7 @@ def test_a_quantized_target(method: str, quantization: str, tmp_path: Path) -> N
 def test_hidden_states_are_read_after_the_final_norm(architecture: str, tmp_path: Path) -> None:
     """As the target's own output layer does, in every architecture."""
     model = tiny_model(architecture)
-    saved("medusa", model, tmp_path)
+    served("medusa", model, tmp_path)
     target = Target(model)
     tokens, hidden = text_and_states(target)
     decoder: Any = model.base_model
@@ -313,7 +138,7 @@ def test_hidden_states_are_read_after_the_final_norm(architecture: str, tmp_path
 
 def test_a_target_whose_final_norm_is_not_known(tmp_path: Path) -> None:
     model = tiny_model()
-    saved("medusa", model, tmp_path)
+    served("medusa", model, tmp_path)
     target = Target(model)
     target.final_norm = None
     with pytest.raises(CompatibilityError, match="final norm"):
@@ -321,37 +146,11 @@ def test_a_target_whose_final_norm_is_not_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_preempted_request_goes_on_drafting(method: str, tmp_path: Path) -> None:
-    """Its states were kept in steps, and are shown again outside of a step."""
-    model = tiny_model(max_position_embeddings=1024)
-    llm = LLM(model, speculative_config=saved(method, model, tmp_path))
-    for output in preempted(llm):
-        undrafted = [step for step in output.trace.steps[1:-1] if not step.drafted]
-        assert not undrafted
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_nan_does_not_outlive_its_request(method: str, tmp_path: Path) -> None:
-    model = tiny_model()
-    llm = LLM(model, speculative_config=saved(method, model, tmp_path), runtime="torch")
-    drafter: Any = llm.engine._speculation.default.drafter
-    norm = drafter._scorer._norm
-    drafter._scorer._norm = lambda hidden: hidden * torch.nan
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
-    (poisoned,) = llm.generate([PROMPTS[2]], params)
-    assert poisoned.metrics.drafter_failure is not None
-    drafter._scorer._norm = norm
-    (next_one,) = llm.generate([PROMPTS[0]], params)
-    assert next_one.metrics.drafter_failure is None
-    assert next_one.metrics.num_drafts > 0
-
-
-@pytest.mark.parametrize("method", METHODS)
 @torch.inference_mode()
 def test_the_states_of_the_last_tokens_are_kept(method: str, tmp_path: Path) -> None:
     """In chunks of any size; tokens that were taken back may be followed by others."""
     model = tiny_model()
-    saved(method, model, tmp_path)
+    served(method, model, tmp_path)
     target = Target(model)
     head = head_of(method, tmp_path, target)
     tokens, hidden = text_and_states(target)
@@ -393,7 +192,7 @@ def test_what_was_learnt_is_accepted(method: str, tmp_path: Path) -> None:
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-    save_state_head(tmp_path, net)
+    save_head(tmp_path, net)
     config: dict[str, Any] = {"method": method, "model": str(tmp_path), "controller": "fixed"}
     config["num_speculative_tokens"] = K
     (output,) = LLM(model, speculative_config=config).generate([PROMPTS[0]], params)
@@ -472,7 +271,7 @@ def test_what_the_target_adds_to_its_logits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(trainee.logits(outputs, 1), own, rtol=0, atol=1e-4)
     trainee.write(parts, tmp_path, {})
     head = head_of("blockwise", tmp_path, target)
-    first, second = grown(head, hidden, [[5, 20, 21, 22]], [[23]])
+    first, second = grown(head, {head.layers[0]: hidden}, [[5, 20, 21, 22]], [[23]])
     torch.testing.assert_close(first[0], own, rtol=0, atol=1e-4)
     torch.testing.assert_close(second[0], own, rtol=0, atol=1e-4)
 
@@ -480,3 +279,75 @@ def test_what_the_target_adds_to_its_logits(name: str, tmp_path: Path) -> None:
 def test_a_bias_of_zeros_costs_nothing() -> None:
     assert Target(tiny_model("phi")).logits_bias is None
     assert Target(tiny_model()).logits_bias is None
+
+
+# The formulas of the papers, written out
+
+
+def rows_of(model: PreTrainedModel) -> Tensor:
+    """Of the draft vocabulary."""
+    rows: Tensor = model.get_output_embeddings().weight[::2]  # type: ignore[no-untyped-call]
+    return rows
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "blockwise"])
+def test_an_untrained_head_is_the_target_s_output_layer(method: str) -> None:
+    model = tiny_model()
+    net = state_net(method, state_config(method), model)
+    net.initialise()
+    hidden = torch.randn(64)
+    for logits in net(hidden, torch.tensor([1, 2, 3, 4])):
+        torch.testing.assert_close(logits, rows_of(model) @ hidden)
+
+
+def linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
+
+
+def test_hydra_reads_the_root_and_all_tokens_after_it() -> None:
+    model = tiny_model()
+    net = state_net("hydra", state_config("hydra", num_layers=2), model)
+    hidden, tokens = torch.randn(64), torch.tensor([5, 9, 11, 40])
+    found, weights = net(hidden, tokens), net.state_dict()
+    for depth in range(K):
+        state = torch.cat([hidden, *net.embedding[tokens[: depth + 1]]])
+        own = f"heads.{depth}"
+        x = linear(weights, f"{own}.residual", state)
+        x = x + F.silu(linear(weights, f"{own}.layers.0", state))
+        x = x + F.silu(linear(weights, f"{own}.layers.1", x))
+        torch.testing.assert_close(found[depth], rows_of(model) @ x, atol=1e-3, rtol=1e-3)
+
+
+def test_blockwise_is_a_layer_with_a_residual_before_the_target_s_output_layer() -> None:
+    model = tiny_model()
+    net = state_net("blockwise", state_config("blockwise"), model)
+    hidden = torch.randn(64)
+    found, weights = net(hidden, torch.zeros(4, dtype=torch.long)), net.state_dict()
+    for depth in range(K):
+        inner = F.relu(linear(weights, f"heads.{depth}.hidden", hidden))
+        x = hidden + linear(weights, f"heads.{depth}.output", inner)
+        torch.testing.assert_close(found[depth], rows_of(model) @ x, atol=1e-3, rtol=1e-3)
+
+
+def blockwise_output(folder: Path, rule: str | dict[str, Any]) -> Any:
+    model = tiny_model()
+    config = served("blockwise", model, folder) | {"acceptance": rule}
+    params = SamplingParams(temperature=0, max_tokens=40)
+    (output,) = LLM(model, speculative_config=config).generate([[1, 2, 3]], params)
+    return output
+
+
+def test_predicting_and_verifying_are_one_pass(tmp_path: Path) -> None:
+    """A step takes one pass of the target, and no step is spent on predicting alone."""
+    output = blockwise_output(tmp_path, "rejection")
+    assert output.metrics.target_passes == len(output.trace)
+    assert all(step.drafted for step in output.trace.steps[:-1])
+
+
+def test_a_minimum_block_size(tmp_path: Path) -> None:
+    """Every step commits so many tokens, whatever the head drafts."""
+    output = blockwise_output(tmp_path, {"rule": "distance", "epsilon": 0, "minimum_block": 3})
+    lengths = [len(step.accepted) for step in output.trace.steps[:-1]]
+    assert min(lengths) == 2
+    exact = blockwise_output(tmp_path, {"rule": "distance", "epsilon": 0})
+    assert len(exact.trace) > len(output.trace)

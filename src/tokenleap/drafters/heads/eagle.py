@@ -8,29 +8,21 @@ head's own outputs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokenleap.core.files import write_whole
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree, chain
 from tokenleap.drafters.blocks import BlockScorer
-from tokenleap.drafters.heads.eagle_net import (
-    EagleLayer,
-    EagleNet,
-    FeatureNet,
-    ParallelNet,
-    RMSNorm,
-)
-from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json
+from tokenleap.drafters.heads.eagle_net import EagleNet, FeatureNet, ParallelNet
+from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json, write_fields
 from tokenleap.drafters.heads.layouts import EMBEDDING, OUTPUT_ROWS, EagleFolder, write_head
 from tokenleap.drafters.heads.probe import Probe, check_head, look, our_text
 from tokenleap.drafters.model_drafter import Committed, Head, States, scored
@@ -42,6 +34,7 @@ from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.lean import DenseLinear, LinearLayer
 from tokenleap.runtime.llama import (
+    Family,
     JointInput,
     LayerWeights,
     LinearWeights,
@@ -76,9 +69,8 @@ class EagleHead(OwnModel, Head):
     def use_head(self, net: EagleNet, target: Target, quantization: str | None) -> None:
         """Draft with other weights of the same sizes, on the KV and the states that are there."""
         network = network_of(net, target, quantization)
-        native = isinstance(network, NativeDecoder)
         self.use(network)
-        self._fusion = Fusion(net, target.dtype, target.device, native=native)
+        self._fusion = Fusion.beside(network, net, target)
         for states in self._states.values():
             states.fusion = self._fusion
 
@@ -150,8 +142,7 @@ def load_parts(
     net = file.load(target)
     check_head(file, net.to(target.device), target, tokenizer)
     passes = head_passes(net, target, quantization)
-    native = isinstance(passes.network, NativeDecoder)
-    return net, passes, Fusion(net, target.dtype, target.device, native=native)
+    return net, passes, Fusion.beside(passes.network, net, target)
 
 
 def load_head(
@@ -179,13 +170,13 @@ class EagleWeights:
 
     def __init__(self, net: EagleNet) -> None:
         config = net.config
-        self._layers = cast("list[EagleLayer]", list(net.layers))
+        self._layers = net.layers
         self.embedding = net.embedding.detach()
         self._dtype = self.embedding.dtype
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.hidden_size, self.inner_size = config.hidden_size, config.intermediate_size
         self.width, self.epsilon = config.head_dim, config.rms_norm_eps
-        self.scaling: float = self._layers[0].self_attn.scaling
+        self.scaling: float = net.layer.self_attn.scaling
         self.num_layers = len(net.layers)
         self.head = LinearWeights(self._of(net.head), None)
         self.rotary = Rotary(net.rotary, self.embedding.device)
@@ -194,38 +185,26 @@ class EagleWeights:
         self.norm: Tensor | None = None
         self.joint: JointInput | MixedInput | None
         if isinstance(net, FeatureNet):
-            self.joint = MixedInput(self._merged(net.fc))
+            self.joint = MixedInput(self._linear(LinearWeights.of(net.fc)))
         else:
             self.norm = self._of(net.norm.weight)
             self.joint = JointInput(
-                self._of(self._layers[0].input_layernorm.weight),
-                self._of(self._layers[0].hidden_norm.weight),
+                self._of(net.layer.input_layernorm.weight),
+                self._of(net.layer.hidden_norm.weight),
                 config.norm_before_residual,
                 config.norm_output,
             )
 
     def layer(self, index: int) -> LayerWeights:
-        """The weights of a layer; the attention of the first one has norms of its own."""
-        layer = self._layers[index]
-        attention, mlp = layer.self_attn, layer.mlp
-        return LayerWeights(
-            attention_norm=self._norm(getattr(layer, "input_layernorm", None)),
-            qkv=self._merged(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=self._norm(attention.q_norm),
-            key_norm=self._norm(attention.k_norm),
-            output=self._merged(attention.o_proj),
-            mlp_norm=self._of(layer.post_attention_layernorm.weight),
-            gate_up=self._merged(mlp.gate_proj, mlp.up_proj),
-            down=self._merged(mlp.down_proj),
-        )
+        parts: dict[str, Any] = {
+            name: self._linear(part) if isinstance(part, LinearWeights) else self._of(part)
+            for name, part in Family().parts(self._layers[index]).items()
+        }
+        return LayerWeights(**parts)
 
-    def _merged(self, *parts: torch.nn.Linear) -> LinearWeights:
-        merged = LinearWeights.of(*parts)
-        bias = None if merged.bias is None else self._of(merged.bias)
-        return LinearWeights(self._of(merged.weight), bias)
-
-    def _norm(self, norm: RMSNorm | None) -> Tensor | None:
-        return None if norm is None else self._of(norm.weight)
+    def _linear(self, part: LinearWeights) -> LinearWeights:
+        bias = None if part.bias is None else self._of(part.bias)
+        return LinearWeights(self._of(part.weight), bias)
 
     def _of(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self.embedding.device, self._dtype)
@@ -254,39 +233,30 @@ def head_passes(net: EagleNet, target: Target, quantization: str | None = None) 
 class Fusion:
     """`EagleNet.fuse` for serving, in the target's dtype."""
 
+    of_parts: Callable[[Sequence[Tensor]], Tensor]
+    """[A] of [n, E] hidden states, in the order of the layers -> [n, E] states."""
+
     def __init__(
         self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
     ) -> None:
         self.layers = net.config.aux_layers
         if isinstance(net, FeatureNet):
-            self._fuse: Callable[[Sequence[Tensor]], Tensor] = _Features(net.final_norm)
+            norm = net.final_norm
+            self.of_parts = lambda hidden: norm(hidden[0])
             return
-        norms = [
-            n.weight.detach().to(device, dtype) for n in cast("list[RMSNorm]", list(net.fc_norm))
-        ]
-        kind = NativeFusion if native else _Fusion
-        self._fuse = kind(net.fc.weight.detach().to(device, dtype), norms, net.config.rms_norm_eps)
+        parts: list[Any] = [net.fc, *net.fc_norm]
+        fc, *norms = (part.weight.detach().to(device, dtype) for part in parts)
+        self.of_parts = (NativeFusion if native else _Fusion)(fc, norms, net.config.rms_norm_eps)
+
+    @classmethod
+    def beside(cls, network: Network, net: EagleNet, target: Target) -> Fusion:
+        """Computed by the kind of network that computes the head."""
+        native = isinstance(network, NativeDecoder)
+        return cls(net, target.dtype, target.device, native=native)
 
     def __call__(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Layer id -> [n, E] hidden states of n tokens -> [n, E] their states."""
         return self.of_parts([hidden[layer] for layer in self.layers])
-
-    def of_parts(self, hidden: Sequence[Tensor]) -> Tensor:
-        """[A] of [n, E] hidden states, in the order of the layers -> [n, E] states."""
-        return self._fuse(hidden)
-
-
-class _Features:
-    """The states of EAGLE-1: hidden states after the target's final norm."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        self._norm = norm
-
-    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
-        """[1] of [n, E] hidden states -> [n, E] features."""
-        (last,) = hidden
-        features: Tensor = self._norm(last)
-        return features
 
 
 class _Fusion:
@@ -402,11 +372,6 @@ def check_folder(folder: Path, target: Target, tokenizer: PreTrainedTokenizerBas
 
 def record_probe(folder: Path, probe: Probe) -> None:
     """Add it to the head's `config.json`."""
-    path = folder / CONFIG
-    fields = read_json(path)
+    fields = read_json(folder / CONFIG)
     fields["tokenleap"] = {**fields.get("tokenleap", {}), **probe.note()}
-    text = json.dumps(fields, indent=2) + "\n"
-    try:
-        write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be written: {error}.") from None
+    write_fields(folder, fields)

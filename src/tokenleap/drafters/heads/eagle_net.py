@@ -28,10 +28,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tokenleap.drafters.heads.state_net import linear, normed
 
-# The decoder layer of EAGLE heads: of the Llama family, reading tokens beside hidden states.
-#
-# The networks are in `eagle_net.py`, `eagle_net.py` and `eagle_net.py`.
-
 
 @dataclass(frozen=True)
 class EagleConfig:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from annotated_types import Gt
+from annotated_types import Gt, Le
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -95,6 +95,25 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in tensors.items()}
 
 
+def read_shards(folder: Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, or of the files that its index names."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if (folder / WEIGHTS).exists() or not index.exists():
+        return read_tensors(folder / WEIGHTS)
+    shards = validated(_Index, read_json(index), index).weight_map.values()
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(shards)):
+        if Path(shard).name != shard:
+            raise ModelError(f"{index}: '{shard}' is not the name of a file of this folder.")
+        tensors |= read_tensors(folder / shard)
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, str]
+
+
 def _unpickled(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about files that it then refuses
@@ -142,13 +161,18 @@ def draft_tokens(path: Path, offsets: Tensor | None, count: int, vocab_size: int
         return torch.arange(vocab_size)
     if offsets.shape == (count,) and not offsets.is_floating_point():
         tokens = offsets.long() + torch.arange(count)
-        inside = int(tokens[0]) >= 0 and int(tokens[-1]) < vocab_size
-        if inside and bool((tokens.diff() > 0).all()):
+        if ascend(tokens, vocab_size):
             return tokens
     raise ModelError(
         f"{path}: 'd2t' does not map {count} draft tokens to ascending token ids below "
         f"{vocab_size}: the file is damaged."
     )
+
+
+def ascend(tokens: Tensor, vocab_size: int) -> bool:
+    """Whether these are different ids below a vocabulary's size, in order."""
+    inside = int(tokens[0]) >= 0 and int(tokens[-1]) < vocab_size
+    return inside and bool((tokens.diff() > 0).all())
 
 
 def check_sizes(
@@ -187,13 +211,19 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[st
         name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
+    _write(folder / WEIGHTS, lambda beside: save_file(narrow, beside))
+    write_fields(folder, fields)
+
+
+def write_fields(folder: Path, fields: Mapping[str, Any]) -> None:
     text = json.dumps(fields, indent=2) + "\n"
-    path = folder / WEIGHTS
+    _write(folder / CONFIG, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda beside: save_file(narrow, beside))
-        path = folder / CONFIG
-        write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, write)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be written: {error}.") from None
 
@@ -204,26 +234,20 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], fields: Mapping[st
 # "verifier_layers": 30, ...}}
 
 
-class _Verifier(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    name_or_path: str
-    architectures: tuple[str, ...] = ()
-
-
-class _Notes(BaseModel):
+class Notes(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    verifier: _Verifier
-    verifier_layers: Annotated[int, Gt(0)] | None = None
+    verifier_layers: Annotated[int, Gt(0), Le(2**24)] | None = None
+
+
+class _OwnNotes(Notes):
+    verifier: Verifier
 
 
 def noted(fields: Mapping[str, Any], path: Path) -> tuple[Verifier, Mapping[str, Any]]:
     """The target that one of our own folders names, and what else it notes on the training."""
-    notes = validated(_Notes, fields.get("tokenleap"), path)
-    named = notes.verifier
-    verifier = Verifier(named.name_or_path, named.architectures, notes.verifier_layers)
-    return verifier, notes.model_extra or {}
+    notes = validated(_OwnNotes, fields.get("tokenleap"), path)
+    return replace(notes.verifier, num_layers=notes.verifier_layers), notes.model_extra or {}
 
 
 def notes_of(verifier: Verifier, notes: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,13 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor, nn
 
 from tokenleap.drafters.heads.eagle_net import (
@@ -36,7 +37,9 @@ from tokenleap.drafters.heads.eagle_net import (
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
+    Notes,
     Verifier,
+    ascend,
     check_layers,
     check_sizes,
     check_tensors,
@@ -46,6 +49,7 @@ from tokenleap.drafters.heads.folder import (
     noted,
     notes_of,
     read_json,
+    read_shards,
     read_tensors,
     validated,
     vocabulary_weights,
@@ -68,24 +72,16 @@ from tokenleap.models.folder import check_sizes as check_model_sizes
 from tokenleap.models.load import guarded
 from tokenleap.runtime.target import Target
 
-__all__ = [
-    "EMBEDDING",
-    "LAYOUTS",
-    "OUTPUT_ROWS",
-    "EagleFolder",
-    "HeadFolder",
-    "Layout",
-    "StateFolder",
-    "Verifier",
-    "new_net",
-    "write_head",
-]
-
 EMBEDDING, OUTPUT_ROWS = "embed_tokens.weight", "lm_head.weight"
-_NOT_READ = "verifier_lm_head.weight"  # the target's output rows, beside the head's own
+_TARGETS = "verifier_lm_head.weight"  # the target's output rows, beside the head's own
+_MAPS = ("d2t", "t2d")
+"""The draft vocabulary, as a file and a network have it; not weights."""
 MODEL_TYPE = "tokenleap_head"
 """Of our own form."""
 _UNKNOWN = "another model"
+
+_Net = TypeVar("_Net", bound=nn.Module)
+_Config = TypeVar("_Config", bound=StateConfig)
 
 
 @dataclass(frozen=True)
@@ -96,14 +92,23 @@ class HeadFolder:
         weights: the file of the tensors.
         notes: what else the folder says about the training.
         tensors: the weights by their names in our network.
+        draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
     """
 
-    path: Path
     weights: Path
     config: EagleConfig | StateConfig
     verifier: Verifier
     notes: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    draft_tokens: Tensor
+
+    @property
+    def path(self) -> Path:
+        return self.weights.parent
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     @classmethod
     def read(cls, path: str | Path, *methods: str) -> Self:
@@ -116,7 +121,7 @@ class HeadFolder:
         fields = read_json(folder / CONFIG)
         for layout in LAYOUTS:
             if not layout.methods.isdisjoint(methods) and layout.fits(fields):
-                found = layout.read(folder, fields, methods)
+                found = layout.read(folder, fields)
                 assert isinstance(found, cls), "other methods have other heads"
                 return found
         raise ModelError(f"{folder / CONFIG}{_other(fields, methods[0])}")
@@ -129,6 +134,23 @@ class HeadFolder:
             CompatibilityError: the head was trained for another target.
             ModelError: the folder is damaged.
         """
+
+    def _filled(self, net: _Net, kind: str, *, assign: bool = False) -> _Net:
+        """A network with the file's tensors, which are checked, and not copied with `assign`."""
+        wanted = net.state_dict()
+        maps = {name: wanted.pop(name) for name in _MAPS if name in wanted}
+        check_tensors(self.weights, self.tensors, wanted, kind)
+        net.load_state_dict({**self.tensors, **maps}, assign=assign)
+        net.train(False)
+        return net
+
+
+def _check_norm(target: Target, reader: str) -> None:
+    if target.final_norm is None:
+        raise CompatibilityError(
+            f"{reader} reads hidden states after the final norm, and it is not known which norm of "
+            "this architecture that is."
+        )
 
 
 def _other(fields: Mapping[str, Any], method: str) -> str:
@@ -157,12 +179,6 @@ class EagleFolder(HeadFolder):
     config: EagleConfig
     vocabulary: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def draft_tokens(self) -> Tensor:
-        """[Vd] the target's ids of the draft vocabulary, ascending."""
-        sizes = (self.config.draft_vocab_size, self.config.vocab_size)
-        return draft_tokens(self.weights, self.tensors.get("d2t"), *sizes)
-
     def for_target(self, num_layers: int) -> EagleFolder:
         """The same with the ids of the layers that it reads, if the folder does not say them."""
         if self.config.aux_layers:
@@ -175,11 +191,8 @@ class EagleFolder(HeadFolder):
         check_layers(self.path, self.verifier, target.network.num_layers)
         placed = self.for_target(target.network.num_layers)
         net = placed.net(*vocabulary_weights(target), target.final_norm)
-        if isinstance(net, FeatureNet) and target.final_norm is None:
-            raise CompatibilityError(
-                f"{self.path}: an EAGLE-1 head reads hidden states after the final norm, and it is "
-                "not known which norm of this architecture that is."
-            )
+        if isinstance(net, FeatureNet):
+            _check_norm(target, f"{self.path}: {net.KIND}")
         if int(net.draft_tokens[-1]) >= target.vocab_size:
             raise CompatibilityError(
                 f"{self.path}: the head drafts tokens that this model cannot: train one for it."
@@ -197,18 +210,12 @@ class EagleFolder(HeadFolder):
         sizes = (self.config.vocab_size, self.config.hidden_size)
         for found in (tuple(embedding.shape), tuple(output_rows.shape)):
             check_sizes(self.path, self.verifier, sizes, found)
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        here = {**shapes, EMBEDDING: tuple(embedding.shape)}
+        here = {**self.shapes, EMBEDDING: tuple(embedding.shape)}
         check_model_sizes(self.path / CONFIG, asdict(self.config), here)
         tokens = self.draft_tokens
         rows = self._own(OUTPUT_ROWS, output_rows[tokens.to(output_rows.device)])
         net = new_net(self.config, self._own(EMBEDDING, embedding), rows, tokens, final_norm)
-        wanted = net.state_dict()
-        tensors = {**self.tensors, "d2t": wanted["d2t"], "t2d": wanted["t2d"]}
-        check_tensors(self.weights, tensors, wanted, net.KIND)
-        net.load_state_dict(tensors)
-        net.train(False)
-        return net
+        return self._filled(net, net.KIND)
 
     def _own(self, name: str, shared: Tensor) -> Tensor:
         """The file's own tensor, or the target's if that is the same or the file has none."""
@@ -242,14 +249,9 @@ _STATE_NETS = (MedusaNet, HydraNet, BlockwiseNet, MlpSpeculatorNet)
 
 @dataclass(frozen=True)
 class StateFolder(HeadFolder):
-    """The folder of a head without attention.
-
-    Args:
-        draft_tokens: [Vd] the target's ids of the draft vocabulary, ascending.
-    """
+    """The folder of a head without attention."""
 
     config: StateConfig
-    draft_tokens: Tensor
 
     @property
     def kind(self) -> type[StateNet]:
@@ -260,11 +262,7 @@ class StateFolder(HeadFolder):
         check_layers(self.path, self.verifier, target.network.num_layers)
         found = (target.vocab_size, target.hidden_size)
         check_sizes(self.path, self.verifier, (config.vocab_size, config.hidden_size), found)
-        if target.final_norm is None:
-            raise CompatibilityError(
-                f"method '{self.kind.METHOD}' reads hidden states after the final norm, and it is "
-                "not known which norm of this architecture that is."
-            )
+        _check_norm(target, f"method '{self.kind.METHOD}'")
         if config.own_rows and not self.kind.reads_embedding(config):
             return self.net(*[torch.empty(0, config.hidden_size)] * 2)
         net = self.net(*vocabulary_weights(target))
@@ -278,15 +276,9 @@ class StateFolder(HeadFolder):
             "intermediate_size": asdict(self.config).get("inner_size"),
             "num_layers": min(self.config.num_heads, len(self.tensors)),
         }
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        check_model_sizes(self.path / CONFIG, sizes, shapes)
+        check_model_sizes(self.path / CONFIG, sizes, self.shapes)
         net = self.kind(self.config, embedding, rows, self.draft_tokens)
-        kind = f"a head of method '{self.kind.METHOD}'"
-        check_tensors(self.weights, self.tensors, net.wanted(), kind)
-        # The file's own tensors, without a copy.
-        net.load_state_dict({**self.tensors, "d2t": net.d2t}, assign=True)
-        net.train(False)
-        return net
+        return self._filled(net, f"a head of method '{net.METHOD}'", assign=True)
 
 
 # Writing
@@ -304,14 +296,15 @@ def write_head(
     Args:
         vocabulary: tensors of the target that the file is to hold, too (see `EagleFolder`).
     """
+    tensors = net.state_dict()
     if isinstance(net, StateNet):
-        tensors, fields = net.state_dict(), _own_fields(net, verifier, notes)
+        fields = _own_fields(net, verifier, notes)
     elif isinstance(net, FeatureNet):
-        tensors, fields = net.state_dict(), _authors_fields(net.config, verifier, notes)
+        fields = _authors_fields(net.config, verifier, notes)
         if net.config.draft_vocab_size == net.config.vocab_size:
             del tensors["d2t"], tensors["t2d"]  # the layout has none
     else:
-        tensors, fields = net.state_dict(), _speculators_fields(net.config, verifier, notes)
+        fields = _speculators_fields(net.config, verifier, notes)
     write_folder(folder, {**tensors, **(vocabulary or {})}, fields)
 
 
@@ -330,11 +323,7 @@ _Size = Annotated[int, Gt(0), Le(2**24)]
 _Positive = Annotated[FiniteFloat, Gt(0)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Rope(_Part):
+class _Rope(BaseModel):
     model_config = ConfigDict(extra="allow")
     # No objects: they are the parameters of each type of layer.
     __pydantic_extra__: dict[str, str | float | bool | list[Any] | None] = Field(init=False)
@@ -344,14 +333,14 @@ class _Rope(_Part):
     partial_rotary_factor: Annotated[float, Ge(1), Le(1)] | None = None
 
 
-class _Layer(_Part):
+class _Layer(BaseModel):
     model_type: Literal["llama", "qwen3"] = "llama"
     hidden_size: _Size
     intermediate_size: _Size
     num_attention_heads: _Size
     num_key_value_heads: _Size
     head_dim: _Size | None = None
-    num_hidden_layers: Literal[1] = 1
+    num_layers: Literal[1] = Field(1, validation_alias="num_hidden_layers")
     layer_types: tuple[Literal["full_attention"], ...] | None = None
     vocab_size: _Size
     max_position_embeddings: _Size
@@ -366,74 +355,58 @@ class _Layer(_Part):
 
 class _DeepLayer(_Layer):
     # The layers of a head are alike: the fields say the number instead of 1.
-    num_hidden_layers: _Size = 1  # type: ignore[assignment]
+    num_layers: _Size = Field(1, validation_alias="num_hidden_layers")  # type: ignore[assignment]
 
 
-class _Named(_Part):
+class _Named(BaseModel):
     name_or_path: str | None
     architectures: tuple[str, ...] = ()
 
 
-class _Speculators(_Part):
-    verifier: _Named
-
-
-class _Proposal(_Part):
-    speculative_tokens: _Size
-
-
-class _Proposing(_Speculators):
-    proposal_methods: Annotated[tuple[_Proposal, ...], Len(1)]
-
-
-class _Notes(_Part):
-    model_config = ConfigDict(extra="allow")
-
-    verifier_layers: _Size | None = None
-
-
-class _File(_Part):
+class _File(BaseModel):
     transformer_layer_config: _Layer
-    speculators_config: _Speculators
+    verifier: _Named = Field(validation_alias=AliasPath("speculators_config", "verifier"))
     draft_vocab_size: _Size
-    eagle_aux_hidden_state_layer_ids: Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)]
+    aux_layers: Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)] = Field(
+        validation_alias="eagle_aux_hidden_state_layer_ids"
+    )
     norm_before_residual: bool
     norm_before_fc: Literal[False] = False
     fc_norm: bool = False
     norm_output: bool = False
-    tokenleap: _Notes = Field(default_factory=_Notes)
+    tokenleap: Notes = Field(default_factory=Notes)
+
+
+_DEPTHS = AliasPath("speculators_config", "proposal_methods", 0, "speculative_tokens")
 
 
 class _ParallelFile(_File):
     transformer_layer_config: _DeepLayer
-    speculators_config: _Proposing
     mask_token_id: Annotated[int, Ge(0)]
+    depths: _Size = Field(validation_alias=_DEPTHS)
 
 
-def _speculators(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> EagleFolder:
-    config, verifier, notes = _described(fields, folder / CONFIG)
+def _speculators(folder: Path, fields: Mapping[str, Any]) -> EagleFolder:
     weights = folder / WEIGHTS
-    return _eagle(folder, weights, config, verifier, notes, read_tensors(weights))
+    return _eagle(weights, _described(fields, folder / CONFIG), read_tensors(weights))
 
 
-def _eagle(
-    folder: Path,
-    weights: Path,
-    config: EagleConfig,
-    verifier: Verifier,
-    notes: Mapping[str, Any],
-    tensors: dict[str, Tensor],
-) -> EagleFolder:
+_Described = tuple[EagleConfig, Verifier, Mapping[str, Any]]
+"""The sizes, the target and the notes of a `config.json`."""
+
+
+def _eagle(weights: Path, described: _Described, tensors: dict[str, Tensor]) -> EagleFolder:
     """The folder, without what is not read, and with the target's tensors apart."""
-    tensors.pop(_NOT_READ, None)
-    vocabulary = {n: tensors.pop(n) for n in (EMBEDDING, OUTPUT_ROWS) if n in tensors}
-    return EagleFolder(folder, weights, config, verifier, notes, tensors, vocabulary)
+    config = described[0]
+    sizes = (config.draft_vocab_size, config.vocab_size)
+    tokens = draft_tokens(weights, tensors.get("d2t"), *sizes)
+    vocabulary = {n: tensors[n] for n in (EMBEDDING, OUTPUT_ROWS) if n in tensors}
+    own = {n: x for n, x in tensors.items() if n not in (*_MAPS, _TARGETS, *vocabulary)}
+    return EagleFolder(weights, *described, own, tokens, vocabulary)
 
 
-def _described(
-    fields: Mapping[str, Any], path: Path
-) -> tuple[EagleConfig, Verifier, Mapping[str, Any]]:
-    """The sizes, the target and the notes of a `config.json` in the `speculators` format."""
+def _described(fields: Mapping[str, Any], path: Path) -> _Described:
+    """See `_Described`; in the `speculators` format."""
     parallel = fields.get("speculators_model_type") == "peagle"
     file = validated(_ParallelFile if parallel else _File, fields, path)
     layer, notes = file.transformer_layer_config, file.tokenleap
@@ -450,23 +423,9 @@ def _described(
     config = _config(file)
     with guarded(f"{path}: there is no such rotary embedding"):
         config.rotary()
-    named = file.speculators_config.verifier
-    name = named.name_or_path or _UNKNOWN
-    verifier = Verifier(name, named.architectures, notes.verifier_layers)
+    name = file.verifier.name_or_path or _UNKNOWN
+    verifier = Verifier(name, file.verifier.architectures, notes.verifier_layers)
     return config, verifier, notes.model_extra or {}
-
-
-_OF_LAYER = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
-_OF_FILE = ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
-"""Fields of `EagleConfig` that `transformer_layer_config` and the file have under these names."""
 
 
 def _config(file: _File) -> EagleConfig:
@@ -474,22 +433,24 @@ def _config(file: _File) -> EagleConfig:
     rope = layer.rope_parameters or layer.rope_scaling or _Rope()
     parameters = rope.model_dump(exclude_none=True)
     parameters.setdefault("rope_theta", layer.rope_theta)
-    sizes: dict[str, Any] = {
-        **{name: getattr(layer, name) for name in _OF_LAYER},
-        **{name: getattr(file, name) for name in _OF_FILE},
+    kind = ParallelConfig if isinstance(file, _ParallelFile) else EagleConfig
+    known = kind.__dataclass_fields__
+    given: dict[str, Any] = {name: x for name, x in (*layer, *file) if name in known}
+    given |= {
         "head_dim": layer.head_dim or max(1, layer.hidden_size // layer.num_attention_heads),
-        "aux_layers": file.eagle_aux_hidden_state_layer_ids,
         "rope_parameters": parameters,
         "qk_norm": layer.model_type == "qwen3",
     }
-    if not isinstance(file, _ParallelFile):
-        return EagleConfig(**sizes)
-    return ParallelConfig(
-        **sizes,
-        num_layers=file.transformer_layer_config.num_hidden_layers,
-        mask_token_id=file.mask_token_id,
-        depths=file.speculators_config.proposal_methods[0].speculative_tokens,
-    )
+    return kind(**given)
+
+
+def _same(config: EagleConfig, part: type[BaseModel]) -> dict[str, Any]:
+    """The fields of a configuration that a part of the file has, too, by the file's names."""
+    return {
+        str(each.validation_alias or name): getattr(config, name)
+        for name, each in part.model_fields.items()
+        if hasattr(config, name)
+    }
 
 
 def _speculators_fields(
@@ -499,11 +460,9 @@ def _speculators_fields(
     kind = "peagle" if parallel else "eagle3"
     layer = {
         "model_type": "qwen3" if config.qk_norm else "llama",
-        **{name: getattr(config, name) for name in _OF_LAYER},
-        "head_dim": config.head_dim,
-        "num_hidden_layers": parallel.num_layers if parallel else 1,
+        "num_hidden_layers": 1,
+        **_same(config, _Layer),
         "rope_theta": config.rope_parameters["rope_theta"],
-        "rope_parameters": dict(config.rope_parameters),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -526,9 +485,8 @@ def _speculators_fields(
             "verifier": named,
         },
         "transformer_layer_config": layer,
-        **{name: getattr(config, name) for name in _OF_FILE},
+        **_same(config, _File),
         "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
         "norm_before_fc": False,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
@@ -556,7 +514,7 @@ _DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps":
 """Of the class that reads such files (`EConfig`)."""
 
 
-def _authors(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> EagleFolder:
+def _authors(folder: Path, fields: Mapping[str, Any]) -> EagleFolder:
     """A head of EAGLE's authors; `aux_layers` is empty where the target decides."""
     path = first_of(folder, WEIGHTS, "pytorch_model.bin")
     tensors = {
@@ -570,7 +528,7 @@ def _authors(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> Eag
     if "layers.0.hidden_norm.weight" not in tensors:
         sizes = {**asdict(config), "aux_layers": ()}
         config = FeatureConfig(**sizes, fc_bias=fields.get("bias", True) is not False)
-    return _eagle(folder, path, config, verifier, notes, tensors)
+    return _eagle(path, (config, verifier, notes), tensors)
 
 
 def _named_layers(fields: Mapping[str, Any]) -> Any:
@@ -622,12 +580,11 @@ def _authors_fields(
 # Our own form of heads without attention
 
 
-def _own(folder: Path, fields: Mapping[str, Any], methods: tuple[str, ...]) -> StateFolder:
+def _own(kind: type[StateNet], folder: Path, fields: Mapping[str, Any]) -> StateFolder:
     path, method = folder / CONFIG, fields.get("method")
-    kind = next((net for net in _STATE_NETS if method == net.METHOD), None)
-    if kind is None or method not in methods:
+    if method != kind.METHOD:
         raise ModelError(
-            f"{path}: this head is of method {method!r}, not '{methods[0]}': name its method."
+            f"{path}: this head is of method {method!r}, not '{kind.METHOD}': name its method."
         )
     config = validated(kind.Config, fields.get("config"), path)
     if (fault := config.fault()) is not None:
@@ -637,7 +594,7 @@ def _own(folder: Path, fields: Mapping[str, Any], methods: tuple[str, ...]) -> S
     tensors = read_tensors(weights)
     sizes = (config.draft_vocab_size, config.vocab_size)
     tokens = draft_tokens(weights, tensors.pop("d2t", None), *sizes)
-    return StateFolder(folder, weights, config, verifier, notes, tensors, tokens)
+    return StateFolder(weights, config, verifier, notes, tensors, tokens)
 
 
 def _own_fields(net: StateNet, verifier: Verifier, notes: Mapping[str, Any]) -> dict[str, Any]:
@@ -662,62 +619,75 @@ def _own_fields(net: StateNet, verifier: Verifier, notes: Mapping[str, Any]) -> 
 #   head.{depth}.weight, ln.{depth}.weight and .bias, in one file or several.
 
 
-@dataclass(frozen=True)
-class _FasterDecodingFields:
-    medusa_num_heads: Depth
-    medusa_num_layers: Depth = 1
+class _Published(BaseModel):
     base_model_name_or_path: str = _UNKNOWN
 
+    def config(self, kind: type[_Config], **more: Any) -> _Config:
+        """A configuration with the fields of the same names, and more."""
+        known = kind.__dataclass_fields__
+        return kind(**{**{name: x for name, x in self if name in known}, **more})
 
-def _fasterdecoding(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> StateFolder:
+    def folder(
+        self,
+        weights: Path,
+        config: StateConfig,
+        tensors: Mapping[str, Tensor],
+        tokens: Tensor | None = None,
+    ) -> StateFolder:
+        verifier = Verifier(self.base_model_name_or_path)
+        tokens = torch.arange(config.vocab_size) if tokens is None else tokens
+        return StateFolder(weights, config, verifier, {}, tensors, tokens)
+
+
+class _FasterDecoding(_Published):
+    num_heads: Depth = Field(validation_alias="medusa_num_heads")
+    num_layers: Depth = Field(1, validation_alias="medusa_num_layers")
+
+
+def _fasterdecoding(folder: Path, fields: Mapping[str, Any]) -> StateFolder:
     """Files may have more heads than their configuration says; all are used."""
-    given = validated(_FasterDecodingFields, dict(fields), folder / CONFIG)
+    given = validated(_FasterDecoding, fields, folder / CONFIG)
     path = first_of(folder, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
-    layers = given.medusa_num_layers
-    tensors = {
-        _renamed(name.removeprefix("medusa_head."), layers): tensor
-        for name, tensor in read_tensors(path).items()
-    }
-    sizes = _shape(path, tensors, "lm_heads.0.weight")
-    heads = max(given.medusa_num_heads, _count(tensors))
-    config = MedusaConfig(sizes[1], sizes[0], sizes[0], heads, own_rows=True, num_layers=layers)
-    verifier = Verifier(given.base_model_name_or_path)
-    return StateFolder(folder, path, config, verifier, {}, tensors, torch.arange(sizes[0]))
+    tensors = _renamed(
+        read_tensors(path),
+        (r"^medusa_head\.", ""),
+        (r"^(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3"),
+        (rf"^(\d+)\.{given.num_layers}\.weight$", r"lm_heads.\1.weight"),
+    )
+    vocab_size, size = _shape(path, tensors, "lm_heads.0.weight")
+    heads = sum(bool(re.fullmatch(r"lm_heads\.\d+\.weight", name)) for name in tensors)
+    sizes = {"hidden_size": size, "vocab_size": vocab_size, "draft_vocab_size": vocab_size}
+    sizes["num_heads"] = max(given.num_heads, heads)
+    return given.folder(path, given.config(MedusaConfig, **sizes, own_rows=True), tensors)
 
 
-def _renamed(name: str, layers: int) -> str:
-    if match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
-        head, layer, part = match.groups()
-        return f"blocks.{head}.layers.{layer}.{part}"
-    if match := re.fullmatch(rf"(\d+)\.{layers}\.weight", name):
-        return f"lm_heads.{match[1]}.weight"
-    return name
+def _renamed(tensors: Mapping[str, Tensor], *rules: tuple[str, str]) -> dict[str, Tensor]:
+    """Tensors by the names that these rules make: pattern -> replacement, one after the other."""
+
+    def name_of(name: str) -> str:
+        for pattern, replacement in rules:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return {name_of(name): tensor for name, tensor in tensors.items()}
 
 
-def _count(tensors: Mapping[str, Tensor]) -> int:
-    return sum(re.fullmatch(r"lm_heads\.\d+\.weight", name) is not None for name in tensors)
-
-
-@dataclass(frozen=True)
-class _VllmFields:
+class _Vllm(_Published):
     hidden_size: Size
     vocab_size: Size
+    draft_vocab_size: Size | None = Field(None, validation_alias="truncated_vocab_size")
     num_heads: Depth
-    num_hidden_layers: Depth = 1
-    truncated_vocab_size: Size | None = None
-    medusa_fc_bias: bool = False
+    num_layers: Depth = Field(1, validation_alias="num_hidden_layers")
+    bias: bool = Field(False, validation_alias="medusa_fc_bias")
     original_lm_head: bool = False
-    base_model_name_or_path: str = _UNKNOWN
 
 
-def _vllm(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> StateFolder:
+def _vllm(folder: Path, fields: Mapping[str, Any]) -> StateFolder:
     """With `original_lm_head` the heads share the target's output layer."""
-    given = validated(_VllmFields, dict(fields), folder / CONFIG)
+    given = validated(_Vllm, fields, folder / CONFIG)
     path = folder / WEIGHTS
-    tensors = {
-        name.removeprefix("medusa_heads."): tensor for name, tensor in read_tensors(path).items()
-    }
-    count = given.truncated_vocab_size or given.vocab_size
+    tensors = _renamed(read_tensors(path), (r"^medusa_heads\.", ""))
+    count = given.draft_vocab_size or given.vocab_size
     tokens, order = _token_map(path, tensors.pop("token_map", None), count, given.vocab_size)
     tensors.pop("lm_head.weight", None)  # the target's own
     if given.original_lm_head:
@@ -726,78 +696,38 @@ def _vllm(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> StateF
         if name.startswith("lm_heads.") and tensor.dim() == 2 and order is not None:
             places = {given.vocab_size: tokens, count: order}.get(len(tensor))
             tensors[name] = tensor if places is None else tensor[places]
-    config = MedusaConfig(
-        given.hidden_size,
-        given.vocab_size,
-        count,
-        given.num_heads,
-        own_rows=not given.original_lm_head,
-        num_layers=given.num_hidden_layers,
-        bias=given.medusa_fc_bias,
-    )
-    verifier = Verifier(given.base_model_name_or_path)
-    return StateFolder(folder, path, config, verifier, {}, tensors, tokens)
+    own_rows = not given.original_lm_head
+    config = given.config(MedusaConfig, draft_vocab_size=count, own_rows=own_rows)
+    return given.folder(path, config, tensors, tokens)
 
 
-@dataclass(frozen=True)
-class _IbmFields:
+class _Ibm(_Published):
     vocab_size: Size
-    emb_dim: Size
-    n_predict: Depth
-    inner_dim: Annotated[int, Ge(0)] = 0
+    hidden_size: Size = Field(validation_alias="emb_dim")
+    num_heads: Depth = Field(validation_alias="n_predict")
+    inner_size: Annotated[int, Ge(0)] = Field(0, validation_alias="inner_dim")
     tie_weights: bool = False
     scale_input: bool = False
-    base_model_name_or_path: str = _UNKNOWN
 
 
-def _ibm(folder: Path, fields: Mapping[str, Any], _: tuple[str, ...]) -> StateFolder:
+def _ibm(folder: Path, fields: Mapping[str, Any]) -> StateFolder:
     """Files with tied weights may repeat them for every depth."""
-    given = validated(_IbmFields, dict(fields), folder / CONFIG)
-    config = MlpSpeculatorConfig(
-        given.emb_dim,
-        given.vocab_size,
-        given.vocab_size,
-        given.n_predict,
+    given = validated(_Ibm, fields, folder / CONFIG)
+    config = given.config(
+        MlpSpeculatorConfig,
+        draft_vocab_size=given.vocab_size,
+        inner_size=given.inner_size or given.hidden_size,
         own_rows=True,
-        inner_size=given.inner_dim or given.emb_dim,
-        tie_weights=given.tie_weights,
-        scale_input=given.scale_input,
         own_embedding=True,
     )
-    named = {_ibm_name(name): tensor for name, tensor in _read_shards(folder).items()}
+    named = _renamed(read_shards(folder), (r"^speculator\.", ""), (r"^head\.", "lm_heads."))
     if given.tie_weights:
         named = {name: tensor for name, tensor in named.items() if not _REPEATED.match(name)}
-    verifier = Verifier(given.base_model_name_or_path)
-    tokens = torch.arange(given.vocab_size)
-    return StateFolder(folder, folder / WEIGHTS, config, verifier, {}, named, tokens)
+    return given.folder(folder / WEIGHTS, config, named)
 
 
 _REPEATED = re.compile(r"(emb|lm_heads|ln)\.([1-9]\d*)\.|proj\.([2-9]|[1-9]\d+)\.")
 """Tensors of later depths, which are those of the first ones if weights are tied."""
-
-
-def _ibm_name(name: str) -> str:
-    name = name.removeprefix("speculator.")
-    return f"lm_heads.{name.removeprefix('head.')}" if name.startswith("head.") else name
-
-
-def _read_shards(folder: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, or of the files that its index names."""
-    index = folder / f"{WEIGHTS}.index.json"
-    if (folder / WEIGHTS).exists() or not index.exists():
-        return read_tensors(folder / WEIGHTS)
-    shards = validated(_Index, read_json(index), index).weight_map.values()
-    tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(shards)):
-        if Path(shard).name != shard:
-            raise ModelError(f"{index}: '{shard}' is not the name of a file of this folder.")
-        tensors |= read_tensors(folder / shard)
-    return tensors
-
-
-@dataclass(frozen=True)
-class _Index:
-    weight_map: dict[str, str]
 
 
 def _token_map(
@@ -810,7 +740,7 @@ def _token_map(
         raise ModelError(f"{path}: 'token_map' of the {count} draft tokens is missing.")
     if token_map.shape == (count,) and not token_map.is_floating_point():
         tokens, order = token_map.long().sort()
-        if int(tokens[0]) >= 0 and int(tokens[-1]) < vocab_size and bool((tokens.diff() > 0).all()):
+        if ascend(tokens, vocab_size):
             return tokens, order
     raise ModelError(
         f"{path}: 'token_map' does not name {count} different token ids below {vocab_size}: the "
@@ -836,12 +766,12 @@ class Layout:
     Args:
         methods: those that draft with its heads.
         fits: whether the fields of a `config.json` are of this layout.
-        read: (folder, fields, the wanted methods) -> the head.
+        read: (folder, fields) -> the head.
     """
 
     methods: frozenset[str]
     fits: Callable[[Mapping[str, Any]], bool]
-    read: Callable[[Path, Mapping[str, Any], tuple[str, ...]], HeadFolder]
+    read: Callable[[Path, Mapping[str, Any]], HeadFolder]
 
 
 def _says(name: str, value: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -852,13 +782,14 @@ def _is_authors(fields: Mapping[str, Any]) -> bool:
     return "hidden_size" in fields and "speculators_model_type" not in fields
 
 
-_STATE_METHODS = frozenset(net.METHOD for net in _STATE_NETS)
-
 LAYOUTS = (
     Layout(frozenset({"eagle"}), _is_authors, _authors),
     Layout(frozenset({"eagle"}), _says("speculators_model_type", "eagle3"), _speculators),
     Layout(frozenset({"parallel"}), _says("speculators_model_type", "peagle"), _speculators),
-    Layout(_STATE_METHODS, _says("model_type", MODEL_TYPE), _own),
+    *(
+        Layout(frozenset({net.METHOD}), _says("model_type", MODEL_TYPE), partial(_own, net))
+        for net in _STATE_NETS
+    ),
     Layout(frozenset({"medusa"}), lambda fields: "medusa_num_heads" in fields, _fasterdecoding),
     Layout(frozenset({"medusa"}), _says("model_type", "medusa"), _vllm),
     Layout(frozenset({"mlp_speculator"}), _says("model_type", "mlp_speculator"), _ibm),

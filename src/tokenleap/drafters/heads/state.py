@@ -16,21 +16,12 @@ from torch import Tensor, nn
 
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.heads.state_net import (
-    FrozenLinear,
-    StateNet,
-)
+from tokenleap.drafters.heads.state_net import FrozenLinear, StateNet
 from tokenleap.drafters.model_drafter import Head, States
-from tokenleap.drafters.options import StateHeadOptions
 from tokenleap.request import Request
 from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
-
-__all__ = [
-    "StateHead",
-    "StateHeadOptions",
-]
 
 KEPT = 64
 """Tokens at the end of the text whose hidden states are kept. Only one is needed, except after
@@ -86,36 +77,27 @@ class StateHead(Head):
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
         """The logits of one level of each tree; the levels before were computed."""
-        (depth,) = {tree.depths[done] for tree, done in zip(trees, num_computed, strict=True)}
-        counts = [len(tree) - done for tree, done in zip(trees, num_computed, strict=True)]
+        new = list(zip(keys, trees, num_computed, strict=True))
+        (depth,) = {tree.depths[done] for _, tree, done in new}
+        counts = [len(tree) - done for _, tree, done in new]
         if not self._net.reads_tokens:
             rows = self._logits_of_depth(keys, depth)
             logits = [row.expand(count, -1) for row, count in zip(rows, counts, strict=True)]
-        else:
-            states = self._next_states(keys, trees, num_computed, depth)
-            for key, done, part in zip(
-                keys, num_computed, torch.split(states, counts), strict=True
-            ):
-                self._levels[key] = done, part
-            found = self._rows(lambda x: self._net.logits(x, depth), states)
-            logits = list(torch.split(found, counts))
-        return [PassOutput(each) for each in logits]
+            return [PassOutput(each) for each in logits]
+        states = self._next_states(new, depth)
+        for (key, _, done), part in zip(new, torch.split(states, counts), strict=True):
+            self._levels[key] = done, part
+        found = self._rows(lambda x: self._net.logits(x, depth), states)
+        return [PassOutput(each) for each in torch.split(found, counts)]
 
-    def _next_states(
-        self,
-        keys: Sequence[int],
-        trees: Sequence[TokenTree],
-        num_computed: Sequence[int],
-        depth: int,
-    ) -> Tensor:
-        """[n, S] the states of the new nodes of all trees."""
-        new = list(zip(keys, trees, num_computed, strict=True))
+    def _next_states(self, new: Sequence[tuple[int, TokenTree, int]], depth: int) -> Tensor:
+        """[n, S] the states of the new nodes of all trees: keys, trees, nodes computed before."""
         tokens = torch.tensor(
             [token for _, tree, done in new for token in tree.tokens[done:]],
             device=self._net.d2t.device,
         )
         if depth == 0:
-            hidden = torch.cat([self._roots[key] for key in keys])
+            hidden = torch.cat([self._roots[key] for key, _, _ in new])
             return self._rows(self._net.start, hidden, tokens)
         parents = []
         for key, tree, done in new:

@@ -13,7 +13,6 @@ packed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, cast
 
@@ -99,6 +98,7 @@ class StateNet(nn.Module, ABC):
 
     embedding: Tensor
     d2t: Tensor
+    heads: nn.ModuleList
 
     def __init__(
         self, config: StateConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
@@ -112,6 +112,11 @@ class StateNet(nn.Module, ABC):
         self.rows: nn.Module | None = None
         if not config.own_rows:
             self.rows = FrozenLinear(rows[draft_tokens.to(rows.device)])
+        self.build()
+
+    @abstractmethod
+    def build(self) -> None:
+        """Make the layers of its own, among them mostly `heads`, one for each depth."""
 
     @classmethod
     def reads_embedding(cls, config: StateConfig) -> bool:
@@ -160,9 +165,10 @@ class StateNet(nn.Module, ABC):
             [..., S].
         """
 
-    @abstractmethod
     def outputs(self, states: Tensor, depth: int) -> Tensor:
         """[..., S] states of nodes at a depth -> what the output layer reads."""
+        x: Tensor = self.heads[depth](states)
+        return x
 
     def output_layer(self, depth: int) -> nn.Module:
         """The output layer for the tokens after nodes at a depth."""
@@ -205,10 +211,6 @@ class StateNet(nn.Module, ABC):
         """Start own output layers from the target's output rows [V, E], as Medusa-1 does."""
         for layer in self.lm_heads:
             cast("nn.Linear", layer).weight.data.copy_(rows[self.draft_tokens])
-
-    def wanted(self) -> Mapping[str, Tensor]:
-        """Tensors of the names and shapes that a file has to have, `d2t` apart."""
-        return {name: tensor for name, tensor in self.state_dict().items() if name != "d2t"}
 
 
 class _HiddenNet(StateNet):
@@ -263,22 +265,19 @@ class MedusaNet(_HiddenNet):
     METHOD = "medusa"
     Config: ClassVar[type[StateConfig]] = MedusaConfig
 
-    def __init__(
-        self, config: MedusaConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
-    ) -> None:
-        super().__init__(config, embedding, rows, draft_tokens)
-        self.blocks = nn.ModuleList([_Block(config) for _ in range(config.num_heads)])
+    config: MedusaConfig
 
-    def initialise(self) -> None:
-        """Zero the blocks, so that every head begins as the target's own output layer."""
-        for block in self.blocks:
-            for layer in cast("_Block", block).layers:
-                for parameter in layer.parameters():
-                    nn.init.zeros_(parameter)
+    def build(self) -> None:
+        self.blocks = nn.ModuleList([_Block(self.config) for _ in range(self.config.num_heads)])
 
     def outputs(self, states: Tensor, depth: int) -> Tensor:
         x: Tensor = self.blocks[depth](states)
         return x
+
+    def initialise(self) -> None:
+        """Zero the blocks, so that every head begins as the target's own output layer."""
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
 
 
 # `hydra`: Medusa's heads, which also read the tokens drafted before (Ankner et al., 2402.05109).
@@ -329,29 +328,24 @@ class HydraNet(StateNet):
     Config: ClassVar[type[StateConfig]] = HydraConfig
     reads_tokens = True
 
-    def __init__(
-        self, config: HydraConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
-    ) -> None:
-        super().__init__(config, embedding, rows, draft_tokens)
-        self.heads = nn.ModuleList([_HydraHead(config, depth) for depth in range(config.num_heads)])
+    config: HydraConfig
+
+    def build(self) -> None:
+        depths = range(self.config.num_heads)
+        self.heads = nn.ModuleList([_HydraHead(self.config, depth) for depth in depths])
 
     def initialise(self) -> None:
         """Every head begins as the target's own output layer on h."""
+        for parameter in self.heads.parameters():
+            nn.init.zeros_(parameter)
         for head in cast("list[_HydraHead]", list(self.heads)):
-            for parameter in head.parameters():
-                nn.init.zeros_(parameter)
-            size = self.config.hidden_size
-            nn.init.eye_(head.residual.weight.data[:, :size])
+            nn.init.eye_(head.residual.weight.data[:, : self.config.hidden_size])
 
     def start(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         return self.advance(hidden, tokens, 0)
 
     def advance(self, states: Tensor, tokens: Tensor, depth: int) -> Tensor:
         return torch.cat([states, self.embedding[tokens].to(states.dtype)], dim=-1)
-
-    def outputs(self, states: Tensor, depth: int) -> Tensor:
-        x: Tensor = self.heads[depth](states)
-        return x
 
 
 # `blockwise`: heads that extend the target's output layer (Stern et al., arXiv 1811.03115).
@@ -390,11 +384,11 @@ class BlockwiseNet(_HiddenNet):
     METHOD = "blockwise"
     Config: ClassVar[type[StateConfig]] = BlockwiseConfig
 
-    def __init__(
-        self, config: BlockwiseConfig, embedding: Tensor, rows: Tensor, draft_tokens: Tensor
-    ) -> None:
-        super().__init__(config, embedding, rows, draft_tokens)
-        self.heads = nn.ModuleList([_BlockwiseHead(config) for _ in range(config.num_heads)])
+    config: BlockwiseConfig
+
+    def build(self) -> None:
+        heads = [_BlockwiseHead(self.config) for _ in range(self.config.num_heads)]
+        self.heads = nn.ModuleList(heads)
 
     def initialise(self) -> None:
         """Random hidden layers after zeros, so that every head begins as the target's own."""
@@ -402,10 +396,6 @@ class BlockwiseNet(_HiddenNet):
             nn.init.normal_(head.hidden.weight, std=self.config.hidden_size**-0.5)
             for zero in (head.hidden.bias, head.output.weight, head.output.bias):
                 nn.init.zeros_(zero)
-
-    def outputs(self, states: Tensor, depth: int) -> Tensor:
-        x: Tensor = self.heads[depth](states)
-        return x
 
 
 # `mlp_speculator`: a recurrent MLP over drafted tokens (Wertheimer et al., arXiv 2404.19124).
@@ -476,14 +466,8 @@ class MlpSpeculatorNet(StateNet):
     reads_tokens = True
     config: MlpSpeculatorConfig
 
-    def __init__(
-        self,
-        config: MlpSpeculatorConfig,
-        embedding: Tensor,
-        rows: Tensor,
-        draft_tokens: Tensor,
-    ) -> None:
-        super().__init__(config, embedding, rows, draft_tokens)
+    def build(self) -> None:
+        config = self.config
         size, own = config.hidden_size, config.inner_size
         count = 1 if config.tie_weights else config.num_heads
         later = min(count, config.num_heads - 1) if config.tie_weights else count - 1

@@ -27,8 +27,8 @@ from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import DecoderWeights, LinearWeights
 from tokenleap.runtime.native.build import FORMATS, MOST_HIDDEN_SIZE, library
-from tokenleap.runtime.native.pack import CLinear, pack
-from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, Packing
+from tokenleap.runtime.native.pack import pack
+from tokenleap.runtime.native.packed import PackedDecoder, Packing
 from tokenleap.runtime.native.structures import (
     AngleTables,
     CBlockChain,
@@ -37,10 +37,12 @@ from tokenleap.runtime.native.structures import (
     CDraw,
     CFusion,
     CLayer,
+    CLinear,
     CPass,
     CSource,
     CTree,
     CTrees,
+    KeptWeights,
     NodeArrays,
     TreeArrays,
     structures,
@@ -97,7 +99,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         self._buffers = (CBuffers * 0)()
         dtype = torch.bfloat16 if self._decoder.is_bf16 else torch.float32
         self._more = _empty(0, self._decoder.hidden_size, dtype=dtype)
-        self._like = _empty(1, self._decoder.key_heads, 1, self._decoder.width, dtype=dtype)
+        self._like = _empty(self._decoder.key_heads, self._decoder.width, dtype=dtype)
         self._vocab_size = int(self._decoder.head.outputs)
         self._use(parts.layers)
 
@@ -337,9 +339,10 @@ class NativeFusion:
     def __init__(self, fc: Tensor, norms: Sequence[Tensor], epsilon: float) -> None:
         self._library = checked(library())
         self._size, self._dtype = len(fc), fc.dtype
-        self._fc = pack(LinearWeights(fc, None), FORMATS[fc.dtype])
+        self._kept = KeptWeights()
+        self._fc = self._kept.linear(pack(LinearWeights(fc, None), FORMATS[fc.dtype]))
         self._norms = torch.cat([norm.float() for norm in norms]) if norms else None
-        self._row_bytes = int(self._library.tokenleap_row_bytes(byref(self._fc.c)))
+        self._row_bytes = int(self._library.tokenleap_row_bytes(byref(self._fc)))
         self._epsilon = epsilon
 
     def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -350,7 +353,7 @@ class NativeFusion:
         states = torch.empty(count, self._size, dtype=self._dtype)
         inputs = torch.empty(count * self._row_bytes, dtype=torch.uint8)
         arguments = CFusion(
-            fc=self._fc.c,
+            fc=self._fc,
             norms=None if self._norms is None else self._norms.data_ptr(),
             hidden=addresses.buffer_info()[0],
             inputs=inputs.data_ptr(),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cache
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
@@ -40,73 +37,26 @@ class Format(IntEnum):
     Q6K = 7
 
 
-_C_TYPES = {
-    "int32_t": c_int32,
-    "int64_t": c_int64,
-    "uint64_t": c_uint64,
-    "float": c_float,
-    "double": c_double,
-    "Format": c_int32,
-    "Activation": c_int32,
+_BITS = {
+    Format.INT8: 8,
+    Format.INT4: 4,
+    Format.INT5: 5,
+    Format.Q4K: 4,
+    Format.Q5K: 5,
+    Format.Q6K: 6,
 }
-_DECLARATION = re.compile(r"(?:const )?(\w+)((?: const)?\*(?: const\*)?)? ?(.+)")
-_NAME = re.compile(r"(\**)(\w+)(?:\[(\d+)\])?")
-
-
-@cache
-def _headers() -> str:
-    """The C++ headers without comments, each run of white space as one space."""
-    files = sorted(Path(__file__).parent.glob("*.h"))
-    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    return " ".join(re.sub(r"//.*", "", code).split())
-
-
-def fields_of(name: str, **nested: type[Structure]) -> list[tuple[str, Any]]:
-    """The fields of a structure in the headers, as ctypes wants them."""
-    found = re.search(rf"\bstruct {name} {{ ([^{{}}(]*;)", _headers())
-    assert found, f"no header has struct {name}"
-    fields: list[tuple[str, Any]] = []
-    for statement in found[1].split(";")[:-1]:
-        declared = _DECLARATION.fullmatch(statement.strip())
-        assert declared, statement
-        kind, pointer, names = declared.groups()
-        for each in names.split(", "):
-            named = _NAME.fullmatch(each)
-            assert named, each
-            assert not pointer or "," not in names, f"write a star for each name: {statement}"
-            fields.append((named[2], _c_type(kind, bool(pointer or named[1]), named[3], nested)))
-    return fields
-
-
-def _c_type(
-    kind: str, pointer: bool, size: str | None, nested: Mapping[str, type[Structure]]
-) -> Any:
-    if pointer:
-        return POINTER(nested[kind]) if kind in nested else c_void_p
-    one: Any = {**_C_TYPES, **nested}[kind]
-    return one * int(size) if size else one
-
-
-class CLinear(Structure):
-    """`Linear` in formats.h."""
-
-    _fields_ = fields_of("Linear")
+"""Bits of a weight's step."""
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """A packed linear layer. It keeps the memory alive that `c` points to."""
+    """A packed linear layer."""
 
     weight: Tensor
     bias: Tensor | None
     format: Format
     inputs: int
     outputs: int
-
-    @property
-    def c(self) -> CLinear:
-        bias, form = None if self.bias is None else self.bias.data_ptr(), self.format
-        return CLinear(self.weight.data_ptr(), bias, form, self.inputs, self.outputs, form)
 
 
 def panel_bytes(form: Format, inputs: int) -> int | None:
@@ -117,14 +67,11 @@ def panel_bytes(form: Format, inputs: int) -> int | None:
         case Format.BFLOAT16:
             return None if inputs % 2 else 2 * PANEL * inputs
     groups, rest = divmod(inputs, GROUP)
-    bits = {Format.INT4: 4, Format.INT5: 5, Format.Q4K: 4, Format.Q5K: 5, Format.Q6K: 6}.get(
-        form, 8
-    )
     k_block = 2 * PANEL * {Format.Q4K: 2, Format.Q5K: 2, Format.Q6K: 1}.get(form, 0)
     if rest or (k_block and groups % _BLOCK_GROUPS):
         return None
     factors = 2 * PANEL if form is Format.INT8 or k_block else 4 * PANEL
-    return groups * (GROUP * PANEL * bits // 8 + factors) + groups // _BLOCK_GROUPS * k_block
+    return groups * (GROUP * PANEL * _BITS[form] // 8 + factors) + groups // _BLOCK_GROUPS * k_block
 
 
 def pack(layer: LinearWeights, form: Format) -> PackedWeights:
@@ -206,15 +153,18 @@ def pack_steps(form: Format, steps: Tensor, scales: Tensor, least: Tensor | None
     layer.
     """
     outputs, inputs = steps.shape
-    missing = (0, 0, 0, -outputs % PANEL)
-    groups = F.pad(steps, missing).view(-1, PANEL, inputs // GROUP, GROUP)
-    padded = F.pad(scales, missing).view(-1, PANEL, inputs // GROUP)
+    groups = _panels(steps, inputs // GROUP, GROUP)
+    padded = _panels(scales, inputs // GROUP)
     if least is None:
         packed = _int8_bytes(groups, padded)
     else:
-        added = F.pad(least, missing).view(-1, PANEL, inputs // GROUP)
-        packed = _bits_bytes(groups, padded, added, 5 if form is Format.INT5 else 4)
+        packed = _bits_bytes(groups, padded, _panels(least, inputs // GROUP), _BITS[form])
     return PackedWeights(packed, None, form, inputs, outputs)
+
+
+def _panels(numbers: Tensor, *shape: int) -> Tensor:
+    """[N, ...] -> [P, 32, *shape], padded with zeros."""
+    return F.pad(numbers, (0, 0, 0, -len(numbers) % PANEL)).view(-1, PANEL, *shape)
 
 
 def _int8(groups: Tensor) -> Tensor:
@@ -302,25 +252,20 @@ class _Blocks:
 
 
 def pack_k_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
-    size, read = _K_QUANTS[kind]
-    blocks = read(rows.view(-1, size))
+    blocks = _K_QUANTS[kind](_as_blocks(kind, rows))
     if not blocks.factors.isfinite().all():
         return None
-    outputs, groups = len(rows), inputs // GROUP
-    missing = -outputs % PANEL
-
-    def panels(numbers: Tensor, *shape: int) -> Tensor:
-        """[B, ...] -> [P, 32, *shape], padded with zeros."""
-        return F.pad(numbers.reshape(outputs, -1), (0, 0, 0, missing)).view(-1, PANEL, *shape)
-
-    steps = panels(blocks.steps, groups, GROUP)
-    whole = panels(blocks.whole, groups, 2).permute(0, 2, 3, 1).flatten(2)  # [P, G, 2 * 32]
-    factors = panels(blocks.factors, inputs // _BLOCK, blocks.factors.shape[1])
-    bits = {Kind.Q4_K: 4, Kind.Q5_K: 5, Kind.Q6_K: 6}[kind]
-    parts = [*split_bits(quads(steps), bits), whole]
-    ends = factors.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # [P, K/256, 1 or 2, 64]
+    outputs, form = len(rows), K_FORMATS[kind]
+    steps, whole, factors = (
+        each.reshape(outputs, -1) for each in (blocks.steps, blocks.whole, blocks.factors)
+    )
+    groups = _panels(steps, inputs // GROUP, GROUP)
+    pairs = _panels(whole, inputs // GROUP, 2).permute(0, 2, 3, 1).flatten(2)  # [P, G, 2 * 32]
+    parts = [*split_bits(quads(groups), _BITS[form]), pairs]
+    ends = _panels(factors, inputs // _BLOCK, blocks.factors.shape[1]).permute(0, 2, 3, 1)
+    ends = ends.contiguous().view(torch.uint8)  # [P, K/256, 1 or 2, 64]
     packed = torch.cat([torch.cat(parts, dim=-1).flatten(1), ends.flatten(1)], dim=1)
-    return PackedWeights(packed, None, K_FORMATS[kind], inputs, outputs)
+    return PackedWeights(packed, None, form, inputs, outputs)
 
 
 def _q4_k(blocks: Tensor) -> _Blocks:
@@ -343,12 +288,16 @@ def _q6_k(blocks: Tensor) -> _Blocks:
     return _Blocks(steps.flatten(1), whole, _factors(blocks[:, 208:]))
 
 
-_K_QUANTS: dict[Kind, tuple[int, Callable[[Tensor], _Blocks]]] = {
-    Kind.Q4_K: (144, _q4_k),
-    Kind.Q5_K: (176, _q5_k),
-    Kind.Q6_K: (210, _q6_k),
+_K_QUANTS: dict[Kind, Callable[[Tensor], _Blocks]] = {
+    Kind.Q4_K: _q4_k,
+    Kind.Q5_K: _q5_k,
+    Kind.Q6_K: _q6_k,
 }
-"""Bytes of a block, and what reads blocks."""
+
+
+def _as_blocks(kind: Kind, rows: Tensor) -> Tensor:
+    """Rows of bytes as the blocks [B, bytes of a block] of a kind."""
+    return rows.view(-1, GGML_QUANT_SIZES[kind][1])
 
 
 def _nibbles_of_quarters(quarters: Tensor) -> Tensor:
@@ -400,8 +349,7 @@ def pack_blocks(kind: Kind, rows: Tensor, inputs: int) -> PackedWeights | None:
     """
     if kind in K_FORMATS:
         return pack_k_blocks(kind, rows, inputs)
-    size, steps_of = _KINDS[kind]
-    steps, scales, least = steps_of(rows.view(-1, size))
+    steps, scales, least = _KINDS[kind](_as_blocks(kind, rows))
     if not scales.isfinite().all() or not (least is None or least.isfinite().all()):
         return None
     count, groups = len(rows), inputs // GROUP
@@ -434,14 +382,13 @@ def _q8_0(blocks: Tensor) -> _Steps:
     return blocks[:, 2:] ^ 128, _half(blocks, 0), None
 
 
-_KINDS: dict[Kind, tuple[int, Callable[[Tensor], _Steps]]] = {
-    Kind.Q4_0: (18, _q4_0),
-    Kind.Q4_1: (20, _q4_1),
-    Kind.Q5_0: (22, _q5_0),
-    Kind.Q5_1: (24, _q5_1),
-    Kind.Q8_0: (34, _q8_0),
+_KINDS: dict[Kind, Callable[[Tensor], _Steps]] = {
+    Kind.Q4_0: _q4_0,
+    Kind.Q4_1: _q4_1,
+    Kind.Q5_0: _q5_0,
+    Kind.Q5_1: _q5_1,
+    Kind.Q8_0: _q8_0,
 }
-"""Bytes of a block, and what reads blocks."""
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

@@ -20,9 +20,19 @@ from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import Activation, LinearWeights
 from tokenleap.runtime.native.build import FORMATS, library, wrong_place, wrong_shape
 from tokenleap.runtime.native.network import DecoderParts, NativeNetwork, checked
-from tokenleap.runtime.native.pack import CLinear, Format, in_turns, pack
-from tokenleap.runtime.native.packed import QUANTIZED, KeptWeights
-from tokenleap.runtime.native.structures import AngleTables, CDecoder, CLayer, CNorm, CPass, CSource
+from tokenleap.runtime.native.pack import Format, in_turns, pack
+from tokenleap.runtime.native.packed import QUANTIZED
+from tokenleap.runtime.native.structures import (
+    AngleTables,
+    CDecoder,
+    CLayer,
+    CLinear,
+    CNorm,
+    CPass,
+    CSource,
+    KeptWeights,
+    layer_of,
+)
 from tokenleap.runtime.network import Need, RowState
 from tokenleap.runtime.seq2seq.network import (
     EncoderSide,
@@ -309,7 +319,7 @@ class _Packing:
         if isinstance(positions, RelativePositions):
             return {
                 "unplaced_token": -1,
-                "distance_bias": self._floats(positions.by_distance),
+                "distance_bias": self._kept.floats(positions.by_distance),
                 "distances_behind": positions.behind,
                 "distances_before": positions.by_distance.shape[2] - 1 - positions.behind,
                 "distance_bias_stride": positions.by_distance[0].numel()
@@ -318,7 +328,7 @@ class _Packing:
             }
         assert isinstance(positions, TablePositions)
         return {
-            "position_embedding": self._floats(positions.table),
+            "position_embedding": self._kept.floats(positions.table),
             "embedded_positions": len(positions.table),
             "unplaced_token": -1 if positions.without is None else positions.without,
         }
@@ -334,17 +344,14 @@ class _Packing:
 
     def _layer(self, index: int, layer: LayerParts) -> CLayer:
         attention = layer.attention
-        qkv = self._linears(attention.query, attention.key, attention.value)
-        return CLayer(
-            qkv=(CLinear * 3)(qkv),
-            output=self._linears(attention.output),
-            gate_up=(CLinear * 2)(self._linear(_gate_up(layer), self._format)),
-            down=self._linears(layer.down),
+        return layer_of(
+            index,
+            [self._linears(attention.query, attention.key, attention.value)],
+            self._linears(attention.output),
+            [self._linear(_gate_up(layer), self._format)],
+            self._linears(layer.down),
             attention_norm=self._norm(layer.attention_norm),
             mlp_norm=self._norm(layer.mlp_norm),
-            index=index,
-            attends=True,
-            computes=True,
             angles=-1,
             **self._reading(layer),
         )
@@ -363,20 +370,11 @@ class _Packing:
         return self._linear(LinearWeights.of(*linears), self._format)
 
     def _linear(self, weights: LinearWeights, form: Format) -> CLinear:
-        packed = pack(weights, form)
-        for kept in (packed.weight, packed.bias):
-            if kept is not None:
-                self._kept.keep(kept)
-        return packed.c
+        return self._kept.linear(pack(weights, form))
 
     def _norm(self, module: nn.Module | None) -> CNorm:
         if module is None or isinstance(module, nn.Identity):
             return CNorm()
         norm = _Norm.of(module)
         assert norm is not None
-        return CNorm(
-            self._floats(norm.weight), None if norm.bias is None else self._floats(norm.bias)
-        )
-
-    def _floats(self, weight: Tensor) -> int:
-        return self._kept.keep(weight.detach().float().contiguous()).data_ptr()
+        return CNorm(self._kept.floats(norm.weight), self._kept.floats(norm.bias))

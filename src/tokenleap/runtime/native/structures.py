@@ -5,12 +5,27 @@ Each has the fields of the structure of its name, without the C, in the headers 
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Sequence
-from ctypes import Array, Structure, addressof, c_uint64, sizeof
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import (
+    POINTER,
+    Array,
+    Structure,
+    addressof,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+    sizeof,
+)
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import chain, repeat
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +33,59 @@ from torch import Tensor
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.llama import LAYER_NORMS, JointInput, Rotary
-from tokenleap.runtime.native.pack import CLinear, Format, PackedWeights, fields_of
-from tokenleap.runtime.native.packed import KeptWeights, PackedDecoder, PackedLayer
+from tokenleap.runtime.native.pack import Format, PackedWeights
+from tokenleap.runtime.native.packed import PackedDecoder, PackedLayer
 from tokenleap.runtime.network import GrownTree, GrowthLimit, Need
+
+_C_TYPES = {
+    "int32_t": c_int32,
+    "int64_t": c_int64,
+    "uint64_t": c_uint64,
+    "float": c_float,
+    "double": c_double,
+    "Format": c_int32,
+    "Activation": c_int32,
+}
+_DECLARATION = re.compile(r"(?:const )?(\w+)((?: const)?\*(?: const\*)?)? ?(.+)")
+_NAME = re.compile(r"(\**)(\w+)(?:\[(\d+)\])?")
+
+
+@cache
+def _headers() -> str:
+    """The C++ headers without comments, each run of white space as one space."""
+    files = sorted(Path(__file__).parent.glob("*.h"))
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return " ".join(re.sub(r"//.*", "", code).split())
+
+
+def fields_of(name: str, **nested: type[Structure]) -> list[tuple[str, Any]]:
+    """The fields of a structure in the headers, as ctypes wants them."""
+    found = re.search(rf"\bstruct {name} {{ ([^{{}}(]*;)", _headers())
+    assert found, f"no header has struct {name}"
+    fields: list[tuple[str, Any]] = []
+    for statement in found[1].split(";")[:-1]:
+        declared = _DECLARATION.fullmatch(statement.strip())
+        assert declared, statement
+        kind, pointer, names = declared.groups()
+        for each in names.split(", "):
+            named = _NAME.fullmatch(each)
+            assert named, each
+            assert not pointer or "," not in names, f"write a star for each name: {statement}"
+            fields.append((named[2], _c_type(kind, bool(pointer or named[1]), named[3], nested)))
+    return fields
+
+
+def _c_type(
+    kind: str, pointer: bool, size: str | None, nested: Mapping[str, type[Structure]]
+) -> Any:
+    if pointer:
+        return POINTER(nested[kind]) if kind in nested else c_void_p
+    one: Any = {**_C_TYPES, **nested}[kind]
+    return one * int(size) if size else one
+
+
+class CLinear(Structure):
+    _fields_ = fields_of("Linear")
 
 
 class CNorm(Structure):
@@ -67,6 +132,26 @@ class CFusion(Structure):
     _fields_ = fields_of("Fusion", Linear=CLinear)
 
 
+def layer_of(
+    index: int,
+    qkv: Sequence[CLinear],
+    output: CLinear,
+    gate_up: Sequence[CLinear],
+    down: CLinear,
+    **more: Any,
+) -> CLayer:
+    return CLayer(
+        qkv=(CLinear * 3)(*qkv),
+        output=output,
+        gate_up=(CLinear * 2)(*gate_up),
+        down=down,
+        index=index,
+        attends=True,
+        computes=True,
+        **more,
+    )
+
+
 def structures(packed: PackedDecoder, kept: KeptWeights) -> tuple[CDecoder, list[CLayer]]:
     """The structures of a decoder, to which its layers are not joined yet."""
     made = _Structures(packed, kept)
@@ -83,8 +168,8 @@ class _Structures:
         traits = asdict(sizes.traits)
         del traits["learnt_scale"]  # rows have it already (`Network.extend`)
         return CDecoder(
-            head=self._linear(self._packed.head()),
-            norm=CNorm(self._float(sizes.norm)),
+            head=self._kept.linear(self._packed.head()),
+            norm=CNorm(self._kept.floats(sizes.norm)),
             embedding=self._kept.share(sizes.embedding.contiguous()).data_ptr(),
             vocabulary=len(sizes.embedding),
             hidden_size=sizes.hidden_size,
@@ -103,13 +188,13 @@ class _Structures:
     def _joint(self) -> dict[str, Any]:
         """The fields of `CDecoder` for a drafting head's input."""
         if (mix := self._packed.mix()) is not None:
-            return {"mix": self._linear(mix)}
+            return {"mix": self._kept.linear(mix)}
         joint = self._sizes.joint
         if not isinstance(joint, JointInput):
             return {}
         return {
-            "embedding_norm": CNorm(self._float(joint.embedding_norm)),
-            "state_norm": self._float(joint.state_norm),
+            "embedding_norm": CNorm(self._kept.floats(joint.embedding_norm)),
+            "state_norm": self._kept.floats(joint.state_norm),
             "norm_before_residual": joint.norm_before_residual,
             "norm_output": joint.norm_output,
         }
@@ -118,21 +203,19 @@ class _Structures:
         weights = self._packed.layer(index)
         window = weights.window
         assert window is None or not window.chunked, "no model of the Llama family has chunks"
-        return CLayer(
-            qkv=(CLinear * 3)(*self._beside(weights.qkv)),
-            output=self._linear(weights.output),
-            gate_up=(CLinear * 2)(*self._beside(weights.gate_up)),
-            down=self._linear(weights.down),
+        return layer_of(
+            index,
+            self._beside(weights.qkv),
+            self._kept.linear(weights.output),
+            self._beside(weights.gate_up),
+            self._kept.linear(weights.down),
             **{name: self._norm(name, getattr(weights, name)) for name in LAYER_NORMS},
-            index=index,
-            attends=True,
-            computes=True,
             window=0 if window is None else window.size,
             angles=self._angles(weights),
         )
 
     def _norm(self, field: str, weight: Tensor | None) -> CNorm | int | None:
-        address = self._float(weight)
+        address = self._kept.floats(weight)
         return CNorm(address) if getattr(CLayer, field).size == sizeof(CNorm) else address
 
     def _angles(self, weights: PackedLayer) -> int:
@@ -145,18 +228,74 @@ class _Structures:
         """Linear layers that read the same input rows, which have what all formats need."""
         rows = max(part.format for part in parts)
         assert len(parts) == 1 or min(part.format for part in parts) > Format.BFLOAT16
-        made = [self._linear(part) for part in parts]
+        made = [self._kept.linear(part) for part in parts]
         for layer in made:
             layer.rows = rows
         return made
 
-    def _linear(self, packed: PackedWeights) -> CLinear:
-        if packed.bias is not None:
-            self._kept.keep(packed.bias)
-        return replace(packed, weight=self._kept.share(packed.weight)).c
 
-    def _float(self, weight: Tensor | None) -> int | None:
-        return None if weight is None else self._kept.keep(weight.float().contiguous()).data_ptr()
+# The memory of a network's weights. What has the same bits in another network is in memory once.
+#
+# A draft model may have the embedding, the output layer or whole layers of its target: heads that
+# draft with the target's output layer do, and so do draft models that were cut from their target,
+# or trained with its embedding.
+
+
+_Kind: TypeAlias = tuple[torch.dtype, torch.Size, bytes]
+"""A key that tensors with the same bits share with few others: it has their first bytes."""
+
+_FIRST_BYTES = 256
+
+
+class KeptWeights:
+    """The tensors that the kernels of a network read. They stay as long as this object.
+
+    The same ones are looked for in the weights `beside`, which never change.
+    """
+
+    def __init__(self, beside: KeptWeights | None = None) -> None:
+        self._tensors: list[Tensor] = []
+        self._beside: dict[_Kind, list[Tensor]] = {}
+        for tensor in () if beside is None else beside:
+            self._beside.setdefault(_kind(tensor), []).append(tensor)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._tensors.append(tensor)
+        return tensor
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """Keep a contiguous tensor, or instead the one from `beside` that has the same bits."""
+        alike = self._beside.get(_kind(tensor), ()) if self._beside else ()
+        return self.keep(next((other for other in alike if _same_bits(tensor, other)), tensor))
+
+    def linear(self, packed: PackedWeights) -> CLinear:
+        weight, bias, form = self.share(packed.weight), packed.bias, packed.format
+        address = None if bias is None else self.keep(bias).data_ptr()
+        return CLinear(weight.data_ptr(), address, form, packed.inputs, packed.outputs, form)
+
+    def floats(self, weight: Tensor | None) -> int | None:
+        return None if weight is None else self.keep(weight.float().contiguous()).data_ptr()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+    def close(self) -> None:
+        """Look through the other network's weights no more, and let go of them."""
+        self._beside = {}
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    first: bytes = _bits(tensor)[:_FIRST_BYTES].numpy().tobytes()
+    return tensor.dtype, tensor.shape, first
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether all bits are equal; equal numbers are not enough, since 0 equals -0."""
+    return one.data_ptr() == other.data_ptr() or torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
 
 
 _MOST_CHILDREN = 64  # see `Ranking::MOST` in ranking.h

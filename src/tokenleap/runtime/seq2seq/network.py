@@ -8,10 +8,9 @@ for one of the layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -24,7 +23,7 @@ from tokenleap.runtime.attention import attend_by_head, key_span
 from tokenleap.runtime.cpu import Int8Linear, PackedLinear, pack, share
 from tokenleap.runtime.inputs import PassInputs, extended
 from tokenleap.runtime.kv_slab import KVSlab
-from tokenleap.runtime.lean import DenseLinear, Linear, LinearLayer
+from tokenleap.runtime.lean import DenseLinear, Layers, Linear, LinearLayer
 from tokenleap.runtime.llama import LinearWeights
 from tokenleap.runtime.network import Need, PassOutput, RowState, SourceNetwork
 from tokenleap.runtime.seq2seq.structure import (
@@ -285,11 +284,10 @@ class EncoderSide(SourceNetwork):
         return (key_span(positions) * cell + kept) * self._itemsize
 
 
-class Seq2SeqNetwork(EncoderSide):
+class Seq2SeqNetwork(Layers, EncoderSide):
     """An encoder-decoder (see `Network`), which shares the model's embeddings and norms."""
 
     name = "lean"
-    exact_trees = False
 
     def __init__(
         self, model: PreTrainedModel, linear: type[PackedLinear | Int8Linear] | None
@@ -306,32 +304,15 @@ class Seq2SeqNetwork(EncoderSide):
         self._heads, self._scaling = first.attention.heads, first.attention.scaling
         self._cross_scaling = first.cross.scaling
         self._layers = [layer_of(index, layer, kind) for index, layer in enumerate(parts.layers)]
-        self._head: Linear = head_of(parts.head, parts.logits_bias, kind)
+        self._head = head_of(parts.head, parts.logits_bias, kind)
         self._cross = CrossStates()
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
 
     def extend(self, rows: Tensor) -> int:
         self._embedding, first = extended(self._embedding, rows)
         return first
 
-    def first_layers(self, count: int) -> Seq2SeqNetwork:
-        return self._with(self._layers[:count])
-
-    def without(self, attention: Collection[int], mlp: Collection[int]) -> Seq2SeqNetwork:
-        """A layer's two attentions are skipped together."""
-        return self._with(
-            [
-                replace(layer, attends=index not in attention, computes=index not in mlp)
-                for index, layer in enumerate(self._layers)
-            ]
-        )
-
-    def _with(self, layers: list[Layer]) -> Seq2SeqNetwork:
-        other = copy(self)
-        other._layers = layers
+    def _with(self, layers: Sequence[Layer]) -> Self:
+        other = super()._with(layers)
         other._cross = CrossStates()
         return other
 
@@ -346,11 +327,7 @@ class Seq2SeqNetwork(EncoderSide):
             x = self._run(layer, x, inputs, masks[layer.index % len(masks)], cross, slab)
         if len(self._layers) in need.hidden:
             hidden[len(self._layers)] = x
-        if not need.logits:
-            return PassOutput(None, hidden=hidden)
-        if need.last is not None:
-            x = x[inputs.last_nodes(need.last, self.least_nodes)]
-        return PassOutput(self._head(self._final_norm(x)), hidden=hidden)
+        return self._output(x, self._final_norm, inputs, need, hidden)
 
     def _embedded(self, inputs: PassInputs) -> Tensor:
         x: Tensor = self._embedding(inputs.flat(inputs.tokens))
