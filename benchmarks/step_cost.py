@@ -34,7 +34,8 @@ from tokenleap.control import Budget, Fixed
 from tokenleap.core.acceptance import rule_class
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.base import Drafter, DrafterTraits
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions
+from tokenleap.drafters.lookups import NgramDrafter
+from tokenleap.drafters.options import NgramOptions
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.scheduler import Scheduler
 from tokenleap.request import Request

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenleap import LLM
+from tokenleap import LLM, SamplingParams
 from tokenleap.control import Budget, Fixed
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.references import common_prefix
@@ -25,12 +25,32 @@ from tokenleap.runtime.kv_slab import OverBudget
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation, Strategy
 
-__all__ = ["RandomTrees", "Reader", "Scripted", "drafter_of", "scheduler_of"]
-
 
 def drafter_of(llm: LLM) -> Drafter:
     """The drafter of requests that bring none."""
     return llm.engine._speculation.default.drafter
+
+
+def request_of(
+    tokens: Sequence[int],
+    params: SamplingParams | None = None,
+    vocab_size: int = 100,
+    **fields: Any,
+) -> Request:
+    """A request that has as much room as it wants."""
+    params = params or SamplingParams()
+    return Request(tokens, params, vocab_size=vocab_size, max_model_len=10**6, **fields)
+
+
+def draft_of(drafter: Drafter, request: Request, nodes: int, depth: int | None = None) -> Draft:
+    """A drafter's proposal for one request."""
+    (draft,) = drafter.propose([request], [Budget(nodes, nodes if depth is None else depth)])
+    return draft
+
+
+def tokens_of(drafter: Drafter, request: Request, length: int = 3) -> list[int]:
+    """The drafted tokens of `draft_of`."""
+    return list(draft_of(drafter, request, length).tree.tokens[1:])
 
 
 def scheduler_of(

@@ -69,14 +69,8 @@ class Outcome:
 
     def kept_of(self, proposal: TokenTree) -> list[int]:
         """The nodes of a proposal whose tokens were drafted and are part of the output."""
-        nodes = [0]
-        for accepted in self.accepted.path[: len(self.committed)]:
-            token, among = self.draft.tree.tokens[accepted], proposal.children[nodes[-1]]
-            same = next((node for node in among if proposal.tokens[node] == token), None)
-            if same is None:
-                break
-            nodes.append(same)
-        return nodes[1:]
+        kept = self.accepted.path[: len(self.committed)]
+        return proposal.walk(self.draft.tree.tokens[node] for node in kept)
 
     @property
     def hidden(self) -> Mapping[int, Tensor]:

@@ -31,10 +31,11 @@ from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.combine import Ensemble, Switch, SwitchOptions, graft, merge
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions, NoDrafter
-from tokenleap.drafters.options import write_drafters
+from tokenleap.drafters.combine import Ensemble, Switch, graft, merge
+from tokenleap.drafters.lookups import NgramDrafter, NoDrafter
+from tokenleap.drafters.options import NgramOptions, SwitchOptions, write_drafters
 
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 NOTHING = ({"method": "none"}, {"method": "none"})
 """Options of two drafters that a test makes itself."""
 
@@ -179,19 +180,7 @@ def test_a_cascade_of_the_target_itself_is_always_accepted() -> None:
         assert output.metrics.mean_acceptance_length == 5.0
 
 
-def test_a_cascade_of_cascades() -> None:
-    inner = {
-        "method": "cascade",
-        "model": tiny_model(seed=2),
-        "drafter": {"method": "ngram", "prompt_lookup_min": 1},
-    }
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=30)
-    plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
-    deep = tiny_llm(tiny_model(), "cascade", drafter=inner).generate(PROMPTS, params)
-    assert [o.token_ids for o in deep] == [o.token_ids for o in plain]
-
-
-@pytest.mark.parametrize("inner", [1, 3, 8])
+@pytest.mark.parametrize("inner", [1, 8])
 def test_a_cascade_stays_within_the_middle_models_context(inner: int) -> None:
     """Learned positions have no row for a token beyond it."""
     model = tiny_model("gpt2", n_positions=32)
@@ -209,13 +198,22 @@ def test_a_cascade_stays_within_the_middle_models_context(inner: int) -> None:
     assert output.metrics.num_drafts > 0
 
 
-@pytest.mark.parametrize("method", ["early_exit", "layer_skip", "suffix", "ngram_table"])
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("early_exit", "coupled"),
+        ("layer_skip", "rejection"),
+        ("suffix", "coupled"),
+        ("ngram_table", "rejection"),
+        ("cascade", "coupled"),
+    ],
+)
 def test_a_cascade_over_any_drafter(method: str, rule: str) -> None:
     """The middle model's own layers, for one, draft for the middle model."""
-    params = SamplingParams(temperature=0, max_tokens=30)
+    params = SamplingParams(temperature=0 if rule == "rejection" else 0.7, seed=3, max_tokens=20)
     plain = tiny_llm(tiny_model()).generate(PROMPTS, params)
-    llm = tiny_llm(tiny_model(), "cascade", rule, drafter={"method": method})
+    inner = {"model": tiny_model(seed=2), "drafter": NGRAM} if method == "cascade" else {}
+    llm = tiny_llm(tiny_model(), "cascade", rule, drafter={"method": method, **inner})
     assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in plain]
 
 
@@ -251,9 +249,6 @@ def test_a_cascade_saves_passes_of_the_middle_model() -> None:
         middle = drafter._model if method == "cascade" else drafter._scorer._model  # type: ignore[attr-defined]
         passes[name] = middle.num_passes
     assert passes["cascade"] < passes["alone"]
-
-
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 
 
 @pytest.mark.parametrize("method", ["ensemble", "switch", "horizontal_cascade", "cascade"])
@@ -306,8 +301,3 @@ def test_wrong_combinations(method: str, fields: dict[str, Any], message: str) -
     with pytest.raises(ConfigError) as caught:
         tiny_llm(tiny_model(), method, **fields)
     assert message in str(caught.value)
-
-
-def test_a_cascade_with_another_vocabulary() -> None:
-    with pytest.raises(ValueError, match="vocabulary of 64"):
-        tiny_llm(tiny_model(), "cascade", model=tiny_model(vocab_size=64))

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 
 from tests.drafters.text.test_ngrams import ngrams_of
+from tests.drafting import request_of
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft
-from tokenleap.drafters.text.ngrams import (
-    CorpusNgramDrafter,
-    CorpusNgramOptions,
-    SmoothedNgrams,
-    count_ngrams,
-)
-from tokenleap.request import Request
+from tokenleap.drafters.options import CorpusNgramOptions
+from tokenleap.drafters.text.ngrams import CorpusNgramDrafter, SmoothedNgrams, count_ngrams
 
 V = 7
 DICE = random.Random(1)
@@ -87,8 +83,7 @@ def propose(
     drafter = CorpusNgramDrafter(
         ngrams, CorpusNgramOptions(corpus="given", **options), coupled=False
     )
-    request = Request([1, 0, 2], params, vocab_size=V, max_model_len=999)
-    (draft,) = drafter.propose([request], [budget])
+    (draft,) = drafter.propose([request_of([1, 0, 2], params, V)], [budget])
     return draft
 
 

@@ -32,10 +32,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow": {"tree": "dynamic", "num_speculative_tokens": 9, "tree_top_k": 2},
 }
 SAMPLED = [
-    SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0.6, seed=2**63 - 1, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=1.3, seed=3, top_k=7, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=4, top_p=0.7, min_p=0.02, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.6, seed=2**63 - 1, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=1.3, seed=3, top_k=7, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=4, top_p=0.7, min_p=0.02, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=5, min_p=0.2, top_k=20, max_tokens=7, ignore_eos=True),
 ]
 DRAWN: dict[str, dict[str, Any]] = {
@@ -52,20 +52,10 @@ DRAWN: dict[str, dict[str, Any]] = {
     },
 }
 METHODS = ["eagle", "eagle of few tokens", "eagle of features", "draft_model", "early_exit"]
-KINDS: list[tuple[torch.dtype, str | None]] = [
-    (torch.float32, None),
-    (torch.bfloat16, None),
-    (torch.float32, "int8"),
-]
-CASES = [
-    # Shapes decide about nodes, and formats about logits: not every product.
-    pytest.param(
-        *(method, shape, *kind),
-        marks=() if kind == KINDS[0] or shape in ("chain", "dynamic") else pytest.mark.slow,
-    )
-    for method in METHODS
-    for shape in SHAPES
-    for kind in KINDS
+ROUNDED: list[tuple[torch.dtype, str | None]] = [(torch.bfloat16, None), (torch.float32, "int8")]
+CASES = [  # shapes decide about nodes, and formats about logits: not every product
+    *((method, shape, torch.float32, None) for method in METHODS for shape in SHAPES),
+    *((method, "dynamic", *kind) for method in METHODS for kind in ROUNDED),
 ]
 
 
@@ -126,6 +116,20 @@ def drafts(output: RequestOutput) -> list[Any]:
     return [(step.drafted, step.parents) for step in output.trace]
 
 
+def both_ways(
+    llm: LLM, params: list[SamplingParams], grown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[RequestOutput], list[RequestOutput]]:
+    """The outputs with trees that are grown in one call, and level by level."""
+    at_once = llm.generate(PROMPTS, params)
+    assert max(grown) == len(PROMPTS)
+    calls = len(grown)
+    level_by_level(monkeypatch)
+    by_levels = llm.generate(PROMPTS, params)
+    assert len(grown) == calls
+    assert all(output.metrics.drafter_failure is None for output in at_once)
+    return at_once, by_levels
+
+
 @pytest.mark.parametrize(("method", "shape", "dtype", "quantization"), CASES)
 def test_grown_trees_are_those_of_the_levels(
     method: str,
@@ -139,16 +143,9 @@ def test_grown_trees_are_those_of_the_levels(
     llm = made(method, dtype, quantization, **SHAPES[shape])
     params = [
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-        for length in (30, 12, 300, 30, 7)
+        for length in (12, 9, 12, 300, 7)
     ]
-    at_once = llm.generate(PROMPTS, params)
-    assert max(grown) == len(PROMPTS)
-    calls = len(grown)
-    level_by_level(monkeypatch)
-    by_levels = llm.generate(PROMPTS, params)
-    assert len(grown) == calls
-    for one, other in zip(at_once, by_levels, strict=True):
-        assert one.metrics.drafter_failure is None
+    for one, other in zip(*both_ways(llm, params, grown, monkeypatch), strict=True):
         assert one.metrics.num_draft_tokens > 0
         assert drafts(one) == drafts(other)
 
@@ -209,21 +206,6 @@ def test_masked_requests_are_drafted_level_by_level(grown: list[int]) -> None:
 # Drawn tokens
 
 
-@pytest.fixture
-def all_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
-    """Every draft of a `ModelDrafter`."""
-    found: list[Draft] = []
-    propose = ModelDrafter.propose
-
-    def kept(self: ModelDrafter, *args: Any) -> list[Draft]:
-        drafts = propose(self, *args)
-        found.extend(drafts)
-        return drafts
-
-    monkeypatch.setattr(ModelDrafter, "propose", kept)
-    return found
-
-
 @pytest.mark.parametrize(
     ("method", "shape", "dtype"),
     [
@@ -243,18 +225,11 @@ def test_drawn_trees_are_those_of_the_levels(
 ) -> None:
     """The same tokens, and the same q to the last bit."""
     llm = made(method, dtype, **DRAWN[shape])
-    at_once = llm.generate(PROMPTS, SAMPLED)
-    assert max(grown) == len(PROMPTS)
-    calls, first = len(grown), all_drafts[:]
-    level_by_level(monkeypatch)
-    all_drafts.clear()
-    by_levels = llm.generate(PROMPTS, SAMPLED)
-    assert len(grown) == calls
-    for one, other in zip(at_once, by_levels, strict=True):
-        assert one.metrics.drafter_failure is None
+    for one, other in zip(*both_ways(llm, SAMPLED, grown, monkeypatch), strict=True):
         assert one.token_ids == other.token_ids
-    assert sum(draft.tree.num_drafted for draft in first) > 100
-    for draft, same in zip(first, all_drafts, strict=True):
+    half = len(all_drafts) // 2
+    assert sum(draft.tree.num_drafted for draft in all_drafts[:half]) > 100
+    for draft, same in zip(all_drafts[:half], all_drafts[half:], strict=True):
         assert draft.tree == same.tree
         for q, others in zip(draft.q, same.q, strict=True):
             assert q.tokens.tolist() == others.tokens.tolist()
@@ -391,12 +366,3 @@ def test_chains_say_how_probable_they_are(expansion: str, temperature: float) ->
     params = SamplingParams(temperature=temperature, seed=1)
     (draft,) = proposed(llm, requests(params), [Budget(4, 4)])
     assert len(draft.path_probs) == draft.tree.num_drafted == 4
-
-
-def test_grown_trees_count_their_passes() -> None:
-    """As many as there are levels."""
-    llm = made("draft_model", **SHAPES["widths"])
-    drafter: Any = drafter_of(llm)
-    before = drafter._scorer._model.num_passes
-    proposed(llm, requests(GREEDY), [Budget(99, 99)])
-    assert drafter._scorer._model.num_passes - before == 3

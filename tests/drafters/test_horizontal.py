@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.drafting import request_of
 from tests.matrix import PROMPTS, tiny_llm
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.tiny import tiny_model
 from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, LazyDistribution
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.combine import HorizontalCascade, HorizontalOptions
+from tokenleap.drafters.combine import HorizontalCascade
+from tokenleap.drafters.options import HorizontalOptions
 from tokenleap.request import Request
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40)
@@ -60,10 +62,6 @@ def _unsure(token: int, probability: float) -> Distribution:
 def cascade(*drafters: Drafter, tokens: Sequence[int]) -> HorizontalCascade:
     configs = tuple({"method": "test"} for _ in drafters)
     return HorizontalCascade(drafters, HorizontalOptions(drafters=configs, tokens=tuple(tokens)))
-
-
-def request_of(tokens: list[int]) -> Request:
-    return Request(tokens, PARAMS, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
 
 
 def tokens_of(drafter: Drafter, request: Request, budget: Budget) -> list[int]:

@@ -194,28 +194,30 @@ def test_where_nothing_is_drafted_the_lookup_stays() -> None:
 
 # Inside an LLM
 
-PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=24, logprobs=1),
-    "seeded": SamplingParams(temperature=1.1, top_k=12, seed=4, max_tokens=24, logprobs=1),
-}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+SEEDED = SamplingParams(temperature=1.1, top_k=12, seed=4, max_tokens=24, logprobs=1)
+CASES = [
+    *(({"method": "eagle"}, each) for each in (None, "fixed", "heuristic", "confidence")),
+    (TREE, None),
+    ({"method": "draft_model"}, None),
+    ({"method": "draft_model"}, "fixed"),
+]
 
 
-@pytest.mark.parametrize("params", list(PARAMS))
-@pytest.mark.parametrize("controller", [None, "fixed", "heuristic", "confidence"])
-@pytest.mark.parametrize("drafter", [{"method": "eagle"}, TREE], ids=["chain", "tree"])
-def test_bits_are_those_of_plain_decoding(
-    params: str, controller: str | None, drafter: dict[str, Any]
-) -> None:
-    plain = LLM(tiny_model()).generate(PROMPTS, PARAMS[params])
-    llm = hybrid(controller=controller, drafter=drafter)
+@pytest.mark.parametrize(("drafter", "controller"), CASES)
+def test_bits_are_those_of_plain_decoding(drafter: dict[str, Any], controller: str | None) -> None:
+    """Greedy and sampled, in a batch."""
+    params = [params for params in (GREEDY, SEEDED) for _ in PROMPTS]
+    model = {"model": tiny_model(seed=1)} if drafter["method"] == "draft_model" else {}
+    llm = hybrid(controller=controller, drafter=drafter, **model)
+    plain = llm.generate(PROMPTS * 2, params, speculative_config={"method": "none"})
     for _ in range(2):
-        made = llm.generate(PROMPTS, PARAMS[params])
-        assert [output.metrics.drafter_failure for output in made] == [None] * len(PROMPTS)
+        made = llm.generate(PROMPTS * 2, params)
+        assert all(output.metrics.drafter_failure is None for output in made)
         assert [o.token_ids for o in made] == [o.token_ids for o in plain]
-        if not drafter_of(
-            llm
-        ).traits.drafts_trees:  # whose last bits may differ without a native runtime
+        if drafter is not TREE:  # whose last bits may differ without a native runtime
             assert [o.logprobs for o in made] == [o.logprobs for o in plain]
+        assert sum(o.metrics.num_draft_tokens for o in made) > 0 or controller is None
 
 
 @pytest.mark.parametrize(
@@ -304,20 +306,6 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None
 
 
 # With a draft model
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("controller", ["fixed", "cost_model", "confidence"])
-def test_a_draft_model_may_be_the_trained_drafter(controller: str, temperature: float) -> None:
-    """Lookups and its drafts change no bit, greedy and sampled, in a batch."""
-    draft = tiny_model(seed=1)
-    params = SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
-    llm = hybrid(model=draft, drafter={"method": "draft_model"}, controller=controller)
-    plain = llm.generate(PROMPTS, params, speculative_config={"method": "none"})
-    found = llm.generate(PROMPTS, params)
-    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
-    assert all(o.metrics.drafter_failure is None for o in found)
-    assert sum(o.metrics.num_draft_tokens for o in found) > 0
 
 
 def test_a_draft_model_is_continued_by_a_lookup() -> None:

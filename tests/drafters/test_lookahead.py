@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.drafting import drafter_of
+from tests.drafting import draft_of, drafter_of, tokens_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
-from tokenleap.control import Budget
 from tokenleap.core.references import Source
-from tokenleap.drafters.lookahead import LookaheadDrafter, LookaheadOptions, Pool, Window
+from tokenleap.drafters.lookahead import LookaheadDrafter, Pool, Window
+from tokenleap.drafters.options import LookaheadOptions
 from tokenleap.request import Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
@@ -59,27 +59,25 @@ def test_an_encoder_decoder_starts_from_its_source() -> None:
     """The pool has the source's n-grams, and the window its tokens that can be written."""
     source = Source((7, 8, 9, 10, VOCAB_SIZE + 1))
     drafter = LookaheadDrafter(options())
-    (draft,) = drafter.propose([request_of([7], source)], [Budget(64, 64)])
+    draft = draft_of(drafter, request_of([7], source), 64)
     assert draft.tree.tokens[:4] == (7, 8, 9, 10)
     assert set(draft.tree.tokens) == {7, 8, 9, 10}
-    (draft,) = drafter.propose([request_of([7], Source())], [Budget(64, 64)])  # as of audio
-    assert set(draft.tree.tokens) == {7}
+    audio = request_of([7], Source())
+    assert set(draft_of(drafter, audio, 64).tree.tokens) == {7}
 
 
 def test_the_draft_holds_ngrams_and_the_whole_window() -> None:
     drafter = LookaheadDrafter(options(pool_from_prompt=True))
     request = request_of([7, 8, 9, 10, 7])
-    (draft,) = drafter.propose([request], [Budget(64, 64)])
+    draft = draft_of(drafter, request, 64)
     assert draft.tree.path_tokens(3) == [8, 9, 10]  # the prompt's n-gram that begins with 7
     assert draft.tree.num_drafted >= 3 + 3  # and a window of one row so far
-    (small,) = drafter.propose([request], [Budget(2, 2)])
-    assert small.tree.tokens[1:] == (8, 9)
+    assert tokens_of(drafter, request, 2) == [8, 9]
 
 
 def test_without_the_prompt_the_pool_begins_empty() -> None:
     drafter = LookaheadDrafter(options(pool_from_prompt=False))
-    (draft,) = drafter.propose([request_of([7, 8, 9, 10, 7])], [Budget(64, 64)])
-    assert draft.tree.num_drafted <= 3
+    assert len(tokens_of(drafter, request_of([7, 8, 9, 10, 7]), 64)) <= 3
 
 
 def test_what_the_window_finds_is_accepted() -> None:

@@ -32,8 +32,9 @@ def tiny_target() -> Any:
     return tiny_model(vocab_size=len(TARGET.get_vocab()))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize(
+    ("way", "temperature"), [*((way, 0.8) for way in WAYS), ("draft_model", 0), ("text", 0)]
+)
 def test_a_nan_does_not_outlive_its_request(way: str, temperature: float) -> None:
     """Masked positions still enter PyTorch's products, and a NaN times zero is one."""
     own = OTHER if way in ("intersection", "text") else TARGET
@@ -43,7 +44,7 @@ def test_a_nan_does_not_outlive_its_request(way: str, temperature: float) -> Non
     norm = model.model.layers[0].input_layernorm.weight.data
     weight = norm.clone()
     norm.fill_(torch.nan)
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=20)
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=12)
     (poisoned,) = llm.generate([LONG], params)
     assert "nan" in (poisoned.metrics.drafter_failure or "").lower()
     norm.copy_(weight)

@@ -6,18 +6,16 @@ import random
 
 import pytest
 
-from tokenleap import ConfigError, SamplingParams
-from tokenleap.control import Budget
+from tests.drafting import draft_of, request_of, tokens_of
+from tokenleap import ConfigError
 from tokenleap.control.estimates import LONGEST_MATCH
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions, copy_from
-from tokenleap.request import Request
+from tokenleap.drafters.lookups import NgramDrafter, copy_from
+from tokenleap.drafters.options import NgramOptions
 
 
 def draft(tokens: list[int], length: int = 4, longest: int = 3, shortest: int = 1) -> list[int]:
     options = NgramOptions(prompt_lookup_max=longest, prompt_lookup_min=shortest)
-    request = Request(tokens, SamplingParams(), vocab_size=100, max_model_len=10**6)
-    (proposal,) = NgramDrafter(options).propose([request], [Budget(length, length)])
-    return list(proposal.tree.tokens[1:])
+    return tokens_of(NgramDrafter(options), request_of(tokens), length)
 
 
 def test_longest_match_wins() -> None:
@@ -36,10 +34,10 @@ def test_shorter_suffixes_are_tried_down_to_the_minimum() -> None:
 
 def test_output_is_searched_too() -> None:
     drafter = NgramDrafter(NgramOptions(prompt_lookup_min=2))
-    request = Request([1, 2, 3], SamplingParams(), vocab_size=100, max_model_len=99)
-    assert drafter.propose([request], [Budget(2, 2)])[0].tree.num_drafted == 0
+    request = request_of([1, 2, 3])
+    assert tokens_of(drafter, request, 2) == []
     request.token_ids += [7, 8, 9, 7, 8]
-    assert drafter.propose([request], [Budget(2, 2)])[0].tree.tokens == (8, 9, 7)
+    assert tokens_of(drafter, request, 2) == [9, 7]
 
 
 def test_a_repetition_is_continued_for_the_whole_draft() -> None:
@@ -76,9 +74,9 @@ def test_against_brute_force(seed: int) -> None:
     drafter = NgramDrafter(options)
     kinds = dice.choice((2, 5))  # of two kinds matches are long
     tokens = [dice.randrange(kinds) for _ in range(dice.randrange(1, 9))]
-    request = Request(tokens, SamplingParams(), vocab_size=100, max_model_len=10**6)
+    request = request_of(tokens)
     for _ in range(40):  # one drafter all along: the index is kept up to date
-        (proposal,) = drafter.propose([request], [Budget(4, 4)])
+        proposal = draft_of(drafter, request, 4)
         expected = brute_force(request.token_ids, 4, 4, 2)
         assert list(proposal.tree.tokens[1:]) == expected
         if expected:

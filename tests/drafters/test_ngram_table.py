@@ -9,16 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drafting import draft_of, request_of, tokens_of
 from tokenleap import SamplingParams
-from tokenleap.control import Budget
-from tokenleap.drafters.lookups import (
-    ORDERS,
-    NgramTable,
-    NgramTableDrafter,
-    NgramTableOptions,
-    distribution_of_counts,
-)
-from tokenleap.request import Request
+from tokenleap.core.tree import Draft
+from tokenleap.drafters.lookups import ORDERS, NgramTable, NgramTableDrafter, distribution_of_counts
+from tokenleap.drafters.options import NgramTableOptions
 
 
 def table_of(tokens: list[int], window: int | None = None) -> NgramTable:
@@ -135,34 +130,24 @@ def test_drafts_are_those_of_the_source(
     source, seen = Akunu(window), 0
     drafter = NgramTableDrafter(NgramTableOptions(), coupled=False)
     params = SamplingParams(temperature=0)
-    request = Request(text[:prompt], params, vocab_size=5, max_model_len=999)
+    request = request_of(text[:prompt], params, 5)
     for size in (prompt, *chunks):
         for token in text[seen : seen + size]:
             source.update(token)
         seen = min(len(text), seen + size)
         request.token_ids = text[:seen]
-        (draft,) = drafter.propose([request], [Budget(length, length)])
-        assert list(draft.tree.tokens[1:]) == source.draft(length)
+        assert tokens_of(drafter, request, length) == source.draft(length)
 
 
-def propose(tokens: list[int], params: SamplingParams, **options: Any) -> Request:
+def propose(tokens: list[int], params: SamplingParams, **options: Any) -> Draft:
     drafter = NgramTableDrafter(NgramTableOptions(**options), coupled=False)
-    request = Request(tokens, params, vocab_size=50, max_model_len=999)
-    (draft,) = drafter.propose([request], [Budget(4, 4)])
-    request.draft = draft  # type: ignore[attr-defined]
-    return request
-
-
-def test_a_draft_chains_on_its_own_predictions() -> None:
-    request = propose([1, 2, 3, 4, 5, 1], SamplingParams(temperature=0))
-    assert request.draft.tree.tokens == (1, 2, 3, 4, 5)  # type: ignore[attr-defined]
+    return draft_of(drafter, request_of(tokens, params), 4)
 
 
 def test_greedy_takes_the_most_frequent_and_the_latest_on_a_tie() -> None:
     assert distribution_of_counts({5: 1, 6: 2, 7: 2}, 0).certain == 7
     assert distribution_of_counts({5: 3, 6: 2, 7: 2}, 0).certain == 5
-    request = propose([9, 1, 9, 2, 9], SamplingParams(temperature=0))
-    assert request.draft.tree.tokens[1] == 2  # type: ignore[attr-defined]
+    assert propose([9, 1, 9, 2, 9], SamplingParams(temperature=0)).tree.tokens[1] == 2
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -177,6 +162,6 @@ def test_q_comes_from_the_counts(temperature: float) -> None:
 def test_sampled_requests_draw_unless_told_otherwise() -> None:
     tokens = [9, 1, 9, 1, 9, 2, 9]
     sampled = propose(tokens, SamplingParams(seed=1))
-    assert sampled.draft.q_of(1).prob(1) == pytest.approx(2 / 3)  # type: ignore[attr-defined]
+    assert sampled.q_of(1).prob(1) == pytest.approx(2 / 3)
     pinned = propose(tokens, SamplingParams(seed=1), draft_temperature=0)
-    assert pinned.draft.q_of(1).certain == 1  # type: ignore[attr-defined]
+    assert pinned.q_of(1).certain == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.drafting import drafter_of
+from tests.drafting import draft_of, drafter_of, request_of, tokens_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import ConfigError, SamplingParams
@@ -25,15 +25,13 @@ def test_the_longest_block_that_fits(nodes: int, size: int) -> None:
 
 def test_padding_stands_below_every_drafted_token() -> None:
     drafter = PadDrafter(PAD)
-    request = Request([1, 2, 3], GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
-    (first,) = drafter.propose([request], [Budget(8, 8)])
-    assert first.tree.tokens == (3, PAD, PAD)
+    request = request_of([1, 2, 3])
+    assert draft_of(drafter, request, 8).tree.tokens == (3, PAD, PAD)
     drafter._guesses[request.key] = (3, [5, 6])
-    (draft,) = drafter.propose([request], [Budget(8, 8)])
+    draft = draft_of(drafter, request, 8)
     assert draft.tree.tokens == (3, 5, 6, PAD, PAD, PAD, PAD, PAD, PAD)
     assert draft.tree.parents == (-1, 0, 1, 0, 3, 1, 5, 2, 7)
-    (shallow,) = drafter.propose([request], [Budget(8, 1)])
-    assert max(shallow.tree.depths) == 1
+    assert max(draft_of(drafter, request, 8, 1).tree.depths) == 1
 
 
 def test_the_next_draft_is_what_the_model_says_at_the_padding() -> None:
@@ -51,10 +49,9 @@ def test_the_next_draft_is_what_the_model_says_at_the_padding() -> None:
 
 def test_guesses_of_another_text_are_not_drafted() -> None:
     drafter = PadDrafter(PAD)
-    request = Request([1, 2, 3], GREEDY, vocab_size=VOCAB_SIZE, max_model_len=CONTEXT)
+    request = request_of([1, 2, 3])
     drafter._guesses[request.key] = (2, [5, 6])
-    (draft,) = drafter.propose([request], [Budget(8, 8)])
-    assert set(draft.tree.tokens[1:]) == {PAD}
+    assert set(tokens_of(drafter, request, 8)) == {PAD}
 
 
 def test_the_default_padding_and_a_wrong_one() -> None:

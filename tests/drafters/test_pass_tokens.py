@@ -131,7 +131,7 @@ def test_they_are_never_accepted(rule: str) -> None:
 )
 def test_nothing_that_shapes_p_sees_them(fields: dict[str, Any]) -> None:
     """A trace computes p after them, too; the output stays that of plain decoding."""
-    params = SamplingParams(temperature=0.8, seed=2, max_tokens=24, **fields)
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=12, **fields)
     config = speculative_config("pass", "coupled", 15)
     llm = LLM(tiny_model(eos_token_id=95), tokenizer=tiny_tokenizer(), speculative_config=config)
     plain = llm.generate(PROMPTS, params, speculative_config={"method": "none"})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from tests.drafting import request_of
+from tests.drafting import tokens_of as draft
 from tokenleap import SamplingParams
-from tokenleap.control import Budget
 from tokenleap.control.estimates import EDITED, by_guess, by_match, by_prediction, prior_rate
 from tokenleap.core.references import References, Source
 from tokenleap.core.rules import DecodingRules
@@ -185,20 +187,8 @@ def test_random_edits(changes: int) -> None:
 GREEDY = SamplingParams(temperature=0)
 
 
-def request(prompt: list[int], *texts: tuple[int, ...], **more: object) -> Request:
-    return Request(
-        prompt,
-        GREEDY,
-        vocab_size=100,
-        max_model_len=10**6,
-        prediction=References(texts),
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def draft(drafter: PredictionDrafter, asked: Request, length: int = 3) -> list[int]:
-    (proposal,) = drafter.propose([asked], [Budget(length, length)])
-    return list(proposal.tree.tokens[1:])
+def request(prompt: list[int], *texts: tuple[int, ...], **more: Any) -> Request:
+    return request_of(prompt, GREEDY, prediction=References(texts), **more)
 
 
 def test_requests_follow_their_own_predictions() -> None:

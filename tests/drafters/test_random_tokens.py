@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.drafting import draft_of, request_of
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
 from tokenleap import SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft
 from tokenleap.drafters.lookups import RandomDrafter
-from tokenleap.request import Request
 
 V = 50
 
 
 def propose(params: SamplingParams, length: int, *, coupled: bool) -> Draft:
-    request = Request([1, 2, 3], params, vocab_size=V, max_model_len=999)
-    (draft,) = RandomDrafter(coupled=coupled).propose([request], [Budget(length, length)])
-    return draft
+    return draft_of(RandomDrafter(coupled=coupled), request_of([1, 2, 3], params, V), length)
 
 
 @pytest.mark.parametrize("coupled", [True, False])
@@ -34,7 +32,7 @@ def test_q_is_uniform(temperature: float, coupled: bool) -> None:
 def test_the_coupled_draft_is_the_argmax_of_the_targets_noise() -> None:
     """It is what the target takes wherever its own distribution is flat."""
     params = SamplingParams(seed=4)
-    target = Request([1, 2, 3], params, vocab_size=V, max_model_len=999).noise.at(3)
+    target = request_of([1, 2, 3], params, V).noise.at(3)
     draft = propose(params, 4, coupled=True)
     assert draft.tree.tokens[1:] == tuple(target.draw(draft.q_of(i + 1), i) for i in range(4))
     assert propose(params, 4, coupled=False).tree.tokens != draft.tree.tokens
@@ -50,7 +48,7 @@ def test_some_random_tokens_are_accepted() -> None:
 
 
 def test_a_budget_with_a_threshold_ends_the_draft_below_the_first_token() -> None:
-    request = Request([1, 2, 3], SamplingParams(), vocab_size=V, max_model_len=999)
+    request = request_of([1, 2, 3], vocab_size=V)
     for budget, length in ((Budget(5, 5, 0.3), 1), (Budget(5, 5, 0.0, V**-2.5), 3)):
         (draft,) = RandomDrafter(coupled=False).propose([request], [budget])
         assert draft.tree.num_drafted == length

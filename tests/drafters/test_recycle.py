@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import drafting
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
 from tokenleap import ConfigError, SamplingParams
-from tokenleap.control import Budget
 from tokenleap.control.estimates import by_rank
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.acceptance.base import Origin
@@ -18,7 +18,8 @@ from tokenleap.core.sampler import TreeDistributions
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.lookahead import Memory, RecycleDrafter, RecycleOptions, most_probable
+from tokenleap.drafters.lookahead import Memory, RecycleDrafter, most_probable
+from tokenleap.drafters.options import RecycleOptions
 from tokenleap.outputs import StreamedToken
 from tokenleap.request import Request
 from tokenleap.runtime.network import PassOutput
@@ -28,7 +29,7 @@ TIMES = StepTimes(0.0, 0.0, 0.0)
 
 
 def request_of(*tokens: int) -> Request:
-    return Request(tokens, SamplingParams(), vocab_size=VOCAB, max_model_len=10**6)
+    return drafting.request_of(tokens, vocab_size=VOCAB)
 
 
 def logits_of(*best: int) -> torch.Tensor:
@@ -51,8 +52,7 @@ def saw(request: Request, draft: Draft, path: tuple[int, ...], *rows: torch.Tens
 
 
 def propose(drafter: RecycleDrafter, request: Request, nodes: int, depth: int = 9) -> Draft:
-    (draft,) = drafter.propose([request], [Budget(nodes, depth)])
-    return draft
+    return drafting.draft_of(drafter, request, nodes, depth)
 
 
 def test_what_was_probable_after_a_token_is_drafted_after_it() -> None:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenleap import SamplingParams
-from tokenleap.control import Budget
+from tests.drafting import request_of
+from tests.drafting import tokens_of as draft
 from tokenleap.core.references import References, Source
 from tokenleap.drafters.base import Drafter
-from tokenleap.drafters.copying import CopyDrafter, CopyOptions
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions
-from tokenleap.drafters.suffix import SuffixDrafter, SuffixOptions
+from tokenleap.drafters.copying import CopyDrafter
+from tokenleap.drafters.lookups import NgramDrafter
+from tokenleap.drafters.options import CopyOptions, NgramOptions, SuffixOptions
+from tokenleap.drafters.suffix import SuffixDrafter
 from tokenleap.request import Request
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -27,19 +28,7 @@ ALL = pytest.mark.parametrize("method", list(DRAFTERS))
 
 
 def request(tokens: list[int], *texts: tuple[int, ...], source: Source | None = None) -> Request:
-    return Request(
-        tokens,
-        SamplingParams(),
-        vocab_size=100,
-        max_model_len=10**6,
-        source=source,
-        references=References(texts),
-    )
-
-
-def draft(drafter: Drafter, asked: Request, length: int = 3) -> list[int]:
-    (proposal,) = drafter.propose([asked], [Budget(length, length)])
-    return list(proposal.tree.tokens[1:])
+    return request_of(tokens, source=source, references=References(texts))
 
 
 @ALL
@@ -90,22 +79,19 @@ def test_copying_a_region_still_begins_at_its_beginning() -> None:
     assert draft(drafter, asked) == [10, 11, 12]
 
 
-@ALL
-def test_the_index_is_shared_and_freed_with_the_requests(method: str) -> None:
-    drafter = DRAFTERS[method]()
-    texts = References(((40, 41, 50),))
-    seen = weakref.ref(texts)
-    asked = [
-        Request([40], SamplingParams(), vocab_size=100, max_model_len=99, references=texts)
-        for _ in range(2)
-    ]
-    assert [draft(drafter, each, 1) for each in asked] == [[41], [41]]
-    assert len(texts._indexes) == (method != "copy")
-    for each in asked:
-        drafter.release(each)
+def test_the_index_is_shared_and_freed_with_the_requests() -> None:
+    drafters, seen = {name: make() for name, make in DRAFTERS.items()}, []
+    for method, drafter in drafters.items():
+        texts = References(((40, 41, 50),))
+        seen.append(weakref.ref(texts))
+        asked = [request_of([40], references=texts) for _ in range(2)]
+        assert [draft(drafter, each, 1) for each in asked] == [[41], [41]]
+        assert len(texts._indexes) == (method != "copy")
+        for each in asked:
+            drafter.release(each)
     del texts, asked, each
     gc.collect()
-    assert seen() is None
+    assert [texts() for texts in seen] == [None] * len(drafters)
 
 
 def test_ngram_finds_what_the_definition_says() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.drafting import draft_of, request_of
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
 from tests.tiny import reference_greedy, tiny_model
-from tokenleap import CompatibilityError, ConfigError, SamplingParams
+from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
-from tokenleap.drafters.text.datastore import RestDrafter, RestOptions, index_texts, spread
-from tokenleap.request import Request
+from tokenleap.drafters.options import RestOptions
+from tokenleap.drafters.text.datastore import RestDrafter, index_texts, spread
 
 V = 40
 TEXTS = [
@@ -29,8 +29,7 @@ TEXTS = [
 
 def propose(text: list[int], budget: Budget = Budget(10, 10), **fields: Any) -> Draft:  # noqa: B008
     drafter = RestDrafter(index_texts(TEXTS, V), RestOptions(datastore="given", **fields))
-    request = Request(text, SamplingParams(), vocab_size=V + 9, max_model_len=999)
-    (draft,) = drafter.propose([request], [budget])
+    (draft,) = drafter.propose([request_of(text, vocab_size=V + 9)], [budget])
     return draft
 
 
@@ -90,8 +89,7 @@ def test_trees_against_counting(seed: int) -> None:
     texts = [[dice.choice([0, 0, 1, 2]) for _ in range(40)] for _ in range(3)]
     options = RestOptions(datastore="given", branching=True, max_match=2, max_hits=10_000)
     drafter = RestDrafter(index_texts(texts, V), options)
-    request = Request([3, 0, 1], SamplingParams(), vocab_size=V, max_model_len=999)
-    (draft,) = drafter.propose([request], [Budget(12, 4)])
+    draft = draft_of(drafter, request_of([3, 0, 1]), 12, 4)
     starts = [(t, i + 2) for t in texts for i in range(len(t)) if t[i : i + 2] == [0, 1]]
     strings = [tuple(t[i : i + n]) for t, i in starts for n in range(1, 5) if i + n <= len(t)]
     weights = {string: strings.count(string) for string in strings}
@@ -106,12 +104,6 @@ def test_occurrences_are_read_at_equal_distances() -> None:
     assert list(spread(range(0), 4)) == []
     assert drafted([0, 1, 2], max_hits=1) == [3, 4, 5]
     assert propose([0, 1, 2], branching=True, max_hits=1).tree.is_chain
-
-
-def test_q_is_one_hot() -> None:
-    draft = propose([0, 1, 2], branching=True)
-    assert [distribution.certain for distribution in draft.q] == list(draft.tree.tokens[1:])
-    assert torch.equal(draft.q_of(1).probs, torch.ones(1))
 
 
 # With a model
@@ -146,12 +138,6 @@ def test_trees_keep_the_output(rule: str, tmp_path: Path) -> None:
     steps = [step for o in outputs for step in o.trace.steps]
     assert any(len(set(step.parents)) < len(step.parents) for step in steps)
     assert sum(o.metrics.num_accepted_tokens for o in outputs) > 0
-
-
-def test_trees_need_a_rule_that_takes_them() -> None:
-    tiny_llm(tiny_model(), "rest", "block")
-    with pytest.raises(CompatibilityError, match=r"'block' takes chains only.*RestDrafter"):
-        tiny_llm(tiny_model(), "rest", "block", branching=True)
 
 
 # Bad input

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,20 +17,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.drafting import drafter_of
+from tests.drafting import draft_of, drafter_of, request_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, Truncation, truncate, truncated
 from tokenleap.core.tree import Draft
-from tokenleap.drafters.lookups import NgramTableDrafter, NgramTableOptions
-from tokenleap.drafters.text.ngrams import (
-    CorpusNgramDrafter,
-    CorpusNgramOptions,
-    SmoothedNgrams,
-    count_ngrams,
-)
+from tokenleap.drafters.lookups import NgramTableDrafter
+from tokenleap.drafters.options import CorpusNgramOptions, NgramTableOptions
+from tokenleap.drafters.text.ngrams import CorpusNgramDrafter, SmoothedNgrams, count_ngrams
 from tokenleap.request import Request
 
 OWN: list[dict[str, Any]] = [
@@ -115,7 +109,7 @@ def test_counted_distributions_are_truncated_like_logits(
 @pytest.mark.parametrize("method", ["ngram_table", "corpus_ngram"])
 def test_counted_drafters_truncate_their_own_q(method: str) -> None:
     text = [9, 1, 9, 1, 9, 1, 9, 2, 9, 2, 9, 3, 9]
-    request = Request(text, SamplingParams(seed=3), vocab_size=50, max_model_len=99)
+    request = request_of(text, SamplingParams(seed=3), 50)
 
     def first_q(**own: Any) -> Distribution:
         drafter: NgramTableDrafter | CorpusNgramDrafter
@@ -125,8 +119,7 @@ def test_counted_drafters_truncate_their_own_q(method: str) -> None:
             ngrams = SmoothedNgrams(count_ngrams([text], vocab_size=50))
             options = CorpusNgramOptions(corpus="x", **own)
             drafter = CorpusNgramDrafter(ngrams, options, coupled=False)
-        draft: Draft = drafter.propose([request], [Budget(1, 1)])[0]
-        return draft.q_of(1)
+        return draft_of(drafter, request, 1).q_of(1)
 
     whole = first_q()
     assert whole.tokens.tolist() == [1, 2, 3]
@@ -137,31 +130,14 @@ def test_counted_drafters_truncate_their_own_q(method: str) -> None:
     assert first_q(draft_top_k=0, draft_top_p=1.0).tokens.tolist() == [1, 2, 3]
 
 
-@contextmanager
-def watched(drafter: Any) -> Iterator[list[Draft]]:
-    """The drafts that a drafter proposes meanwhile."""
-    seen: list[Draft] = []
-    propose = drafter.propose
-
-    def watch(*args: Any) -> list[Draft]:
-        drafts: list[Draft] = propose(*args)
-        seen.extend(drafts)
-        return drafts
-
-    drafter.propose = watch
-    yield seen
-    del drafter.propose
-
-
 @pytest.mark.parametrize("method", ["eagle", "parallel", "medusa", "early_exit", "hybrid"])
-def test_all_that_sample_take_them(method: str) -> None:
+def test_all_that_sample_take_them(method: str, all_drafts: list[Draft]) -> None:
     """Heads, some of which draft a part of the vocabulary alone, and parts of the target."""
     own: dict[str, Any] = {"draft_top_k": 2, "draft_temperature": 3.0}
     fields = {"drafter": {"method": "eagle", **own}} if method == "hybrid" else own
     llm = tiny_llm(tiny_model(), method, "rejection", **fields)
-    with watched(drafter_of(llm)) as drafts:
-        llm.generate(PROMPTS[:2], SamplingParams(seed=2, max_tokens=16))
-    sizes = {len(q.probs) for draft in drafts for q in draft.q}
+    llm.generate(PROMPTS[:2], SamplingParams(seed=2, max_tokens=16))
+    sizes = {len(q.probs) for draft in all_drafts for q in draft.q}
     assert 2 in sizes
     assert max(sizes) == 2
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tests.drafting import drafter_of
 from tests.matrix import LOSSLESS, PROMPTS, takes_any_tree, tiny_llm
@@ -37,12 +39,19 @@ def drafts_of(llm: LLM, prompts: list[list[int]], temperature: float, nodes: int
     return drafter_of(llm).propose(batch, [Budget(nodes, nodes)] * len(batch))
 
 
-def logits_at(layers: int, tokens: list[int]) -> Tensor:
-    """[V] of a model cut by hand, without a cache."""
+@cache
+def cut_model(layers: int) -> PreTrainedModel:
     model = tiny_model(num_hidden_layers=6)
     del model.model.layers[layers:]
+    return model
+
+
+def logits_at(layers: int, tokens: list[int]) -> Tensor:
+    """[V] of a model cut by hand, without a cache."""
     with torch.inference_mode():
-        logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        logits: Tensor = cut_model(layers)(
+            input_ids=torch.tensor([tokens]), use_cache=False
+        ).logits[0, -1]
     return logits
 
 

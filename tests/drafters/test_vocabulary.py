@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tests.drafting import drafter_of
+from tests.drafting import draft_of, drafter_of, tokens_of
 from tests.invariants.test_statistics import p_value
 from tests.tiny import CONTEXT, tiny_model
 from tests.vocabularies import END, OTHER_TEXT, TEXT, bpe, permuted, small, words
@@ -29,7 +29,6 @@ from tokenleap import (
     SpeculativeConfig,
     TokenleapError,
 )
-from tokenleap.control import Budget
 from tokenleap.core.sampler import Sampler
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import VocabularyOverlap
@@ -224,17 +223,9 @@ def test_the_same_tokens_in_another_order(rule: str) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz ."
     order = random.Random(0).sample(range(len(letters)), len(letters))
     target, draft = small(letters), small("".join(letters[i] for i in order))
-    model = model_for(target)
+    model = permuted(model_for(target), order)
     for way in WAYS:
-        config = {
-            "model": permuted(model, order),
-            "draft_tokenizer": draft,
-            "vocabulary": way,
-            "acceptance": rule,
-            "controller": "fixed",
-            "num_speculative_tokens": 4,
-        }
-        llm = LLM(model, tokenizer=target, speculative_config=config)
+        llm = llm_for(target, draft, rule, model=model, vocabulary=way)
         sampled = SamplingParams(temperature=1.0, top_k=9, seed=3, max_tokens=25)
         for params in (GREEDY, sampled) if way == "intersection" else (GREEDY,):
             metrics = llm.generate(["the cat"], params)[0].metrics
@@ -247,7 +238,7 @@ def test_q_is_the_restricted_distribution() -> None:
     llm = llm_for(rule="rejection")
     request = request_of(TARGET.encode(PROMPT), SAMPLED)
     drafter = drafter_of(llm)
-    (draft,) = drafter.propose([request], [Budget(4, 4)])
+    draft = draft_of(drafter, request, 4)
     assert draft.tree.num_drafted == 4
     translator, model = translator_of(llm), model_for(DRAFT, seed=1)
     read = translator.translate(request_of(TARGET.encode(PROMPT)))
@@ -326,11 +317,10 @@ def test_a_drafter_catches_up_from_the_committed_tokens(way: str) -> None:
     drafted = 0
     request = request_of(target.encode(PROMPT), size=size)
     for step in range(12):
-        (ours,) = drafter_of(used).propose([request], [Budget(4, 4)])
+        ours = draft_of(drafter_of(used), request, 4)
         fresh = llm_for(target, draft, vocabulary=way) if step % 3 == 0 else used
         alike = request_of(list(request.token_ids), size=size)
-        (expected,) = drafter_of(fresh).propose([alike], [Budget(4, 4)])
-        assert ours.tree == expected.tree
+        assert ours.tree == draft_of(drafter_of(fresh), alike, 4).tree
         drafted += ours.tree.num_drafted
         if step % 4 == 3:
             del request.token_ids[-3:]
@@ -389,8 +379,7 @@ def test_a_character_is_read_when_it_is_whole() -> None:
     for end in range(len(tokens) - 3, len(tokens)):
         request.token_ids = tokens[:end]
         assert str(draft.decode(translator.translate(request))).strip() == "cat"
-        (nothing,) = drafter_of(llm).propose([request], [Budget(4, 4)])
-        assert nothing.tree.num_drafted == 0
+        assert tokens_of(drafter_of(llm), request, 4) == []
     request.token_ids = tokens
     assert draft.decode(translator.translate(request)) == "cat \U0001f63b"
 
@@ -462,28 +451,20 @@ def test_nothing_to_read() -> None:
     byte = target.encode("\U0001f63b")[0]
     for way in WAYS:
         llm = llm_for(target, DRAFT, vocabulary=way)
-        (draft,) = drafter_of(llm).propose([request_of([byte], size=300)], [Budget(4, 4)])
-        assert draft.tree.num_drafted == 0
+        assert tokens_of(drafter_of(llm), request_of([byte], size=300), 4) == []
 
 
 def test_the_context_of_the_draft_model_is_counted_in_its_tokens() -> None:
     """It needs more of them for the same text, and stops drafting where its context ends."""
     target, draft = bpe(), small("abcdefghijklmnopqrstuvwxyz ")
+    model = model_for(draft, max_position_embeddings=40)
     for way in WAYS:
-        config = {
-            "model": model_for(draft, max_position_embeddings=40),
-            "draft_tokenizer": draft,
-            "vocabulary": way,
-            "controller": "fixed",
-            "num_speculative_tokens": 4,
-        }
-        llm = LLM(model_for(target), tokenizer=target, speculative_config=config)
+        llm = llm_for(target, draft, model=model, vocabulary=way)
         tokens = target.encode(PROMPT)
         assert len(tokens) < len(PROMPT) < 40
         for repeats in (1, 2):
             request = request_of(tokens * repeats)
-            (drafted,) = drafter_of(llm).propose([request], [Budget(4, 4)])
-            assert (drafted.tree.num_drafted > 0) == (repeats == 1)
+            assert bool(tokens_of(drafter_of(llm), request, 4)) == (repeats == 1)
 
 
 # Text
@@ -582,10 +563,9 @@ def test_more_logits_than_the_target_has_are_cut() -> None:
     size = len(TARGET.get_vocab())
     drafts = []
     for order in (range(size), [*range(size), 0, 1, 2]):
-        config = {"model": permuted(draft, order), "draft_tokenizer": TARGET, "vocabulary": "same"}
-        llm = LLM(model_for(TARGET), tokenizer=TARGET, speculative_config=config)
+        llm = llm_for(TARGET, TARGET, model=permuted(draft, order), vocabulary="same")
         request = request_of(TARGET.encode(PROMPT), SAMPLED)
-        drafts += drafter_of(llm).propose([request], [Budget(4, 4)])
+        drafts.append(draft_of(drafter_of(llm), request, 4))
     assert drafts[0].tree == drafts[1].tree
     assert drafts[0].tree.num_drafted == 4
     for ours, theirs in zip(drafts[0].q, drafts[1].q, strict=True):

@@ -16,7 +16,8 @@ from tests.matrix import PROMPTS
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import SamplingParams
 from tokenleap.core.tree import TokenTree, chain
-from tokenleap.drafters.lookups import NgramDrafter, NgramOptions
+from tokenleap.drafters.lookups import NgramDrafter
+from tokenleap.drafters.options import NgramOptions
 from tokenleap.request import Request
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.target import Target

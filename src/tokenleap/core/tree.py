@@ -76,6 +76,16 @@ class TokenTree:
             node = self.parents[node]
         return tuple(reversed(nodes))
 
+    def walk(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes of a path of tokens from the root's child on, as far as the tree has it."""
+        nodes = [0]
+        for token in tokens:
+            same = (node for node in self.children[nodes[-1]] if self.tokens[node] == token)
+            if (node := next(same, None)) is None:
+                break
+            nodes.append(node)
+        return nodes[1:]
+
     def path_tokens(self, node: int) -> list[int]:
         """Tokens of `path(node)`: all tokens after the root, up to and including `node`."""
         return [self.tokens[i] for i in self.path(node)]

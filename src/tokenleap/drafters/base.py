@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator
 
 from tokenleap.core.config import Config
-from tokenleap.core.per_request import PerRequest, drop_request
+from tokenleap.core.per_request import PerRequest as PerRequest
+from tokenleap.core.per_request import drop_request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,25 +25,6 @@ if TYPE_CHECKING:
     from tokenleap.decode import Outcome, StepTimes
     from tokenleap.drafters.online import Learnable
     from tokenleap.request import Request
-
-__all__ = [
-    "Drafter",
-    "DrafterOptions",
-    "DrafterTraits",
-    "InnerConfig",
-    "OneByOne",
-    "PerRequest",
-    "VocabularyOverlap",
-    "Way",
-    "layers_of",
-    "with_method",
-]
-
-
-# `VocabularyOverlap`: how a draft model's vocabulary compares with the target's.
-#
-# `vocabulary.Vocabularies` computes it, and `LLM.vocabulary_overlap` shows it to users.
-
 
 Way: TypeAlias = Literal["same", "intersection", "text"]
 """How a draft model drafts (see `DraftModelOptions.vocabulary`)."""

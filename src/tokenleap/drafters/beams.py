@@ -119,20 +119,20 @@ class DraftPerBeam(Proposer):
         beams = _beams(request)
         free = self._views.pop(request.key, [])
         texts = [[*request.token_ids, *beams.tree.path_tokens(node)] for _, node in beams.live]
-        views: list[Request | None] = []
-        for text in texts:
-            before = next((v for v in free if text[: len(v.token_ids)] == v.token_ids), None)
-            views.append(None if before is None else request.view(text, before.key))
-            if before is not None:
-                free.remove(before)
+        continued = dict[int, Request]()
         for index, text in enumerate(texts):
-            if views[index] is None:
-                views[index] = self._replaced(request, text, free)
+            before = next((v for v in free if text[: len(v.token_ids)] == v.token_ids), None)
+            if before is not None:
+                continued[index] = request.view(text, before.key)
+                free.remove(before)
+        views = [
+            continued.get(index) or self._replaced(request, text, free)
+            for index, text in enumerate(texts)
+        ]
         for view in free:
             self._drafter.release(view)
-        found = [view for view in views if view is not None]
-        self._views[request.key] = found
-        return found
+        self._views[request.key] = views
+        return views
 
     def _replaced(self, request: Request, text: list[int], free: list[Request]) -> Request:
         """The request of a beam that continues none of the present ones."""

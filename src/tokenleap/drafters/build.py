@@ -1,7 +1,7 @@
-"""Builds the drafters that look up, count or guess tokens, and those that combine others.
+"""Builds the drafters of all methods.
 
 The functions import what they build. So the registry, which names them, does not need PyTorch, and
-a process imports the drafters that it uses. `build.py` has all other methods.
+a process imports the drafters that it uses.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _pad_token_id(parts: DrafterParts) -> int:
     return next(int(token) for token in candidates if token is not None)
 
 
-# Builds the drafters with a model, a trained head or a part of the target (see `build.py`).
+# Drafters with a model, a trained head or a part of the target.
 
 
 def build_draft_model(parts: DrafterParts) -> Drafter:

@@ -10,7 +10,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from operator import itemgetter
 from typing import Protocol, TypeAlias
@@ -20,37 +20,20 @@ from torch import Tensor
 from tokenleap.control import Budget
 from tokenleap.control.estimates import Decayed, agreed, disagreed, path_probs, prior_rate
 from tokenleap.core.distribution import Distribution
-from tokenleap.core.tree import Draft, GrowingTree, chain
+from tokenleap.core.tree import Draft, GrowingTree
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest, layers_of
+from tokenleap.drafters.growth import GrowingChain
 from tokenleap.drafters.options import (
-    CombineOptions,
     HorizontalOptions,
-    HybridOptions,
     SwitchOptions,
 )
 from tokenleap.errors import CompatibilityError
 from tokenleap.request import Request
 
-__all__ = [
-    "Chooser",
-    "CombineOptions",
-    "Ensemble",
-    "HorizontalCascade",
-    "HorizontalOptions",
-    "Hybrid",
-    "HybridOptions",
-    "MoreTokens",
-    "Several",
-    "Switch",
-    "SwitchOptions",
-    "graft",
-    "merge",
-]
-
 
 class Several(Drafter):
-    """Base of `Ensemble`, `Switch` and `Hybrid`: several drafters that serve the same requests."""
+    """Several drafters that serve the same requests: the base of what combines them."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         traits = [drafter.traits for drafter in drafters]
@@ -66,6 +49,11 @@ class Several(Drafter):
         for drafter in self.inner:
             if drafter.traits.hidden_layers:
                 drafter.observe_prefill(request, start, hidden)
+
+    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """All see every outcome: trained drafters need all hidden states."""
+        for drafter in self.inner:
+            drafter.observe(outcomes, times)
 
     def rewind(self, request: Request) -> None:
         for drafter in self.inner:
@@ -91,10 +79,6 @@ class Ensemble(Several):
             merge(drafts, budget.nodes, shared=self._shares_nodes)
             for drafts, budget in zip(zip(*proposals, strict=True), budgets, strict=True)
         ]
-
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        for drafter in self.inner:
-            drafter.observe(outcomes, times)
 
 
 def merge(drafts: Sequence[Draft], limit: int, *, shared: bool = False) -> Draft:
@@ -255,31 +239,21 @@ class Switch(Several):
 # that of the drafter that drew it.
 
 
-@dataclass
-class _Chain:
-    request: Request
-    budget: Budget
-    tokens: list[int] = field(default_factory=list)
-    distributions: list[Distribution] = field(default_factory=list)
-    path_prob: float = 1.0
-    stopped: bool = False
+class _Chain(GrowingChain):
+    def __init__(self, request: Request, budget: Budget) -> None:
+        super().__init__(request.root, budget)
+        self.request = request
 
     def rest(self, max_tokens: int) -> Budget:
         """The budget of the next drafter, for at most `max_tokens` tokens."""
-        left = self.budget.chain - len(self.tokens)
-        length = 0 if self.stopped else min(left, max_tokens)
-        min_path_prob = self.budget.min_path_prob / self.path_prob if self.path_prob else 0.0
-        return replace(self.budget, nodes=length, depth=length, min_path_prob=min_path_prob)
+        budget, left = self.budget, self.budget.chain - len(self.tokens)
+        length = 0 if self.ended else min(left, max_tokens)
+        min_path_prob = budget.min_path_prob / self.path_prob if self.path_prob else 0.0
+        return replace(budget, nodes=length, depth=length, min_path_prob=min_path_prob)
 
-    def add(self, draft: Draft) -> None:
-        self.tokens += draft.tree.tokens[1:]
-        self.distributions += draft.q
-        for token_prob in _token_probs(draft):
-            self.path_prob *= token_prob
-            self.stopped = self.budget.stops_below(token_prob, self.path_prob)
-
-    def draft(self) -> Draft:
-        return Draft(chain([self.request.root, *self.tokens]), tuple(self.distributions))
+    def extend(self, draft: Draft) -> None:
+        for each in zip(draft.tree.tokens[1:], draft.q, _token_probs(draft), strict=True):
+            self.add(*each)
 
 
 def _token_probs(draft: Draft) -> list[float]:
@@ -297,7 +271,7 @@ def _token_probs(draft: Draft) -> list[float]:
     return probs
 
 
-class HorizontalCascade(Drafter):
+class HorizontalCascade(Several):
     """Chains that the first drafter begins and the next ones continue."""
 
     def __init__(self, drafters: Sequence[Drafter], options: HorizontalOptions) -> None:
@@ -317,21 +291,15 @@ class HorizontalCascade(Drafter):
                 "a drafter that reads hidden states, which end with the committed tokens, can only "
                 "come first in a horizontal cascade."
             )
-        traits = [drafter.traits for drafter in drafters]
-        self.traits = DrafterTraits(
-            reads_target_kv=traits[0].reads_target_kv,
-            hidden_layers=traits[0].hidden_layers,
-            quotes_references=any(each.quotes_references for each in traits),
-            follows_prediction=any(each.follows_prediction for each in traits),
-        )
-        self.inner = list(drafters)
+        super().__init__(drafters)
+        self.traits = replace(self.traits, reads_target_kv=drafters[0].traits.reads_target_kv)
         self._stages = [_Stage(*pair) for pair in zip(drafters, options.tokens, strict=True)]
 
     def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
         chains = [_Chain(*pair) for pair in zip(batch, budgets, strict=True)]
         for lane, stage in enumerate(self._stages):
             stage.extend(chains, lane)
-        return [drafted.draft() for drafted in chains]
+        return [drafted.draft(with_probs=False) for drafted in chains]
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         for stage in self._stages:
@@ -374,7 +342,7 @@ class _Stage:
             self._seen[request.key] = request.token_ids
         drafts = self._drafter.propose(shown, [budget for _, budget in growing])
         for (drafted, _), draft in zip(growing, drafts, strict=True):
-            drafted.add(draft)
+            drafted.extend(draft)
 
     def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         if self._drafter.traits.hidden_layers:  # it needs all outcomes
@@ -492,11 +460,6 @@ class Hybrid(Several):
                     draft, found[row], budgets[row].nodes, siblings=self._adds_siblings
                 )
         return drafts
-
-    def observe(self, outcomes: Sequence[Outcome], times: StepTimes) -> None:
-        """Both see every outcome: the trained drafter needs all hidden states."""
-        self._lookup.observe(outcomes, times)
-        self._trained.observe(outcomes, times)
 
 
 def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:

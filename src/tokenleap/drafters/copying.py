@@ -42,17 +42,6 @@ from tokenleap.drafters.lookups import NoDrafter, Occurrences, Positions, joined
 from tokenleap.drafters.options import LONGEST_ALIGNED, CopyOptions
 from tokenleap.request import Request
 
-__all__ = [
-    "BetterLookup",
-    "CopyDrafter",
-    "CopyOptions",
-    "Follower",
-    "PredictedText",
-    "PredictionDrafter",
-    "with_prediction",
-]
-
-
 MOST_INSERTED = 4
 """Tokens in a row that can be inserted."""
 
@@ -233,17 +222,11 @@ def _follower(request: Request) -> Follower:
 
 def _count(outcome: Outcome, proposed: Sequence[int]) -> None:
     """Count the nodes of the verified draft that are tokens of the prediction."""
-    tree, metrics, node = outcome.draft.tree, outcome.request.metrics, 0
-    kept = outcome.accepted.path[: len(outcome.committed)]
-    for token in proposed:
-        among = tree.children[node]
-        node = next((child for child in among if tree.tokens[child] == token), 0)
-        if not node:
-            return
-        if node in kept:
-            metrics.accepted_prediction_tokens += 1
-        else:
-            metrics.rejected_prediction_tokens += 1
+    metrics, kept = outcome.request.metrics, outcome.accepted.path[: len(outcome.committed)]
+    nodes = outcome.draft.tree.walk(proposed)
+    num_kept = len(set(nodes).intersection(kept))
+    metrics.accepted_prediction_tokens += num_kept
+    metrics.rejected_prediction_tokens += len(nodes) - num_kept
 
 
 class BetterLookup(Several):
@@ -287,8 +270,7 @@ class BetterLookup(Several):
             if pair := self._proposed.pop(outcome.request.key, None):
                 for draft, rates in zip(pair, self._rates, strict=True):
                     rates.learn(draft, outcome)
-        for drafter in self.inner:
-            drafter.observe(outcomes, times)
+        super().observe(outcomes, times)
 
     def forget(self) -> None:
         self._rates = AcceptanceRates(), AcceptanceRates()

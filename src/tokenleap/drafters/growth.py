@@ -105,20 +105,29 @@ class GrowingChain:
     """
 
     def __init__(self, root: int, budget: Budget) -> None:
-        self._root, self._budget = root, budget
+        self._root, self.budget = root, budget
         self.tokens: list[int] = []
         self.q: list[Distribution] = []
         self.path_probs: list[float] = []
         self.ended = not budget.chain
 
+    @property
+    def path_prob(self) -> float:
+        return self.path_probs[-1] if self.path_probs else 1.0
+
+    def draw(self, q: Distribution, noise: Noise) -> None:
+        """Append a token drawn from this distribution."""
+        token = noise.draw(q, len(self.tokens))
+        self.add(token, q, q.prob(token))
+
     def add(self, token: int, q: Distribution, probability: float) -> None:
         """Append a token with the distribution that it was drawn from."""
-        path_prob = probability * (self.path_probs[-1] if self.path_probs else 1.0)
+        path_prob = probability * self.path_prob
         self.tokens.append(token)
         self.q.append(q)
         self.path_probs.append(path_prob)
-        full = len(self.tokens) == self._budget.chain
-        self.ended = full or self._budget.stops_below(probability, path_prob)
+        full = len(self.tokens) == self.budget.chain
+        self.ended = full or self.budget.stops_below(probability, path_prob)
 
     def draft(self, *, with_probs: bool = True) -> Draft:
         """The chain; `path_probs` are for controllers that learn where to end drafts."""

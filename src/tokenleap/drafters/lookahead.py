@@ -32,16 +32,6 @@ from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import LookaheadOptions, RecycleOptions
 from tokenleap.request import Request
 
-__all__ = [
-    "LookaheadDrafter",
-    "LookaheadOptions",
-    "Pool",
-    "RecycleDrafter",
-    "RecycleOptions",
-    "Window",
-    "most_probable",
-]
-
 
 class Pool:
     """The latest n-grams of one request, by their first token."""
@@ -137,10 +127,10 @@ class LookaheadDrafter(OneByOne):
                 continue
             guesses: list[int] = []
             for path, column in window.columns():
-                node = _find(outcome.draft.tree, path)
-                if node is None:
+                nodes = outcome.draft.tree.walk(path)
+                if len(nodes) < len(path):
                     break  # the budget left no room for this column
-                guesses.append(outcome.output.argmax_of(node))
+                guesses.append(outcome.output.argmax_of(nodes[-1]))
                 if len(column) == self._options.ngram_size - 1:
                     self._pools[outcome.request.key].add([*column, guesses[-1]])
             window.advance(len(outcome.request.token_ids), guesses)
@@ -168,17 +158,6 @@ def _input(request: Request) -> Sequence[int]:
         return request.prompt_ids
     # An encoder may have a vocabulary of its own.
     return [token for token in request.input_ids if token < request.sampler.vocab_size]
-
-
-def _find(tree: TokenTree, path: Sequence[int]) -> int | None:
-    """The node at the end of a path of tokens below the root; None if the tree lacks it."""
-    node: int | None = 0
-    for token in path:
-        assert node is not None
-        node = next((n for n in tree.children[node] if tree.tokens[n] == token), None)
-        if node is None:
-            return None
-    return node
 
 
 Context: TypeAlias = tuple[int, ...]

@@ -24,6 +24,7 @@ from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.params import GREEDY_BELOW
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import Drafter, DrafterTraits, OneByOne, PerRequest
+from tokenleap.drafters.growth import GrowingChain
 from tokenleap.drafters.options import (
     LONGEST_ALIGNED,
     CountedOptions,
@@ -32,24 +33,6 @@ from tokenleap.drafters.options import (
     RegexOptions,
 )
 from tokenleap.request import Request
-
-__all__ = [
-    "SEPARATOR",
-    "CountedChains",
-    "CountedOptions",
-    "NgramDrafter",
-    "NgramOptions",
-    "NgramTable",
-    "NgramTableDrafter",
-    "NgramTableOptions",
-    "NoDrafter",
-    "Occurrences",
-    "Positions",
-    "RandomDrafter",
-    "RegexDrafter",
-    "RegexOptions",
-    "joined",
-]
 
 
 class SearchedText:
@@ -218,19 +201,14 @@ class CountedChains(OneByOne):
         temperature = self._temperature(request)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         context = request.token_ids[-self._context_length :]
-        tokens, distributions, path_prob = [request.root], [], 1.0
-        for depth in range(budget.chain):
+        drafted = GrowingChain(request.root, budget)
+        while not drafted.ended:
             found = self.successors(request, context, temperature)
             if found is None:
                 break
-            distributions.append(self._truncated(found))
-            tokens.append(noise.draw(distributions[-1], depth))
-            token_prob = distributions[-1].prob(tokens[-1])
-            path_prob *= token_prob
-            if budget.stops_below(token_prob, path_prob):
-                break
-            context = [*context[1 - self._context_length :], tokens[-1]]
-        return Draft(chain(tokens), tuple(distributions))
+            drafted.draw(self._truncated(found), noise)
+            context = [*context[1 - self._context_length :], drafted.tokens[-1]]
+        return drafted.draft(with_probs=False)
 
     def _truncated(self, found: Distribution) -> Distribution:
         top_k, top_p = self._options.draft_top_k, self._options.draft_top_p
@@ -383,15 +361,12 @@ class RandomDrafter(OneByOne):
         self._coupled = coupled
 
     def draft(self, request: Request, budget: Budget) -> Draft:
-        vocab_size = request.sampler.vocab_size
-        distribution = uniform(vocab_size)
+        distribution = uniform(request.sampler.vocab_size)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
-        drafted: list[int] = []
-        while len(drafted) < budget.chain:
-            drafted.append(noise.draw(distribution, len(drafted)))
-            if budget.stops_below(1 / vocab_size, vocab_size ** -len(drafted)):
-                break
-        return Draft(chain([request.root, *drafted]), (distribution,) * len(drafted))
+        drafted = GrowingChain(request.root, budget)
+        while not drafted.ended:
+            drafted.draw(distribution, noise)
+        return drafted.draft(with_probs=False)
 
 
 @lru_cache(maxsize=8)

@@ -43,12 +43,24 @@ from tokenleap.drafters.shapes import Node, TreeOptions, shape_of
 from tokenleap.errors import RequestError
 from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
-from tokenleap.runtime.network import GrownTree, GrowthLimit, PassOutput
+from tokenleap.runtime.network import GrownTree, GrowthLimit, Need, PassOutput
+from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
+
+
+def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:
+    """Outputs that a pass needs: before the first level, logits of the root (`Scorer.verify`)."""
+    return Need(last=None if any(num_computed) else 1, hidden=hidden)
 
 
 class Scorer(ABC):
     """A drafting model with its KV: the part of `ModelDrafter` that differs between methods."""
+
+    _model: Passes
+    """The drafting model, where `verify` and `grow` are those below."""
+
+    grows: bool = True
+    """Whether the model can draft a tree in one call, if its network can."""
 
     reads_target_kv: bool = False
     """See `DrafterTraits.reads_target_kv`."""
@@ -81,7 +93,6 @@ class Scorer(ABC):
     def pending(self, request: Request) -> list[int]:
         """Committed tokens whose KV is missing, the root last; the others are in the cache."""
 
-    @abstractmethod
     def verify(
         self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
     ) -> list[PassOutput]:
@@ -95,6 +106,7 @@ class Scorer(ABC):
             [B] outputs with logits [n, V] of the n new nodes of each tree, or [n, Vd] with
             `token_ids`. In the first pass, the last one's are enough: those of the root.
         """
+        return self._model.verify(keys, trees, num_computed, scored(num_computed))
 
     def grow(
         self,
@@ -107,7 +119,7 @@ class Scorer(ABC):
 
         None if the model cannot do this.
         """
-        return None
+        return self._model.grow(keys, pending, plan, limits) if self.grows else None
 
     @abstractmethod
     def finish_draft(self, request: Request, num_tokens: int) -> None:
@@ -132,10 +144,10 @@ class TargetScorer(Scorer):
     reads_target_kv = True
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self._model = target
 
     def room(self, request: Request) -> int:
-        return self._target.max_model_len - len(request.token_ids)
+        return self._model.max_model_len - len(request.token_ids)
 
     def pending(self, request: Request) -> list[int]:
         """Only the root: the target's rows hold the KV of all tokens before it (invariant 1)."""

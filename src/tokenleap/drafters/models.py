@@ -28,7 +28,6 @@ from tokenleap.drafters.growth import GrowingChain
 from tokenleap.drafters.model_drafter import Scorer, TargetScorer
 from tokenleap.drafters.options import (
     CascadeOptions,
-    DraftModelOptions,
     EarlyExitOptions,
     LayerSkipOptions,
 )
@@ -47,33 +46,9 @@ from tokenleap.runtime.network import (
 from tokenleap.runtime.passes import Passes, Rows
 from tokenleap.runtime.target import Target
 
-__all__ = [
-    "Cascade",
-    "CascadeOptions",
-    "DraftModelOptions",
-    "EarlyExitOptions",
-    "LayerSkipOptions",
-    "OwnModel",
-    "SaturatingLayers",
-    "SharedLayers",
-    "exit_early",
-    "leave_out",
-    "most_tokens",
-    "open_row",
-    "resized",
-    "rows_that_fit",
-    "scored",
-    "skip_layers",
-]
-
 FIRST_PASS = 32
 """Most committed tokens that the first drafting pass computes. If more are missing, a prefill
 computes them."""
-
-
-def scored(num_computed: Sequence[int], hidden: tuple[int, ...] = ()) -> Need:
-    """Outputs that a pass needs: before the first level, logits of the root (`Scorer.verify`)."""
-    return Need(last=None if any(num_computed) else 1, hidden=hidden)
 
 
 class OwnModel(Scorer):
@@ -140,20 +115,6 @@ class OwnModel(Scorer):
 
     def _prefill(self, request: Request, start: int, stop: int) -> None:
         self._model.prefill(request.key, self.seen(request)[start:stop])
-
-    def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
-    ) -> list[PassOutput]:
-        return self._model.verify(keys, trees, num_computed, scored(num_computed))
-
-    def grow(
-        self,
-        keys: Sequence[int],
-        pending: Sequence[Sequence[int]],
-        plan: GrowthPlan,
-        limits: Sequence[GrowthLimit],
-    ) -> list[GrownTree] | None:
-        return self._model.grow(keys, pending, plan, limits)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         """Keep the KV of the pending tokens, which are committed; discard that of the draft."""
@@ -315,31 +276,6 @@ class _Resized(Target):
         return functional.pad(logits[:, : self.vocab_size], (0, missing), value=-torch.inf)
 
 
-class SharedLayers(TargetScorer):
-    """A part of the target as drafting model, on the target's own KV (see `Scorer`).
-
-    Args:
-        network: the network that drafts: a part of the target's layers.
-    """
-
-    def __init__(self, target: Target, network: Network) -> None:
-        super().__init__(target.with_network(network))
-
-    def verify(
-        self, keys: Sequence[int], trees: Sequence[TokenTree], num_computed: Sequence[int]
-    ) -> list[PassOutput]:
-        return self._target.verify(keys, trees, num_computed)
-
-    def grow(
-        self,
-        keys: Sequence[int],
-        pending: Sequence[Sequence[int]],
-        plan: GrowthPlan,
-        limits: Sequence[GrowthLimit],
-    ) -> list[GrownTree] | None:
-        return self._target.grow(keys, pending, plan, limits)
-
-
 def exit_early(target: Target, options: EarlyExitOptions) -> Scorer:
     """The target's first layers with its final norm and head, as a drafting model."""
     layers = target.network.num_layers
@@ -355,13 +291,13 @@ def exit_early(target: Target, options: EarlyExitOptions) -> Scorer:
         raise ConfigError(
             f"exit_layer: must be 1 to {layers - 1} for this model of {layers} layers, got {count}."
         )
-    return SharedLayers(target, target.network.first_layers(count))
+    return TargetScorer(target.with_network(target.network.first_layers(count)))
 
 
-def skip_layers(target: Target, options: LayerSkipOptions) -> SharedLayers:
+def skip_layers(target: Target, options: LayerSkipOptions) -> TargetScorer:
     """The target without the chosen sublayers, as a drafting model."""
     skipped = options.skipped(target.network.num_layers)
-    return SharedLayers(target, leave_out(target.network, skipped))
+    return TargetScorer(target.with_network(leave_out(target.network, skipped)))
 
 
 def leave_out(network: Network, skipped: Mapping[str, Sequence[int]]) -> Network:
@@ -410,6 +346,8 @@ class SaturatingLayers(TargetScorer):
         layers: numbers of layers, ascending, after which a node may stop; at least two.
         confidence: a node also stops where its most probable token has this probability; None: not.
     """
+
+    grows = False
 
     def __init__(self, target: Target, layers: Sequence[int], confidence: float | None) -> None:
         network = target.network
@@ -471,7 +409,7 @@ class SaturatingLayers(TargetScorer):
         # Nodes before the first one that has not stopped are there for their KV alone.
         judged = max(last - row.start - row.open[0] for row, last in zip(rows, ends, strict=True))
         need = Need(last=judged, hidden=(self._counts[stage],))
-        passes = self._target.with_network(network)
+        passes = self._model.with_network(network)
         outputs = passes.verify([key for key, _ in still], trees, done, need)
         for row, output in zip(rows, outputs, strict=True):
             row.states[stage] += output.hidden[self._counts[stage]].clone()

@@ -26,7 +26,7 @@ from torch import Tensor
 from tokenleap.control import Budget
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
-from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest
+from tokenleap.drafters.base import DrafterTraits, OneByOne, PerRequest
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     WEIGHTS,
@@ -43,28 +43,15 @@ from tokenleap.drafters.heads.folder import (
     write_folder,
 )
 from tokenleap.drafters.heads.probe import check_target
-from tokenleap.drafters.options import PadOptions, PassOptions
 from tokenleap.errors import ModelError
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
-
-__all__ = [
-    "MOST_PADDING",
-    "PadDrafter",
-    "PadOptions",
-    "PassDrafter",
-    "PassOptions",
-    "block_nodes",
-    "read_pass_tokens",
-    "write_pass_tokens",
-]
-
 
 MOST_PADDING = 15
 """Longest block that is trained: it takes 255 nodes, and a draft has at most 256."""
 
 
-class PadDrafter(Drafter):
+class PadDrafter(OneByOne):
     """Trees of the last pass' predictions, with padding below every node; q is one-hot."""
 
     traits = DrafterTraits(drafts_trees=True)
@@ -75,12 +62,7 @@ class PadDrafter(Drafter):
         self._pad = pad_token_id
         self._guesses = PerRequest[tuple[int, list[int]]]()  # length of the text, guesses after it
 
-    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
-        return [
-            self._propose(request, budget) for request, budget in zip(batch, budgets, strict=True)
-        ]
-
-    def _propose(self, request: Request, budget: Budget) -> Draft:
+    def draft(self, request: Request, budget: Budget) -> Draft:
         length, guesses = self._guesses.get(request.key, (0, []))
         if length != len(request.token_ids):
             guesses = []  # tokens were taken back, or there was no pass yet

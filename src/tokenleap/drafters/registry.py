@@ -51,6 +51,11 @@ class NoOptions(DrafterOptions):
     """The options of a method that has none."""
 
 
+def _state_head(method: str, length: int, summary: str) -> DrafterSpec:
+    build_head = partial(build.build_state_head, method=method)
+    return DrafterSpec(StateHeadOptions, build_head, length, takes_head=True, summary=summary)
+
+
 METHODS: dict[str, DrafterSpec] = {
     "none": DrafterSpec(NoOptions, build.build_none, 0, summary="no speculation: the baseline"),
     "draft_model": DrafterSpec(
@@ -76,33 +81,15 @@ METHODS: dict[str, DrafterSpec] = {
         reads_no_source=True,
         summary="a trained head that drafts a block in one pass (P-EAGLE)",
     ),
-    "medusa": DrafterSpec(
-        StateHeadOptions,
-        partial(build.build_state_head, method="medusa"),
-        4,
-        takes_head=True,
-        summary="trained heads, one for each drafted position (Medusa)",
+    "medusa": _state_head("medusa", 4, "trained heads, one for each drafted position (Medusa)"),
+    "hydra": _state_head(
+        "hydra", 4, "trained heads that also read the tokens drafted before (Hydra)"
     ),
-    "hydra": DrafterSpec(
-        StateHeadOptions,
-        partial(build.build_state_head, method="hydra"),
-        4,
-        takes_head=True,
-        summary="trained heads that also read the tokens drafted before (Hydra)",
+    "blockwise": _state_head(
+        "blockwise", 4, "trained layers before the target's output layer (blockwise decoding)"
     ),
-    "blockwise": DrafterSpec(
-        StateHeadOptions,
-        partial(build.build_state_head, method="blockwise"),
-        4,
-        takes_head=True,
-        summary="trained layers before the target's output layer (blockwise decoding)",
-    ),
-    "mlp_speculator": DrafterSpec(
-        StateHeadOptions,
-        partial(build.build_state_head, method="mlp_speculator"),
-        3,
-        takes_head=True,
-        summary="a trained recurrent MLP over the drafted tokens (MLP speculator)",
+    "mlp_speculator": _state_head(
+        "mlp_speculator", 3, "a trained recurrent MLP over the drafted tokens (MLP speculator)"
     ),
     "spec_drafter": DrafterSpec(
         SpecDrafterOptions,

@@ -40,7 +40,6 @@ from tokenleap.drafters.heads.folder import (
 )
 from tokenleap.drafters.heads.probe import check_target
 from tokenleap.drafters.models import open_row
-from tokenleap.drafters.options import SpecDrafterOptions
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.support import check_supported, context_length
 from tokenleap.request import Request
@@ -49,8 +48,6 @@ from tokenleap.runtime.cpu import check_quantization
 from tokenleap.runtime.native.seq2seq import why_not_native_seq2seq
 from tokenleap.runtime.passes import Passes, SourceRows
 from tokenleap.runtime.target import Target
-
-__all__ = ["MaskScorer", "SpecDrafterNotes", "SpecDrafterOptions", "load_spec_drafter"]
 
 _LONG = 15
 """From so many masks on, processors with AMX fill them faster in bfloat16 than in int8."""

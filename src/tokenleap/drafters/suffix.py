@@ -30,21 +30,6 @@ from tokenleap.drafters.growth import best_first_nodes
 from tokenleap.drafters.options import SuffixOptions
 from tokenleap.request import Request
 
-__all__ = [
-    "Candidate",
-    "Leaf",
-    "Node",
-    "Place",
-    "SuffixDrafter",
-    "SuffixOptions",
-    "SuffixTrie",
-    "Text",
-    "grow_chain",
-    "grow_tree",
-    "successors",
-    "times",
-]
-
 
 class EarlierOutputs:
     """The outputs of requests that have ended, in a trie per salt (`Scope`).

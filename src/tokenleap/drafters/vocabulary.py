@@ -4,9 +4,9 @@ Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Alg
 Heterogeneous Vocabularies". The registry calls `Vocabularies` to compare the two vocabularies and
 to make the drafter. `TranslatedModel` is the paper's token-level intersection: q is the draft
 model's distribution, restricted to the tokens that both models have and renormalised.
-Lossless rules stay lossless with this q. The paper's other method, drafting text, is in
-`vocabulary.py`. `vocabulary.py` converts committed tokens to the draft model's ids. Vocabularies
-that differ only in the padding after the last token count as the same.
+Lossless rules stay lossless with this q. `TextDrafter` is the paper's other method, and
+`Translator` converts committed tokens to the draft model's ids. Vocabularies that differ only in
+the padding after the last token count as the same.
 """
 
 from __future__ import annotations
@@ -34,17 +34,14 @@ from tokenleap.drafters.models import OwnModel, resized
 from tokenleap.drafters.shapes import TreeOptions
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request
-from tokenleap.runtime.growth_plan import GrowthPlan
-from tokenleap.runtime.network import GrowthLimit, PassOutput
+from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
 
 # Drafting text: the draft model writes in its own tokens, and the target's tokenizer splits it.
 #
-# The string-level method of Timor et al., "Accelerating LLM Inference with Lossless Speculative
-# Decoding Algorithms for Heterogeneous Vocabularies", for models with few tokens in common.
-# `draft_model` uses it with `vocabulary="text"`. The draft model generates greedily, so nothing is
-# drawn and q is one-hot in the target's tokens. Every rule treats such a draft like one that was
-# looked up.
+# The string-level method of Timor et al., for models with few tokens in common. `draft_model`
+# uses it with `vocabulary="text"`. The draft model generates greedily, so nothing is drawn and q
+# is one-hot in the target's tokens. Every rule treats such a draft like one that was looked up.
 
 
 SHORTEST_TAIL = 4
@@ -170,15 +167,8 @@ class TextDrafter(Drafter):
         return Draft.deterministic(chain([request.root, *list(in_vocabulary)[:length]]))
 
 
-# `TranslatedModel`: a draft model restricted to the tokens that it shares with the target.
-#
-# Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for
-# Heterogeneous Vocabularies": the token-level intersection. `vocabulary.Vocabularies` makes it for
-# `vocabulary="intersection"`.
-
-
 class TranslatedModel(OwnModel):
-    """A draft model restricted to the tokens that both models have (see `Scorer`).
+    """A draft model restricted to the tokens that both models have (`vocabulary="intersection"`).
 
     It reads the committed tokens in translation. It drafts only shared tokens, which have ids in
     both vocabularies. All other tokens have logits of minus infinity. The sampler's distribution
@@ -187,6 +177,8 @@ class TranslatedModel(OwnModel):
     Args:
         to_draft: [V] the draft model's id of each of the target's tokens; -1 if it lacks the token.
     """
+
+    grows = False  # the draft model's most probable tokens may not be shared
 
     def __init__(self, model: Target, translator: Translator, to_draft: Sequence[int]) -> None:
         super().__init__(model, partial=True)
@@ -218,15 +210,6 @@ class TranslatedModel(OwnModel):
         outputs = super().verify(keys, trees, num_computed)
         return [PassOutput(self._restricted(output.scores)) for output in outputs]
 
-    def grow(
-        self,
-        keys: Sequence[int],
-        pending: Sequence[Sequence[int]],
-        plan: GrowthPlan,
-        limits: Sequence[GrowthLimit],
-    ) -> None:
-        """None: the draft model's most probable tokens may not be shared."""
-
     def release(self, request: Request) -> None:
         super().release(request)
         self._translator.release(request)
@@ -251,7 +234,7 @@ class TranslatedModel(OwnModel):
 # model's id of that token. A sequence of other tokens is converted to text, which the draft model's
 # tokenizer splits. The end of a piece depends only on the tokens up to it. The translation of a
 # text is therefore the same for any number of steps, and a step costs only the translation of the
-# last piece. This file does not know models.
+# last piece.
 
 
 INCOMPLETE = "\ufffd"

@@ -33,8 +33,8 @@ from tokenleap.drafters.heads.eagle_net import (
 from tokenleap.drafters.heads.folder import CONFIG, check_layers, read_json
 from tokenleap.drafters.heads.layouts import EMBEDDING, OUTPUT_ROWS, EagleFolder, write_head
 from tokenleap.drafters.heads.probe import Probe, check_head, look, our_text
-from tokenleap.drafters.model_drafter import Committed, Head, States
-from tokenleap.drafters.models import OwnModel, scored
+from tokenleap.drafters.model_drafter import Committed, Head, States, scored
+from tokenleap.drafters.models import OwnModel
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.request import Request
 from tokenleap.runtime.choose import head_network

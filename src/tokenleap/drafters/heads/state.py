@@ -46,6 +46,8 @@ class StateHead(Head):
         net: the head. It is changed: its linear layers are packed.
     """
 
+    grows = False
+
     def __init__(self, net: StateNet, target: Target) -> None:
         assert target.final_norm is not None
         self.layers, self._norm = (target.network.num_layers,), target.final_norm

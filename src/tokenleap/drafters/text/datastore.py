@@ -47,17 +47,6 @@ from tokenleap.drafters.text.ngrams import (
 from tokenleap.errors import TokenleapError
 from tokenleap.request import Request
 
-__all__ = [
-    "FILE",
-    "Datastore",
-    "RestDrafter",
-    "RestOptions",
-    "build_datastore",
-    "index_texts",
-    "load_datastore",
-]
-
-
 FILE = TensorFile("tokenleap-datastore", 1, "datastore", "tokenleap datastore build")
 MAX_VOCAB = (1 << 31) - 1
 """Largest vocabulary: token ids and the separator must fit into 32-bit integers."""
@@ -229,12 +218,11 @@ def _sorter() -> Callable[[Integers], Integers]:
 
 # `rest`: drafts what followed the text's longest suffix in a datastore of the user's own text.
 #
-# He et al., "REST: Retrieval-Based Speculative Decoding". `tokenleap datastore build` makes the
-# datastore (see `tokenleap.drafters.text.datastore`). The longest suffix of the text that occurs in
-# it is looked up, and the continuations of its occurrences are merged into a trie. The weight of a
-# node is the number of continuations that pass through it. Its probability is its weight over its
-# parent's weight. A tree draft has the nodes of greatest weight (section 3.2). A chain follows the
-# most frequent token at every node.
+# The longest suffix of the text that occurs in the datastore is looked up, and the continuations
+# of its occurrences are merged into a trie. The weight of a node is the number of continuations
+# that pass through it. Its probability is its weight over its parent's weight. A tree draft has
+# the nodes of greatest weight (section 3.2). A chain follows the most frequent token at every
+# node.
 
 
 Place = tuple[list[list[int]], int]

@@ -35,23 +35,6 @@ from tokenleap.drafters.options import CorpusNgramOptions
 from tokenleap.errors import CompatibilityError, TokenleapError
 from tokenleap.request import Request
 
-__all__ = [
-    "EMPTY",
-    "FILE",
-    "CorpusNgramDrafter",
-    "CorpusNgramOptions",
-    "NgramTables",
-    "SmoothedNgrams",
-    "TensorFile",
-    "build_ngrams",
-    "check_target",
-    "check_tokens",
-    "count_ngrams",
-    "fingerprint",
-    "load_corpus",
-    "read_tokens",
-]
-
 BLOCK = 1 << 20
 """Bytes that are read from a file at once."""
 
@@ -450,9 +433,9 @@ def _narrow(counts: Ints) -> Int32s:
 #
 # These are the negligible-cost approximation models of Leviathan et al., "Fast Inference from
 # Transformers via Speculative Decoding" (tables 3 and 5 have a unigram and a bigram model).
-# `tokenleap ngrams` makes the tables (see `tokenleap.drafters.text.ngrams`). Let n(..) be counts
-# and T(..) numbers of different successors. The distribution after tokens a, b is interpolated as
-# by Witten and Bell ("The Zero-Frequency Problem", method C):
+# `tokenleap ngrams` makes the tables. Let n(..) be counts and T(..) numbers of different
+# successors. The distribution after tokens a, b is interpolated as by Witten and Bell ("The
+# Zero-Frequency Problem", method C):
 #
 #     P(c | b)    = (n(b, c)    + T(b)    * P(c))     / (n(b)    + T(b))
 #     P(c | a, b) = (n(a, b, c) + T(a, b) * P(c | b)) / (n(a, b) + T(a, b))
@@ -465,7 +448,7 @@ def _narrow(counts: Ints) -> Int32s:
 
 
 class SmoothedNgrams:
-    """The smoothed distribution of the next token (see the module's docstring)."""
+    """The smoothed distribution of the next token (see above)."""
 
     def __init__(self, tables: NgramTables, order: int = 3) -> None:
         self._tables = tables
