@@ -89,14 +89,10 @@ def test_the_openapi_description(server: Served) -> None:
     assert server.http.get("/docs").status_code == 404  # it would load scripts from elsewhere
 
 
-def test_health_and_version(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_and_version(server: Served) -> None:
+    """At the end of a server, too: tests/serve/test_robustness.py."""
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/version").json() == {"version": __version__}
-    monkeypatch.setattr(server.state, "stopping", True)
-    assert server.http.get("/health").status_code == 503
-    assert server.http.get("/live").status_code == 200
-    error = server.refused("/v1/completions", 503, prompt="a")
-    assert "shutting down" in error["message"]
 
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
