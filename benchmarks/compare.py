@@ -60,9 +60,7 @@ def main(
     dtype: harness.Dtype = "auto",
     device: harness.Device = "auto",
     seed: harness.Seed = 0,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON lines of calls; an existing file is continued.")
-    ] = None,
+    output: harness.Output = None,
 ) -> None:
     """Let two commits take turns, and print how much faster the second one is."""
     commits = {A: _commit(a), B: _commit(b)}
@@ -142,12 +140,19 @@ def measure(
 ) -> Calls:
     """Generate for every prompt on both sides in turn; a run of each before that warms up."""
     context = min(int(process.facts["max_model_len"]) for process in sides.values())
-    ids = sides[A].encode([prompt.text for prompt in sample], context)
+    texts = [prompt.text for prompt in sample]
+    ids = sides[A].ask("encode", texts=texts, max_model_len=context)
 
     def generate(side: str, place: int) -> dict[str, Any]:
         process, seeds = sides[side], [sample[place].seed] if setting.temperature else []
-        process.forget()
-        called = process.generate([ids[place]], setting.max_tokens, setting.temperature, seeds)
+        process.ask("forget")
+        called = process.ask(
+            "generate",
+            prompts=[ids[place]],
+            max_tokens=setting.max_tokens,
+            temperature=setting.temperature,
+            seeds=seeds,
+        )
         return {"seconds": called["seconds"], "tokens": called["outputs"][0]["token_ids"]}
 
     in_turn(list(sides), [0], 1, generate, doing="warm-up")

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
-from pathlib import Path
 from statistics import median_high
 from typing import Annotated, Any
 
@@ -77,9 +76,7 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Time limit; open cells get more rounds.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON lines, one per round; an existing file is continued.")
-    ] = None,
+    output: harness.Output = None,
     max_tokens: harness.MaxTokens = 64,
     max_prompt_tokens: harness.MaxPromptTokens = 256,
     seed: harness.Seed = 0,
@@ -121,7 +118,7 @@ def main(
 def _cells(
     sample: Sequence[Prompt], sizes: Sequence[int], wanted: Sequence[str] | None
 ) -> list[Cell]:
-    kinds = [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]
+    kinds = kinds_of(sample)
     for name in wanted or ():
         if name not in kinds:
             raise BenchmarkError(f"--kind {name}: not among {', '.join(kinds)}.")
@@ -233,14 +230,10 @@ def results(
     cells: Sequence[Cell], records: Sequence[Mapping[str, Any]], rounds: int
 ) -> list[Result]:
     """A result for each cell, from the journal's records of rounds."""
-    return [
-        _result(cell, [r for r in records if (r["batch"], r["kind"]) == _key(cell)], rounds)
-        for cell in cells
-    ]
-
-
-def _key(cell: Cell) -> tuple[int, str]:
-    return cell.batch, cell.kind
+    by_cell: dict[Cell, list[Mapping[str, Any]]] = {cell: [] for cell in cells}
+    for record in records:
+        by_cell.setdefault(Cell(record["batch"], record["kind"]), []).append(record)
+    return [_result(cell, by_cell[cell], rounds) for cell in cells]
 
 
 def _result(cell: Cell, records: Sequence[Mapping[str, Any]], wanted: int) -> Result:
@@ -329,13 +322,13 @@ class Texts:
 
     def prompts(self, cell: Cell, index: int) -> list[list[int]]:
         """The prompts of a round; when the sample is used up, it begins again."""
-        numbers = _numbers(cell, index)
-        if cell.kind == RANDOM:
-            length = min(self.limit, RANDOM_TOKENS)
-            return [random_ids(self.llm, self.seed + number, length) for number in numbers]
-        chosen = [p for p in self.sample if cell.kind in (HOT, p.kind)]
-        texts = [chosen[number % len(chosen)].text for number in numbers]
-        return [encode(self.llm, text, self.limit) for text in texts]
+        return [self.prompt(cell.kind, number) for number in _numbers(cell, index)]
+
+    def prompt(self, kind: str, number: int) -> list[int]:
+        if kind == RANDOM:
+            return random_ids(self.llm, self.seed + number, min(self.limit, RANDOM_TOKENS))
+        chosen = [p for p in self.sample if kind in (HOT, p.kind)]
+        return encode(self.llm, chosen[number % len(chosen)].text, self.limit)
 
     def params(self, cell: Cell, index: int, max_tokens: int | None = None) -> list[SamplingParams]:
         """Sampling parameters of a round's requests, greedy except where drafters are defeated.
@@ -346,13 +339,22 @@ class Texts:
         longest = max_tokens or self.max_tokens
         return [
             SamplingParams(
-                temperature=1.5 if cell.kind in (HOT, RANDOM) else 0.0,
+                temperature=temperature_of(cell.kind),
                 seed=self.seed + number,
                 max_tokens=min(longest, ceil(longest * (place + 1) / cell.batch)),
                 ignore_eos=True,
             )
             for place, number in enumerate(_numbers(cell, index))
         ]
+
+
+def kinds_of(sample: Sequence[Prompt]) -> list[str]:
+    """The kinds of the sample, and those that defeat drafters."""
+    return [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]
+
+
+def temperature_of(kind: str) -> float:
+    return 1.5 if kind in (HOT, RANDOM) else 0.0
 
 
 def _numbers(cell: Cell, index: int) -> range:

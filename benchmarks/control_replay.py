@@ -31,11 +31,11 @@ import torch
 import typer
 
 from benchmarks import harness
-from benchmarks.contract import HOT, RANDOM, RANDOM_TOKENS
+from benchmarks.contract import HOT, Texts, kinds_of, temperature_of
 from benchmarks.harness import llm_for, load, machine, one_line_errors, report, sample_of, timed
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE
-from tokenleap.bench.own import encode, prompt_limit, random_ids
+from tokenleap.bench.own import prompt_limit
 from tokenleap.bench.report import markdown_table
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import Controller, CostCurve, controller_class
@@ -101,18 +101,12 @@ def _cells(ratios: Mapping[str, float]) -> list[str]:
 
 def _texts(llm: LLM, path: Path, most: int, seed: int) -> dict[str, list[Any]]:
     """Prompts with the target's outputs, by kind; one more kind mixes all of them."""
-    sample = sample_of(path, seed=seed)
     limit = prompt_limit(llm.max_model_len, most, TOKENS)
+    texts = Texts(llm, sample_of(path, seed=seed), TOKENS, limit, seed=0)
     found = dict[str, list[Any]]()
-    for kind in [*dict.fromkeys(prompt.kind for prompt in sample), HOT, RANDOM]:
-        chosen = [prompt for prompt in sample if kind in (HOT, prompt.kind)]
-        ids = [
-            random_ids(llm, row, min(limit, RANDOM_TOKENS))
-            if kind == RANDOM
-            else encode(llm, chosen[row % len(chosen)].text, limit)
-            for row in range(TEXTS)
-        ]
-        hot = 1.5 if kind in (HOT, RANDOM) else 0.0
+    for kind in kinds_of(texts.sample):
+        ids = [texts.prompt(kind, row) for row in range(TEXTS)]
+        hot = temperature_of(kind)
         params = [
             SamplingParams(temperature=hot, seed=row, max_tokens=TOKENS, ignore_eos=True)
             for row in range(TEXTS)
@@ -120,7 +114,7 @@ def _texts(llm: LLM, path: Path, most: int, seed: int) -> dict[str, list[Any]]:
         outputs = [output.token_ids for output in llm.generate(ids, params)]
         found[kind] = list(zip(ids, outputs, strict=True))
     each = TEXTS // len(found)
-    mixed = zip(*(texts[:each] for texts in found.values()), strict=True)
+    mixed = zip(*(of_kind[:each] for of_kind in found.values()), strict=True)
     return {**found, "mixed": [text for group in mixed for text in group]}
 
 

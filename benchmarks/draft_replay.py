@@ -19,14 +19,15 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
 
 from benchmarks import harness
-from benchmarks.harness import in_turn, machine, one_line_errors, report, sample_of, table, timed
+from benchmarks.harness import machine, one_line_errors, report, sample_of, table
+from benchmarks.step_cost import pass_seconds
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.own import encode
 from tokenleap.control import Budget, Controller, CostCurve, Fixed, controller_class
@@ -124,19 +125,10 @@ def _agreement(
     return agrees, sure
 
 
-@torch.inference_mode()
 def _passes(llm: LLM) -> dict[int, float]:
     """Median seconds of passes over so many nodes."""
-    target, key = llm.engine.target, -(10**9)
-    target.add(key)
-    target.prefill(key, [1] * 128)
-
-    def run(size: int, _: None) -> float:
-        return timed(lambda: target.verify([key], [chain([1] * size)]))[0]
-
-    taken = in_turn(SIZES, [None], 9, run, doing="passes")
-    target.remove(key)
-    return {size: median(seconds[0]) for size, seconds in taken.items()}
+    taken = pass_seconds(llm.engine.target, [(128, size) for size in SIZES], 9)
+    return {size: seconds for (_, size), seconds in taken.items()}
 
 
 # Replaying
@@ -175,23 +167,18 @@ def replay(
         return passes[below] + share * (passes[above] - passes[below])
 
     speeds: dict[str, dict[str | int, float]] = {}
-    default = _default(passes, most)
+    costs = CostCurve({size: passes[size] for size in (1, 2, 4, 6, 8, 12) if size in passes})
+    default = controller_class("cost_model")(most, None, costs, stops_early=True)
     for kind, of_kind in texts.items():
         # The first text warms the controller up, as earlier requests of the same kind would.
         _run(default, of_kind[0], seconds, level)
-        row: dict[str | int, float] = {"default": _speed(default, of_kind, seconds, level)}
+        speeds[kind] = {"default": _speed(default, of_kind, seconds, level)}
         for length in LENGTHS:
-            row[length] = _speed(Fixed(length), of_kind, seconds, level)
-        speeds[kind] = row
+            speeds[kind][length] = _speed(Fixed(length), of_kind, seconds, level)
     speeds["all"] = {
         name: geometric_mean(row[name] for row in speeds.values()) for name in ("default", *LENGTHS)
     }
     return speeds
-
-
-def _default(passes: Mapping[int, float], most: int) -> Controller:
-    costs = CostCurve({size: passes[size] for size in (1, 2, 4, 6, 8, 12) if size in passes})
-    return controller_class("cost_model")(most, None, costs, stops_early=True)
 
 
 def _share(row: Mapping[str | int, float]) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Annotated, Any
@@ -54,13 +54,10 @@ def contestants(
     loaded: Loaded, num_speculative_tokens: int, most_rows: int, *, compiled: bool
 ) -> dict[str, Contestant]:
     """Every method on every runtime, on one set of weights."""
+    ngram = {"num_speculative_tokens": num_speculative_tokens, "controller": "fixed"}
     methods: dict[str, dict[str, Any]] = {
         "none": {"method": "none"},
-        "ngram": {
-            "method": "ngram",
-            "num_speculative_tokens": num_speculative_tokens,
-            "controller": "fixed",
-        },
+        "ngram": {"method": "ngram", **ngram},
     }
     found: dict[str, Contestant] = {}
     for way, runtime in RUNTIMES.items():
@@ -79,9 +76,6 @@ class Cell:
     ratio: Interval
     speed: float
     differing: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "ratio": vars(self.ratio)}
 
 
 def measure(
@@ -158,7 +152,7 @@ def main(
     facts = machine(llm.device, llm.dtype)
     print(report(found, facts))
     if json_file is not None:
-        written = {"facts": facts, "cells": [cell.as_dict() for cell in found]}
+        written = {"facts": facts, "cells": [asdict(cell) for cell in found]}
         json_file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 

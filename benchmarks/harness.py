@@ -62,6 +62,9 @@ MaxPromptTokens: TypeAlias = Annotated[
 MaxTokens: TypeAlias = Annotated[int, typer.Option(min=2, help="Tokens to generate per prompt.")]
 Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Seed of samples.")]
 Rounds: TypeAlias = Annotated[int, typer.Option(min=1, help="Runs of each contestant.")]
+Output: TypeAlias = Annotated[
+    Path | None, typer.Option(help="JSON lines of findings; an existing file is continued.")
+]
 Threads: TypeAlias = Annotated[int, typer.Option(min=1, help="Of PyTorch.")]
 
 Model: TypeAlias = Annotated[str, typer.Option(help="Folder, id (ORG/NAME), GGUF file or alias.")]
@@ -181,7 +184,7 @@ def in_turn(
     warm_up: int = 0,
     doing: str = "items",
     journal: Journal | None = None,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int | str] | None = None,
 ) -> dict[Name, list[list[Found]]]:
     """Run every contestant on every item in every round: findings by contestant, item and round.
 
@@ -196,7 +199,7 @@ def in_turn(
     with progress_bar() as bar:
         for turn, (index, place) in enumerate(bar.track(turns, description=doing)):
             for one in order(contestants, turn):
-                number = place if numbers is None else numbers[place]
+                number: int | str = place if numbers is None else numbers[place]
                 mark = {"type": doing, "name": str(one), "round": index, "number": number}
                 value: Any = made.get(_place(mark))
                 if value is None:

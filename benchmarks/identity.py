@@ -15,34 +15,30 @@ not change the exit code.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from benchmarks import BenchmarkError, harness
-from benchmarks.harness import Loaded, llm_for, load, machine, one_line_errors, progress_bar, report
+from benchmarks.harness import Loaded, flat, in_turn, llm_for, load, machine, report
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.bench.contestants import BASELINE, Contestant, methods
 from tokenleap.bench.own import drafts_a_tree, encode, prompt_limit
 from tokenleap.bench.prompts_file import Prompt
 from tokenleap.bench.report import markdown_table
 from tokenleap.bench.run import Journal
+from tokenleap.core.files import validated
 from tokenleap.drafters.registry import METHODS
 from tokenleap.models.support import default_device
 
-FORMAT = "tokenleap-identity-1"
+FORMAT = "tokenleap-identity-2"
 
 TIE = 1e-3
 """A mismatch whose two largest float32 logits are closer than this is reported as a tie."""
-
-Key: TypeAlias = tuple[str, str, str]
-"""Check, method, prompt id."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,11 @@ class Check:
     dtype: str
     sampled: bool = False
     batched: bool = False
+
+    @property
+    def bits(self) -> bool:
+        """Whether `none`, one prompt at a time, is the reference, and log-probabilities count."""
+        return self.dtype != "float32"
 
 
 CHECKS = (
@@ -68,10 +69,12 @@ CHECKS = (
 class Options:
     """Options of the command line."""
 
-    methods: tuple[Contestant, ...]
+    model: str
+    draft_model: str
     max_tokens: int
     max_prompt_tokens: int
     batch_size: int
+    device: str = "cpu"
 
     def params(self, prompt: Prompt, *, sampled: bool) -> SamplingParams:
         """Greedy, or sampled at usual settings with the prompt's own seed."""
@@ -81,36 +84,10 @@ class Options:
         return SamplingParams(**fields, max_tokens=self.max_tokens, logprobs=0)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The models."""
-
-    model: str
-    draft_model: str | None
-    device: str
-
-    def bench(
-        self, options: Options, dtype: str, results: ResultsFile, advance: Callable[[], object]
-    ) -> Bench:
-        """Load them in this dtype."""
-        loaded = load(self.model, dtype, self.device)
-        models = {self.model: loaded.module}
-        if self.draft_model is not None:
-            models[self.draft_model] = load(self.draft_model, dtype, self.device).module
-
-        def float32_module() -> PreTrainedModel:
-            same = dtype == "float32"
-            return loaded.module if same else load(self.model, "float32", self.device).module
-
-        return Bench(options, loaded, models, Explainer(float32_module), results, advance)
-
-
-@one_line_errors()
+@harness.one_line_errors()
 def main(
     prompts: harness.Prompts,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON lines of comparisons; an existing file is continued.")
-    ] = None,
+    output: harness.Output = None,
     model: harness.Model = "smollm2-135m",
     draft_model: Annotated[
         str | None, typer.Option(help="For methods that take one. Default: the model itself.")
@@ -138,17 +115,17 @@ def main(
     """
     draft = draft_model or model
     chosen = named_methods(method, draft) if method else _all_methods(draft)
-    options = Options(tuple(chosen), max_tokens, max_prompt_tokens, batch_size)
-    source, checks = Source(model, draft_model, device), _checks_named(check or ())
-    sample = harness.sample_of(prompts, per_kind, seed, kind)
-    results = ResultsFile(output, _settings(options, source, prompts, seed))
-    _run_all(options, source, checks, sample, results)
-    compared = [results.comparisons[key] for key in _wanted(checks, options, sample)]
+    options = Options(model, draft, max_tokens, max_prompt_tokens, batch_size, device)
+    checks, sample = _checks_named(check or ()), harness.sample_of(prompts, per_kind, seed, kind)
+    facts = machine(default_device(device))
+    digest = hashlib.sha256(prompts.read_bytes()).hexdigest()[:12]
+    settings = {**asdict(options), "prompts": f"{prompts.name} {digest}", "seed": seed, **facts}
+    compared = comparisons(options, chosen, checks, sample, Journal(output, FORMAT, settings))
     different = [comparison for comparison in compared if not comparison.identical]
     print(
         report(
             "identity",
-            machine(default_device(device)),
+            facts,
             summary(compared),
             *map(_in_words, different),
             f"{len(compared) - len(different)} of {len(compared)} identical.",
@@ -201,55 +178,10 @@ def _checks_named(names: Sequence[str]) -> list[Check]:
     return [check for check in CHECKS if not names or check.name in names]
 
 
-def _settings(options: Options, source: Source, prompts: Path, seed: int) -> dict[str, Any]:
-    """What a comparison depends on, which does not include the number of prompts."""
-    return {
-        "model": source.model,
-        "draft_model": source.draft_model,
-        "max_tokens": options.max_tokens,
-        "max_prompt_tokens": options.max_prompt_tokens,
-        "batch_size": options.batch_size,
-        "prompts": f"{prompts.name} {hashlib.sha256(prompts.read_bytes()).hexdigest()[:12]}",
-        "seed": seed,
-        **machine(default_device(source.device)),
-    }
-
-
-def _wanted(
-    checks: Iterable[Check], options: Options, sample: Sequence[Prompt]
-) -> Iterator[tuple[str, str, str]]:
-    for check in checks:
-        for method in methods_of(check, options.methods):
-            yield from ((check.name, method.label, prompt.id) for prompt in sample)
-
-
 def methods_of(check: Check, methods: Sequence[Contestant]) -> list[Contestant]:
     """The methods that a check compares: with `none` as well, unless it is the reference."""
-    is_reference = check.dtype != "float32" and not check.batched
+    is_reference = check.bits and not check.batched
     return [*methods] if is_reference else [BASELINE, *methods]
-
-
-def _run_all(
-    options: Options,
-    source: Source,
-    checks: Sequence[Check],
-    sample: Sequence[Prompt],
-    results: ResultsFile,
-) -> None:
-    """Run one dtype after the other, so that one model is in memory at a time."""
-    size = options.batch_size
-    groups = [sample[start : start + size] for start in range(0, len(sample), size)]
-    with progress_bar() as bar:
-        for dtype in dict.fromkeys(check.dtype for check in checks):
-            chosen = [check for check in checks if check.dtype == dtype]
-            wanted = list(_wanted(chosen, options, sample))
-            done = sum(key in results.comparisons for key in wanted)
-            task = bar.add_task(dtype, total=len(wanted), completed=done)
-            if done < len(wanted):
-                bench = source.bench(options, dtype, results, partial(bar.advance, task))
-                for group in groups:
-                    bench.run(chosen, group)
-                del bench  # before the next dtype is loaded
 
 
 def _in_words(comparison: Comparison) -> str:
@@ -268,7 +200,7 @@ def _in_words(comparison: Comparison) -> str:
     return text if comparison.promised else f"{text}; it drafted trees, which may differ"
 
 
-# Comparisons of two generations of a prompt, and the file that keeps them
+# Comparisons of two generations of a prompt
 
 
 @dataclass(frozen=True)
@@ -316,10 +248,6 @@ class Comparison:
     difference: Difference | None
 
     @property
-    def key(self) -> Key:
-        return self.check, self.method, self.prompt
-
-    @property
     def identical(self) -> bool:
         return self.difference is None
 
@@ -327,11 +255,6 @@ class Comparison:
     def broken(self) -> bool:
         """Whether it differs although it must not."""
         return self.promised and not self.identical
-
-    @staticmethod
-    def from_dict(value: dict[str, Any]) -> Comparison:
-        found = value["difference"]
-        return Comparison(**{**value, "difference": None if found is None else Difference(**found)})
 
 
 def first_difference(expected: Generation, got: Generation) -> Difference | None:
@@ -348,23 +271,6 @@ def first_difference(expected: Generation, got: Generation) -> Difference | None
 
 def _at(values: Sequence[Any], position: int) -> Any:
     return values[position] if position < len(values) else None
-
-
-class ResultsFile:
-    """Comparisons in a journal, from which an interrupted run continues."""
-
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        self._journal = Journal(path, FORMAT, settings)
-        try:
-            comparisons = [Comparison.from_dict(line) for line in self._journal.records]
-        except (LookupError, TypeError) as error:
-            raise BenchmarkError(f"{path} is not a results file: {error}.") from error
-        self.comparisons: dict[Key, Comparison] = {c.key: c for c in comparisons}
-
-    def add(self, comparison: Comparison) -> None:
-        """Add a comparison; it is on disk before this returns."""
-        self.comparisons[comparison.key] = comparison
-        self._journal.add(asdict(comparison))
 
 
 def summary(comparisons: Iterable[Comparison]) -> str:
@@ -385,78 +291,87 @@ def _share(comparisons: Sequence[Comparison]) -> str:
     return f"{sum(c.identical for c in comparisons)}/{len(comparisons)}"
 
 
-class Explainer:
-    """Says how close the logits were where outputs differ, by the unmodified module in float32."""
-
-    def __init__(self, load_module: Callable[[], PreTrainedModel]) -> None:
-        self._load_module = cache(load_module)  # at the first difference
-
-    @torch.inference_mode()
-    def explain(
-        self, difference: Difference, prompt_ids: Sequence[int], expected: Generation
-    ) -> Difference:
-        """The difference, with the gaps between logits at its position."""
-        module = self._load_module()
-        context = [*prompt_ids, *expected.token_ids[: difference.position]]
-        ids = torch.tensor([context], device=module.device)  # [1, N]
-        logits = module(input_ids=ids).logits[0, -1]  # [V]
-        first, second = logits.topk(2).values.tolist()
-        gap = None
-        if difference.expected is not None and difference.got is not None:
-            gap = float(logits[difference.expected] - logits[difference.got])
-        return replace(difference, top2_gap=first - second, token_gap=gap)
+# The checks
 
 
-class Bench:
-    """The checks of one dtype on one loaded model; `models` are draft models in this dtype."""
+def comparisons(
+    options: Options,
+    chosen: Sequence[Contestant],
+    checks: Sequence[Check],
+    sample: Sequence[Prompt],
+    journal: Journal,
+) -> list[Comparison]:
+    """Compare; checks of one dtype follow one another, so that one is in memory at a time."""
+    found: list[Comparison] = []
+    for dtype in dict.fromkeys(check.dtype for check in checks):
+        bench = _Bench(options, dtype)
+        for check in [check for check in checks if check.dtype == dtype]:
+            found += bench.compared(check, methods_of(check, chosen), sample, journal)
+    return found
 
-    def __init__(
-        self,
-        options: Options,
-        loaded: Loaded,
-        models: Mapping[str, PreTrainedModel],
-        explainer: Explainer,
-        results: ResultsFile,
-        advance: Callable[[], object],
-    ) -> None:
-        self._options = options
-        self._loaded = loaded
-        self._models = models
-        self._explainer = explainer
-        self._results = results
-        self._advance = advance
+
+class _Bench:
+    """The models in one dtype, each loaded when it is needed first."""
+
+    def __init__(self, options: Options, dtype: str) -> None:
+        self._options, self._dtype = options, dtype
+        self._loaded: dict[tuple[str, str], Loaded] = {}
         self._llms: dict[str, LLM] = {}
+        self._references: dict[tuple[bool, str], Generation] = {}
 
-    def run(self, checks: Sequence[Check], group: Sequence[Prompt]) -> None:
-        """Make the comparisons of a group of prompts that the results lack."""
-        references: dict[tuple[bool, str], Generation] = {}  # (sampled, prompt) -> expected
-        for check in checks:
-            for method in methods_of(check, self._options.methods):
-                made = self._results.comparisons
-                missing = [p for p in group if (check.name, method.label, p.id) not in made]
-                for prompt, got in self._generations(check, method, group, missing):
-                    key = check.sampled, prompt.id
-                    if key not in references:
-                        references[key] = self._reference(check, prompt)
-                    self._record(check, method, prompt, references[key], got)
+    def compared(
+        self,
+        check: Check,
+        methods: Sequence[Contestant],
+        sample: Sequence[Prompt],
+        journal: Journal,
+    ) -> list[Comparison]:
+        """Compare the methods on all prompts, but not what the journal has."""
+        size = self._options.batch_size if check.batched else 1
+        groups = [sample[start : start + size] for start in range(0, len(sample), size)]
+        by_label = {method.label: method for method in methods}
 
-    def _generations(
-        self, check: Check, method: Contestant, group: Sequence[Prompt], missing: Sequence[Prompt]
-    ) -> Iterator[tuple[Prompt, Generation]]:
-        """Generate for the missing prompts: one by one, or in one batch of the whole group."""
-        if not check.batched:
-            for prompt in missing:
-                yield prompt, self._generate(method, [prompt], sampled=check.sampled)[0]
-        elif missing:
-            outputs = self._generate(method, group, sampled=check.sampled)
-            yield from (pair for pair in zip(group, outputs, strict=True) if pair[0] in missing)
+        def run(label: str, group: Sequence[Prompt]) -> dict[str, Any]:
+            found = self._generations(by_label[label], group, sampled=check.sampled)
+            pairs = zip(group, found, strict=True)
+            return {"found": [asdict(self._comparison(check, label, *pair)) for pair in pairs]}
+
+        names = [" ".join(prompt.id for prompt in group) for group in groups]
+        made = in_turn(
+            list(by_label), groups, 1, run, doing=check.name, journal=journal, numbers=names
+        )
+        records = [record for runs in flat(made).values() for record in runs]
+        return [validated(Comparison, each) for record in records for each in record["found"]]
+
+    def _comparison(self, check: Check, label: str, prompt: Prompt, got: Generation) -> Comparison:
+        expected = self._reference(check, prompt)
+        ids = self._encode(prompt)
+        difference = first_difference(expected, got)
+        if difference is not None:
+            context = [*ids, *expected.token_ids[: difference.position]]
+            difference = self._explained(difference, context)
+        return Comparison(
+            check=check.name,
+            method=label,
+            prompt=prompt.id,
+            kind=prompt.kind,
+            prompt_tokens=len(ids),
+            generated_tokens=len(expected.token_ids),
+            promised=not (check.bits and got.branched),
+            difference=difference,
+        )
 
     def _reference(self, check: Check, prompt: Prompt) -> Generation:
-        if check.dtype == "float32":
-            return self._transformers(prompt)
-        return self._generate(BASELINE, [prompt], sampled=check.sampled)[0]
+        key = check.sampled, prompt.id
+        if key not in self._references:
+            self._references[key] = (
+                self._generations(BASELINE, [prompt], sampled=check.sampled)[0]
+                if check.bits
+                else self._transformers(prompt)
+            )
+        return self._references[key]
 
-    def _generate(
+    def _generations(
         self, method: Contestant, prompts: Sequence[Prompt], *, sampled: bool
     ) -> list[Generation]:
         ids = [self._encode(prompt) for prompt in prompts]
@@ -473,7 +388,7 @@ class Bench:
     def _transformers(self, prompt: Prompt) -> Generation:
         ids = self._encode(prompt)
         eos = list(self._llm(BASELINE).eos_token_ids)
-        module: Any = self._loaded.module
+        module: Any = self._load(self._options.model, self._dtype).module
         make: Any = GenerationConfig
         config = make(
             do_sample=False,
@@ -488,31 +403,18 @@ class Bench:
         output = module.generate(inputs, attention_mask=mask, generation_config=config)
         return Generation(tuple(output[0, len(ids) :].tolist()))
 
-    def _record(
-        self,
-        check: Check,
-        method: Contestant,
-        prompt: Prompt,
-        expected: Generation,
-        got: Generation,
-    ) -> None:
-        ids = self._encode(prompt)
-        difference = first_difference(expected, got)
-        if difference is not None:
-            difference = self._explainer.explain(difference, ids, expected)
-        self._results.add(
-            Comparison(
-                check=check.name,
-                method=method.label,
-                prompt=prompt.id,
-                kind=prompt.kind,
-                prompt_tokens=len(ids),
-                generated_tokens=len(expected.token_ids),
-                promised=check.dtype == "float32" or not got.branched,
-                difference=difference,
-            )
-        )
-        self._advance()
+    @torch.inference_mode()
+    def _explained(self, difference: Difference, context: Sequence[int]) -> Difference:
+        """The difference, with gaps of the unmodified module's float32 logits after the context."""
+        module = self._load(self._options.model, "float32").module
+        logits = module(input_ids=torch.tensor([context], device=module.device)).logits[
+            0, -1
+        ]  # [V]
+        first, second = logits.topk(2).values.tolist()
+        gap = None
+        if difference.expected is not None and difference.got is not None:
+            gap = float(logits[difference.expected] - logits[difference.got])
+        return replace(difference, top2_gap=first - second, token_gap=gap)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         llm, options = self._llm(BASELINE), self._options
@@ -521,11 +423,17 @@ class Bench:
 
     def _llm(self, method: Contestant) -> LLM:
         if method.label not in self._llms:
-            config = dict(method.config)
-            if config.get("model") in self._models:  # loaded once for all methods
-                config["model"] = self._models[config["model"]]
-            self._llms[method.label] = llm_for(self._loaded, config)
+            options, config = self._options, dict(method.config)
+            if (model := config.get("model")) in (options.model, options.draft_model):
+                config["model"] = self._load(model, self._dtype).module  # once for all methods
+            loaded = self._load(options.model, self._dtype)
+            self._llms[method.label] = llm_for(loaded, config)
         return self._llms[method.label]
+
+    def _load(self, model: str, dtype: str) -> Loaded:
+        if (model, dtype) not in self._loaded:
+            self._loaded[model, dtype] = load(model, dtype, self._options.device)
+        return self._loaded[model, dtype]
 
 
 if __name__ == "__main__":

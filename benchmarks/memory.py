@@ -9,9 +9,8 @@ have one length, so that all cases hold as many positions.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -21,14 +20,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks import BenchmarkError, harness
+from benchmarks import harness
 from benchmarks.harness import machine, one_line_errors, report
 from tokenleap import LLM, SamplingParams, models
+from tokenleap.bench.contestants import BASELINE, methods
 from tokenleap.bench.machine import peak_bytes, weight_bytes
 from tokenleap.bench.report import markdown_table
-from tokenleap.drafters.base import with_method
-
-PLAIN: dict[str, Any] = {"method": "none"}
 
 
 @dataclass(frozen=True)
@@ -107,34 +104,16 @@ def _prompts(llm: Any, case: Case) -> list[list[int]]:
 
 def table(peaks: Mapping[Case, Peak]) -> tuple[list[str], list[list[str]]]:
     """Header and rows; a case is compared with plain decoding of the same batch."""
-    plain = {case.batch: peak for case, peak in peaks.items() if case.config["method"] == "none"}
+    plain = {case.batch: peak for case, peak in peaks.items() if case.config == BASELINE.config}
     header = ["batch", "method", "weights", "KV", "draft KV", "peak", "over none"]
     rows = []
     for case, peak in peaks.items():
         over = peak.total - plain[case.batch].total
         parts = (peak.weights, peak.kv, peak.draft_kv, peak.total)
-        difference = "" if case.config["method"] == "none" else f"{over / 1e6:+.1f}"
+        difference = "" if case.config == BASELINE.config else f"{over / 1e6:+.1f}"
         rows.append([str(case.batch), case.label, *(f"{each / 1e6:.1f}" for each in parts)])
         rows[-1].append(difference)
     return header, rows
-
-
-def _configs(given: Sequence[str]) -> list[dict[str, Any]]:
-    """The configurations, plain decoding first."""
-    found = [PLAIN]
-    for text in given:
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = {"method": text}
-        if not isinstance(value, dict):
-            raise BenchmarkError(f"--config: expected a method or a JSON object, got {text}")
-        value = dict(with_method(value))
-        if "method" not in value:
-            raise BenchmarkError(f"--config: {text} has neither a method nor a model")
-        if value != PLAIN:
-            found.append(value)
-    return found
 
 
 @one_line_errors()
@@ -153,8 +132,21 @@ def main(
     threads: harness.Threads = 1,
 ) -> None:
     """Print peak memory by batch size in MB, with the difference to plain decoding."""
-    rest = (prompt_tokens, max_tokens, dtype, device, quantization, threads)
-    cases = [Case(model, each, size, *rest) for size in batch for each in _configs(config or ())]
+    cases = [
+        Case(
+            model,
+            one.config,
+            batch=size,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            device=device,
+            quantization=one.quantization,
+            threads=threads,
+        )
+        for size in batch
+        for one in methods(config or (), None, quantization, option="--config")
+    ]
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         peaks = dict(zip(cases, pool.map(measure, cases), strict=True))
     found = markdown_table(*table(peaks))

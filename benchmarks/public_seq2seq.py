@@ -17,7 +17,6 @@ with those of the package's own network.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import (
     BartConfig,
@@ -346,24 +346,15 @@ def converted_fairseq(checkpoint: Path, folder: Path) -> None:
 def fairseq_words(text: str, codes: Path) -> list[str]:
     """The subwords of subword-nmt's byte-pair encoding: all but a word's last one end with "@@"."""
     lines = codes.read_text("utf-8").splitlines()[1:]
-    ranks = {tuple(line.split(" ")): rank for rank, line in enumerate(lines)}
+    merges = [(first, second) for first, second in (line.split(" ") for line in lines)]
+    letters = [part for letter in sorted(set(text)) for part in (letter, f"{letter}</w>")]
+    joined = [part for first, second in merges for part in (first, second, first + second)]
+    numbers = {part: number for number, part in enumerate(dict.fromkeys([*letters, *joined]))}
+    model = BPE(numbers, merges, end_of_word_suffix="</w>")
     found: list[str] = []
     for word in text.split():
-        parts = [*word[:-1], word[-1] + "</w>"]
-        while len(parts) > 1:
-            pairs = list(itertools.pairwise(parts))
-            best = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
-            if best not in ranks:
-                break
-            merged: list[str] = []
-            for part in parts:
-                if merged and (merged[-1], part) == best:
-                    merged[-1] += part
-                else:
-                    merged.append(part)
-            parts = merged
-        found += [f"{part}@@" for part in parts[:-1]]
-        found.append(parts[-1].removesuffix("</w>"))
+        *parts, last = (token.value for token in model.tokenize(word))
+        found += [*(f"{part}@@" for part in parts), last.removesuffix("</w>")]
     return found
 
 

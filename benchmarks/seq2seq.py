@@ -17,13 +17,13 @@ all parts work: translations are then nonsense. `--plan FILE` has options as JSO
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
@@ -48,9 +48,8 @@ from benchmarks.seq2seq_training import (
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.report import markdown_table
 from tokenleap.bench.run import Journal
-from tokenleap.bench.summary import BatchPoint, Interval, scipy_stats
+from tokenleap.bench.summary import BatchPoint, Interval, bleu_metric, percentiles
 from tokenleap.core.config import Config
-from tokenleap.errors import TokenleapError
 from tokenleap.training.report import Panel, save_panels
 
 _FORMAT = "tokenleap-seq2seq-2"
@@ -315,47 +314,34 @@ def lossless(drafter: str, k: int | None = None) -> str:
 
 def contestants(options: DrafterOptions, drafters: Mapping[str, Path]) -> list[Contestant]:
     """The baselines, and whatever those of the planned drafters that are there allow."""
-    found = {each.name: each for each in (Contestant(BEAM, beams=5), Contestant(GREEDY))}
+    found = [Contestant(BEAM, beams=5), Contestant(GREEDY)]
     for k in (10, 25):
-        if (name := f"blockwise-{k}") in drafters:
-            base = {"method": "blockwise", "model": str(drafters[name]), "controller": "fixed"}
-            _add(found, blockwise(k), base, k)
-            _add(found, blockwise(k, "top_beta"), {**base, "acceptance": _rule()}, k)
-    for shape in SHAPES:
-        if (name := f"specdec-{shape}") in drafters:
-            _add_spec(found, name, drafters[name], K)
-    for k in LENGTHS:
-        if (own := options.drafter_of(k, drafters)) is not None:
-            _add_spec(found, own, drafters[own], k)
+        if (path := drafters.get(blockwise(k))) is not None:
+            base = {**_config("blockwise", path, k), "controller": "fixed"}
+            found.append(Contestant(blockwise(k), base))
+            found.append(Contestant(blockwise(k, "top_beta"), {**base, "acceptance": _rule()}))
+    specs = [(f"specdec-{shape}", K, BETA, TAU) for shape in SHAPES]
+    specs += [(own, k, BETA, TAU) for k in LENGTHS if (own := options.drafter_of(k, drafters))]
+    specs += [(MAIN, K, beta, tau) for beta, tau in product(BETAS, TAUS)]
+    for name, k, beta, tau in dict.fromkeys(specs):
+        if name in drafters:
+            config = {**_config("spec_drafter", drafters[name], k), "controller": "fixed"}
+            config["draft_quantization"] = "none"  # as published
+            config["acceptance"] = _rule(beta, tau)
+            found.append(Contestant(specdec(name, k, beta, tau), config))
     if MAIN in drafters:
-        for beta in BETAS:
-            for tau in TAUS:
-                _add_spec(found, MAIN, drafters[MAIN], K, beta, tau)
-        plain = {"method": "spec_drafter", "model": str(drafters[MAIN])}
-        _add(found, lossless(MAIN), plain, K)
-        _add(found, lossless(MAIN, SHORT), {**plain, "controller": "fixed"}, SHORT)
-    return list(found.values())
+        found.append(Contestant(lossless(MAIN), _config("spec_drafter", drafters[MAIN], K)))
+        short = {**_config("spec_drafter", drafters[MAIN], SHORT), "controller": "fixed"}
+        found.append(Contestant(lossless(MAIN, SHORT), short))
+    return found
+
+
+def _config(method: str, path: Path, k: int) -> dict[str, Any]:
+    return {"method": method, "model": str(path), "num_speculative_tokens": k}
 
 
 def _rule(beta: int = BETA, tau: float = TAU) -> dict[str, Any]:
     return {"rule": "top_beta", "beta": beta, "tau": tau}
-
-
-def _add_spec(
-    found: dict[str, Contestant],
-    drafter: str,
-    path: Path,
-    k: int,
-    beta: int = BETA,
-    tau: float = TAU,
-) -> None:
-    config = {"method": "spec_drafter", "model": str(path), "controller": "fixed"}
-    config["draft_quantization"] = "none"  # as published
-    _add(found, specdec(drafter, k, beta, tau), {**config, "acceptance": _rule(beta, tau)}, k)
-
-
-def _add(found: dict[str, Contestant], name: str, config: Mapping[str, Any], k: int) -> None:
-    found.setdefault(name, Contestant(name, {**config, "num_speculative_tokens": k}))
 
 
 def measure(
@@ -418,7 +404,6 @@ def measure_batches(
 # Figures of the records
 
 _RESAMPLES = 2000
-_SUMS = ("tokens", "passes", "drafts", "accepted", "draft_seconds", "verify_seconds")
 
 
 @dataclass(frozen=True)
@@ -429,33 +414,19 @@ class Score:
 
 def score(texts: Sequence[str], references: Sequence[str]) -> Score:
     """BLEU and chrF2 of translations."""
-    try:
-        sacrebleu: Any = importlib.import_module("sacrebleu")
-    except ImportError as error:
-        raise TokenleapError("BLEU needs sacreBLEU: pip install 'tokenleap[bench]'.") from error
-    found = (
-        metric(texts, [references]) for metric in (sacrebleu.corpus_bleu, sacrebleu.corpus_chrf)
-    )
-    bleu, chrf = (float(each.score) for each in found)
-    return Score(bleu, chrf)
+    metrics = bleu_metric("BLEU"), bleu_metric("CHRF")
+    return Score(*(float(each.corpus_score(texts, [references]).score) for each in metrics))
 
 
 def ratio_of_sums(above: Sequence[float], below: Sequence[float], seed: int = 0) -> Interval:
     """sum(above) / sum(below) with a 95 % percentile bootstrap interval over the pairs."""
-    first, second = np.asarray(above), np.asarray(below)
-    mean = float(first.sum() / second.sum())
-    if len(first) < 2:
-        return Interval(mean, None, None)
-    found = scipy_stats().bootstrap(
-        (first, second),
-        lambda x, y, axis: x.sum(axis) / y.sum(axis),
-        paired=True,
-        n_resamples=_RESAMPLES,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = found.confidence_interval
-    return Interval(mean, float(low), float(high))
+    pairs = np.asarray(above), np.asarray(below)
+
+    def ratio(x: Any, y: Any, axis: int) -> Any:
+        return x.sum(axis) / y.sum(axis)
+
+    ends = percentiles(pairs, ratio, seed=seed, resamples=_RESAMPLES)
+    return Interval(float(ratio(*pairs, 0)), *(ends or (None, None)))
 
 
 class Results:
@@ -504,34 +475,20 @@ class Results:
         pairs = zip(self.seconds(base), self.seconds(name), strict=True)
         return [below / own for below, own in pairs]
 
-    def score(self, name: str) -> Score:
-        return score(self.texts(name), [self._references[number] for number in self.numbers])
-
-    def relative_score(self, name: str, base: str) -> Score:
-        return score(self.texts(name), self.texts(base))
+    def score(self, name: str, base: str | None = None) -> Score:
+        """Against the references, or against what the base has written."""
+        wanted = [self._references[number] for number in self.numbers]
+        return score(self.texts(name), wanted if base is None else self.texts(base))
 
     def same(self, name: str, base: str) -> float:
         pairs = zip(self.texts(name), self.texts(base), strict=True)
         return sum(one == other for one, other in pairs) / len(self.numbers)
 
-    def tokens_per_pass(self, name: str) -> float:
-        """Mean tokens per pass of the target: the paper's Tok."""
-        sums = self._sums(name)
-        return sums["tokens"] / max(1, sums["passes"])
-
-    def draft_ms(self, name: str) -> float:
-        """Mean milliseconds of a draft: the paper's t_d."""
-        sums = self._sums(name)
-        return 1000 * sums["draft_seconds"] / max(1, sums["drafts"])
-
-    def verify_ms(self, name: str) -> float:
-        """Mean milliseconds of a pass of the target."""
-        sums = self._sums(name)
-        return 1000 * sums["verify_seconds"] / max(1, sums["passes"])
-
-    def _sums(self, name: str) -> dict[str, float]:
+    def mean(self, name: str, field: str, per: str) -> float:
+        """The sum of a field of the records over that of another, such as tokens per pass."""
         calls = [call for n in self.numbers for call in self._sentences[name][n]]
-        return {field: sum(call[field] for call in calls) for field in _SUMS}
+        above, below = (sum(call[each] for call in calls) for each in (field, per))
+        return float(above / max(1, below))
 
     def batch_points(self, name: str) -> list[BatchPoint]:
         """By batch size, of the median round."""
@@ -588,14 +545,16 @@ _CELLS: dict[str, Callable[[Results, str], str]] = {
     "over greedy": lambda results, name: str(results.speedup(name, GREEDY)),
     "BLEU": lambda results, name: f"{results.score(name).bleu:.2f}",
     "chrF": lambda results, name: f"{results.score(name).chrf:.2f}",
-    "Tok.": lambda results, name: f"{results.tokens_per_pass(name):.2f}",
+    "Tok.": lambda results, name: f"{results.mean(name, 'tokens', 'passes'):.2f}",
     "same as greedy": lambda results, name: f"{results.same(name, GREEDY):.1%}",
-    "t_d (ms)": lambda results, name: f"{results.draft_ms(name):.2f}",
-    "pass of the target (ms)": lambda results, name: f"{results.verify_ms(name):.2f}",
-    "BLEU against greedy": lambda r, name: f"{r.relative_score(name, GREEDY).bleu:.2f}",
-    "chrF against greedy": lambda r, name: f"{r.relative_score(name, GREEDY).chrf:.2f}",
-    "BLEU against beam 5": lambda r, name: f"{r.relative_score(name, BEAM).bleu:.2f}",
-    "chrF against beam 5": lambda r, name: f"{r.relative_score(name, BEAM).chrf:.2f}",
+    "t_d (ms)": lambda r, name: f"{1000 * r.mean(name, 'draft_seconds', 'drafts'):.2f}",
+    "pass of the target (ms)": lambda r, name: (
+        f"{1000 * r.mean(name, 'verify_seconds', 'passes'):.2f}"
+    ),
+    "BLEU against greedy": lambda r, name: f"{r.score(name, GREEDY).bleu:.2f}",
+    "chrF against greedy": lambda r, name: f"{r.score(name, GREEDY).chrf:.2f}",
+    "BLEU against beam 5": lambda r, name: f"{r.score(name, BEAM).bleu:.2f}",
+    "chrF against beam 5": lambda r, name: f"{r.score(name, BEAM).chrf:.2f}",
     **{
         title: lambda r, name, place=place: f"{r.twentieths(name, BEAM)[place]:.2f}"  # type: ignore[misc]
         for title, place in _PERCENTILES.items()
@@ -620,7 +579,7 @@ def tables(results: Results, options: DrafterOptions, drafters: Iterable[str]) -
     tolerances = [
         ((f"{beta}", f"{tau:g}"), specdec(MAIN, K, beta, tau)) for beta in BETAS for tau in TAUS
     ]
-    greedy: list[tuple[tuple[str, ...], str]] = [((GREEDY,), GREEDY)]
+    greedy = [((GREEDY,), GREEDY)]
 
     def table(title: str, labels: Sequence[str], named: _Named, columns: Sequence[str]) -> Table:
         rows = [

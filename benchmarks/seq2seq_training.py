@@ -12,14 +12,13 @@ its files.
 
 from __future__ import annotations
 
-import random
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -43,6 +42,7 @@ from benchmarks import BenchmarkError
 from benchmarks.seq2seq_data import lines
 from tokenleap.core.config import Config
 from tokenleap.errors import DataError
+from tokenleap.training.features import BatchSampler
 from tokenleap.training.run import TrainingFolder
 
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -111,31 +111,27 @@ def train_vocabulary(
 
 def new_target(options: TargetOptions, vocab_size: int) -> MarianMTModel:
     """A Marian model with random weights."""
-    ids: dict[str, Any] = {
-        f"{name}_token_id": place for place, name in enumerate(("bos", "pad", "eos"))
-    }
-    sides: dict[str, Any] = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (
-            ("layers", options.layers),
-            ("attention_heads", options.heads),
-            ("ffn_dim", options.feed_forward),
-        )
-    }
+    start, pad, end, _unknown = range(len(_SPECIAL))
     config = MarianConfig(
         vocab_size=vocab_size,
         decoder_vocab_size=vocab_size,
         d_model=options.width,
+        encoder_layers=options.layers,
+        decoder_layers=options.layers,
+        encoder_attention_heads=options.heads,
+        decoder_attention_heads=options.heads,
+        encoder_ffn_dim=options.feed_forward,
+        decoder_ffn_dim=options.feed_forward,
         max_position_embeddings=options.max_positions,
         dropout=options.dropout,
         activation_function="relu",
         scale_embedding=True,
         share_encoder_decoder_embeddings=True,
-        decoder_start_token_id=ids["bos_token_id"],
+        bos_token_id=start,
+        pad_token_id=pad,
+        eos_token_id=end,
+        decoder_start_token_id=start,
         forced_eos_token_id=None,
-        **ids,
-        **sides,
     )
     model = MarianMTModel(config)
     model.generation_config.max_length = options.max_positions
@@ -145,7 +141,7 @@ def new_target(options: TargetOptions, vocab_size: int) -> MarianMTModel:
 class _Trainer(Seq2SeqTrainer):
     """With batches by tokens."""
 
-    batches: TokenBatches
+    batches: BatchSampler
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         loader: DataLoader[Any] = DataLoader(
@@ -162,7 +158,7 @@ def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0
 
     The folder has the texts in `data`; checkpoints and the target are written there.
     """
-    if _steps_of(folder) < steps:  # the trainer would take one more step
+    if max(map(_step, _checkpoints(folder)), default=0) < steps:  # it would take one more step
         _train(folder, options, steps, seed)
     return average(folder, options.averaged)
 
@@ -175,7 +171,6 @@ def _train(folder: Path, options: TargetOptions, steps: int, seed: int) -> None:
     }
     model = new_target(options, len(tokenizer))
     model.set_attn_implementation("eager")
-    on_cpu = not torch.cuda.is_available()
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(folder / "checkpoints"),
         max_steps=steps,
@@ -186,7 +181,7 @@ def _train(folder: Path, options: TargetOptions, steps: int, seed: int) -> None:
         label_smoothing_factor=0.1,
         max_grad_norm=1.0,
         bf16=True,
-        use_cpu=on_cpu,
+        use_cpu=not torch.cuda.is_available(),
         eval_strategy="steps",
         eval_steps=options.save_every,
         disable_tqdm=True,
@@ -209,7 +204,7 @@ def _train(folder: Path, options: TargetOptions, steps: int, seed: int) -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
     )
     lengths = [max(len(x["input_ids"]), len(x["labels"])) for x in examples["train"]]
-    trainer.batches = TokenBatches(lengths, options.batch_tokens, seed)
+    trainer.batches = BatchSampler(lengths, options.batch_tokens, seed)
     trainer.train(resume_from_checkpoint=bool(_checkpoints(folder)))
 
 
@@ -245,10 +240,6 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def _steps_of(folder: Path) -> int:
-    return max(map(_step, _checkpoints(folder)), default=0)
-
-
 def average(folder: Path, last: int, name: str = "target") -> Path:
     """Write the mean of the last checkpoints as a model of Transformers; return its folder."""
     found = _checkpoints(folder)[-last:]
@@ -268,61 +259,11 @@ def average(folder: Path, last: int, name: str = "target") -> Path:
     return into
 
 
-# Batches
-
-
-_POOL = 50
-"""Batches whose texts are sorted by length at a time."""
-
-
-class TokenBatches:
-    """Batches of as many texts as fit a number of tokens, texts of similar lengths together.
-
-    The length of a text is that of the longer one of source and output. Each epoch has its order.
-    """
-
-    def __init__(self, lengths: Sequence[int], tokens: int, seed: int) -> None:
-        self._lengths, self._tokens, self._seed, self._epoch = lengths, tokens, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._batches(0))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches(self._epoch))
-
-    def _batches(self, epoch: int) -> list[list[int]]:
-        chance = random.Random(f"{self._seed} {epoch}")
-        order = list(range(len(self._lengths)))
-        chance.shuffle(order)
-        mean = sum(self._lengths) / len(order)
-        size = max(1, round(_POOL * self._tokens / mean))
-        batches: list[list[int]] = []
-        for start in range(0, len(order), size):
-            batches += self._packed(
-                sorted(order[start : start + size], key=self._lengths.__getitem__)
-            )
-        chance.shuffle(batches)
-        return batches
-
-    def _packed(self, ordered: Sequence[int]) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for text in ordered:
-            if batch and (len(batch) + 1) * self._lengths[text] > self._tokens:
-                yield batch
-                batch = []
-            batch.append(text)
-        if batch:
-            yield batch
-
-
 # Drafters
 
 
 Shape = Literal["shared", "full", "balanced", "small"]
-SHAPES: tuple[Shape, ...] = ("shared", "full", "balanced", "small")
+SHAPES: tuple[Shape, ...] = get_args(Shape)
 """Of Spec-Drafters. `shared` reads the target's encoder and is a decoder of two layers; the others
 have an encoder of their own, as the paper's (see `new_masked_lm`)."""
 MAIN = "specdec-shared"
@@ -363,17 +304,13 @@ class DrafterOptions(Config):
         answers = f"answers={self.answers}"
         spec = {f"specdec-{shape}": (shape, self.num_masks) for shape in self.shapes}
         spec |= {f"{MAIN}-{masks}": ("shared", masks) for masks in self.masks}
-        found: dict[str, tuple[str, tuple[str, ...]]] = {
-            name: (
-                "spec_drafter",
-                (*_shape(shape), f"num_masks={masks}", answers, *self.spec_set),
-            )
-            for name, (shape, masks) in spec.items()
-        }
-        return found | {
-            f"blockwise-{heads}": ("blockwise", (f"num_heads={heads}", *self.heads_set))
-            for heads in self.heads
-        }
+        found = dict[str, tuple[str, tuple[str, ...]]]()
+        for name, (shape, masks) in spec.items():
+            own = (*_shape(shape), f"num_masks={masks}", answers)
+            found[name] = "spec_drafter", (*own, *self.spec_set)
+        for heads in self.heads:
+            found[f"blockwise-{heads}"] = "blockwise", (f"num_heads={heads}", *self.heads_set)
+        return found
 
     def drafter_of(self, k: int, drafters: Container[str]) -> str | None:
         """Which of these drafts k tokens: one with k masks, or `MAIN` with its first ones."""

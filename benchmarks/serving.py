@@ -30,14 +30,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import fmean, quantiles
-from types import TracebackType
-from typing import Annotated, Any, Self, TypeAlias
+from typing import IO, Annotated, Any, TypeAlias
 
 import httpx2
 import typer
@@ -110,7 +109,7 @@ def main(
 
     with ExitStack() as stack:
         servers = {
-            name: stack.enter_context(Server(name, commands[name], threads)) for name in chosen
+            name: stack.enter_context(started(name, commands[name], threads)) for name in chosen
         }
         bursts = _measured(servers, texts, rates, requests, rounds, send_to, seed)
     found = {
@@ -370,27 +369,19 @@ _PATIENCE = 300.0
 """Seconds in which a server has to load its model."""
 
 
+@dataclass(frozen=True)
 class Server:
-    """A server's process on a free port; a context manager that ends it."""
+    """A server's process; `log` has what it wrote."""
 
-    def __init__(self, name: str, command: Sequence[str], threads: int) -> None:
-        self.name = name
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [part.replace("{port}", str(port)) for part in command],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
-            start_new_session=True,  # Ctrl-C goes to this process alone, which ends them
-        )
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    log: IO[str]
 
     def wait(self) -> None:
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
-            if self._process.poll() is not None:
+            if self.process.poll() is not None:
                 raise BenchmarkError(f"{self.name} ended: {self._last_line()}")
             with suppress(httpx2.HTTPError):
                 if httpx2.get(f"{self.url}/v1/models", timeout=5).status_code == 200:
@@ -399,26 +390,33 @@ class Server:
         raise BenchmarkError(f"{self.name} did not start in {_PATIENCE:.0f} s.")
 
     def _last_line(self) -> str:
-        self._log.seek(0)
-        lines = [line for line in self._log.read().splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {self._process.returncode}"
+        self.log.seek(0)
+        lines = [line for line in self.log.read().splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit code {self.process.returncode}"
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._process.terminate()
+@contextmanager
+def started(name: str, command: Sequence[str], threads: int) -> Iterator[Server]:
+    """A server on a free port, which is ended at last."""
+    port = _free_port()
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            [part.replace("{port}", str(port)) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+            start_new_session=True,  # Ctrl-C goes to this process alone, which ends them
+        )
         try:
-            self._process.wait(40)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+            yield Server(name, f"http://127.0.0.1:{port}", process, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def tokenleap_command(model: Path, config: str | None, max_num_seqs: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Verification of k drafts in one pass: as a token tree, and as one batch row per path.
 
 The drafts are k paths of d tokens that share their first s tokens. As a tree (`Target.verify`) the
-shared tokens are computed once. As rows (`RowsVerifier`) every path has its own KV: the shared
+shared tokens are computed once. As rows (`Rows`) every path has its own KV: the shared
 tokens are computed for each row, and the context's KV is copied to all rows but the first. Passes
 of both forms alternate in one process. Seconds are medians; those of rows include the copies.
 
@@ -12,18 +12,20 @@ Prints a Markdown table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, islice, product
 from statistics import median
 from typing import Annotated
 
+import torch
 import typer
+from torch import Tensor
 
 from benchmarks import BenchmarkError, harness
 from benchmarks.harness import in_turn, load, machine, one_line_errors, report, table, timed
-from tokenleap.analysis.measure import RowsVerifier
-from tokenleap.core.tree import TokenTree
+from tokenleap.core.tree import TokenTree, chain
+from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
 FORMS = ("tree", "rows")
@@ -116,8 +118,8 @@ def measure(
 
 
 def _measure_case(target: Target, case: Case, rounds: int) -> dict[str, Cost]:
-    tree, rows = case.tree(target.vocab_size), RowsVerifier(target)
-    verify = {"tree": target.verify, "rows": rows.verify}
+    tree, rows = case.tree(target.vocab_size), Rows(target)
+    verify: dict[str, Callable[..., object]] = {"tree": target.verify, "rows": rows.verify}
     rows.verify([_KEY], [tree])  # so that the slab has its final size
     positions, copied = rows.num_positions, rows.num_copied
 
@@ -125,12 +127,67 @@ def _measure_case(target: Target, case: Case, rounds: int) -> dict[str, Cost]:
         return timed(lambda: verify[form]([_KEY], [tree]))[0]
 
     found = in_turn(FORMS, [tree], rounds, run, warm_up=1, doing=f"{len(tree)} nodes")
-    rows.close()
     nodes = len(tree)
     return {
         "tree": Cost(nodes, nodes, median(found["tree"][0])),
         "rows": Cost(positions, positions + copied, median(found["rows"][0])),
     }
+
+
+class Rows:
+    """Verifies like `Target`, with one batch row per path: the request's own, and forks of it.
+
+    Attributes:
+        num_positions: positions computed so far: the lengths of all paths, root included.
+        num_copied: positions of the context copied to forks so far.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.num_positions = 0
+        self.num_copied = 0
+
+    @torch.inference_mode()
+    def verify(self, keys: Sequence[int], trees: Sequence[TokenTree]) -> list[Tensor]:
+        """One forward pass over all paths of all trees, which leaves nothing behind.
+
+        Returns:
+            The logits after every node of each tree, [n+1, V]; for a node on several paths, those
+            of the first path.
+        """
+        paths = [_paths(tree) for tree in trees]
+        new, forks = count(INTERNAL_KEY, -1), list[int]()
+        rows, chains = list[int](), list[TokenTree]()
+        for key, tree, of_tree in zip(keys, trees, paths, strict=True):
+            own = [key, *islice(new, len(of_tree) - 1)]
+            for fork in own[1:]:
+                self._target.fork(key, fork)
+            self.num_copied += len(own[1:]) * self._target.cached(key)
+            forks += own[1:]
+            rows += own
+            chains += [chain([tree.tokens[node] for node in path]) for path in of_tree]
+        self.num_positions += sum(map(len, chains))
+        outputs = iter(self._target.verify(rows, chains))
+        found = [_by_node([(path, next(outputs).scores) for path in of_tree]) for of_tree in paths]
+        # Closing a row moves the last row into its place, with only its committed KV. So the forks
+        # are closed together, the newest first: then none of them is moved.
+        for fork in reversed(forks):
+            self._target.remove(fork)
+        return found
+
+
+def _paths(tree: TokenTree) -> list[tuple[int, ...]]:
+    """The nodes of each path from the root to a leaf."""
+    return [(0, *tree.path(node)) for node in range(len(tree)) if not tree.children[node]]
+
+
+def _by_node(scored: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
+    """Logits by node, [n+1, V], from the logits of the paths."""
+    size = 1 + max(path[-1] for path, _ in scored)
+    logits = scored[0][1].new_empty(size, scored[0][1].shape[1])
+    for path, rows in reversed(scored):
+        logits[list(path)] = rows
+    return logits
 
 
 if __name__ == "__main__":

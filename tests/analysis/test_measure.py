@@ -141,13 +141,13 @@ def assumptions(curve: tuple[float, ...] = CURVE) -> Assumptions:
 @pytest.mark.parametrize("gamma", [1, 2, 4])
 def test_a_run_as_assumed_is_as_predicted(gamma: int) -> None:
     rounds = [
-        {0: simulated_steps(0, 100), gamma: simulated_steps(gamma, 20_000, seed)}
+        {0: simulated_steps(0, 100), gamma: simulated_steps(gamma, 5_000, seed)}
         for seed in range(2)
     ]
     trial = compare(assumptions(), rounds, gamma)
     assert trial.predicted == improvement(ALPHA, gamma, C)
-    # By Hoeffding over 40 000 steps of at most gamma tokens, wrong with a chance below 1e-9.
-    error = gamma * math.sqrt(math.log(2e9) / (2 * 40_000))
+    # By Hoeffding over 10 000 steps of at most gamma tokens, wrong with a chance below 1e-9.
+    error = gamma * math.sqrt(math.log(2e9) / (2 * 10_000))
     assert trial.measured_tokens == pytest.approx(expected_tokens(ALPHA, gamma), abs=error)
     assert trial.measured == pytest.approx(trial.predicted_on_curve, rel=error)
     assert trial.low <= trial.measured <= trial.high
@@ -171,7 +171,7 @@ def test_the_failing_assumption_is_named(name: str, change: Any) -> None:
     flat = assumptions((1.0,) * 5)
     steps = [
         replace(step, verify_seconds=PASS, seconds=step.draft_seconds + PASS)
-        for step in simulated_steps(2, 20_000)
+        for step in simulated_steps(2, 4_000)
     ]
     fair = compare(flat, [{0: simulated_steps(0, 100), 2: steps}], 2)
     assert fair.factors.failing() == []
@@ -202,9 +202,9 @@ def test_short_drafts_are_named_and_predicted_where_they_are() -> None:
     lengths = (4,) * 30 + (0,) * 30
     half = replace(assumptions(), draft_lengths=(lengths,), betas=(ALPHA,) * 30)
     assert half.drafting_share == 0.5
-    trial = compare(half, [{0: simulated_steps(0, 100), 4: walked(lengths, 2000)}], 4)
+    trial = compare(half, [{0: simulated_steps(0, 100), 4: walked(lengths, 500)}], 4)
     assert trial.factors.failing()[0] == "drafts"
-    # 60 tokens and more of each of 2000 texts; the speed of a text is within [0.5, 3].
+    # 60 tokens and more of each of 500 texts; the speed of a text is within [0.5, 3].
     assert trial.measured == pytest.approx(trial.predicted_on_curve, rel=0.02)
     assert trial.mean_drafted < 1.6  # and not half of 4
 

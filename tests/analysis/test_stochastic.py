@@ -69,7 +69,7 @@ def test_exact_by_enumeration(seed: int, p_zeros: int, q_zeros: int) -> None:
 def test_calls_have_the_distribution_of_f(q: Distribution, threads: Executor) -> None:
     """End to end, by chi-square; a right implementation fails with probability `ALARM`."""
     call = Call(lambda _: P, lambda y: y * 10, lambda _: q, threads)
-    samples = 3000
+    samples = 1000
     counts: Counter[int] = Counter()
     for i in range(samples):
         result = call(None, Noise(7).at(i))

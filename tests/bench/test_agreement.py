@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from tests.bench.records import (
     own_output,
     request,
 )
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE, Setting
 from tokenleap.bench.own import OwnRunner, mean_logprob
@@ -72,14 +70,6 @@ def test_what_is_not_judged_yet() -> None:
     assert unjudged(RECORDS[:-1]) == [RECORDS[len(background()) + 3]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("length", [1, 2, 33, 34, 70])
 def test_the_log_probability_is_the_models_own(length: int) -> None:
     """Against the logits of one plain forward pass; several chunks, and the last token alone."""
@@ -94,7 +84,7 @@ def test_the_log_probability_is_the_models_own(length: int) -> None:
 
 def test_a_contestant_judges_an_output(folder: str) -> None:
     runner = OwnRunner(BASELINE, Setting(folder, max_tokens=8))
-    prompt = runner.encode("hello", 256)
+    (prompt,) = runner.encode(["hello"], 256)
     (plain,) = runner.generate([prompt], 8)
     (hot,) = runner.generate([prompt], 8, 3.0, [1])
     found = runner.judge(prompt, plain["token_ids"])

@@ -36,6 +36,13 @@ def test_a_method_as_json_with_a_quantization_of_its_own() -> None:
     assert ngram.label == 'ngram {"prompt_lookup_max": 3, "quantization": "int8"}'
 
 
+def test_a_model_alone_is_a_draft_model() -> None:
+    assert methods(['{"model": "m"}'], None, None)[1].config == {
+        "method": "draft_model",
+        "model": "m",
+    }
+
+
 def test_a_draft_model_goes_to_methods_that_take_one() -> None:
     _, ngram, drafted = methods(["ngram", "draft_model"], "small", "int8")
     assert "model" not in ngram.config

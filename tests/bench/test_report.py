@@ -29,6 +29,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
+        self.text = text
         self.images: dict[str, str] = {}
         self.cells: list[str] = []
         self._open: list[str] = []
@@ -91,14 +92,26 @@ def test_the_rest_of_the_peak_is_explained() -> None:
     assert "The rest of the peak is Python with its libraries" in markdown(results(), HEADER)
 
 
-def test_what_is_counted_has_ticks_at_whole_numbers() -> None:
+@pytest.fixture(scope="module")
+def page() -> Page:
     pytest.importorskip("matplotlib")
-    plots = report.draw_all(results())
+    return Page(html(results(), HEADER))
+
+
+def picture(page: Page, title: str) -> str:
+    kind, _, content = page.images[title].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    return base64.b64decode(content).decode()
+
+
+def test_what_is_counted_has_ticks_at_whole_numbers(page: Page) -> None:
     for title, axis in (
         ("Accepted tokens per draft", "xtick"),
         ("Single-prompt speed-ups", "ytick"),
     ):
-        ticks = re.findall(rf'<g id="{axis}_\d+">.*?<text[^>]*>([^<]*)<', plots[title], re.DOTALL)
+        ticks = re.findall(
+            rf'<g id="{axis}_\d+">.*?<text[^>]*>([^<]*)<', picture(page, title), re.DOTALL
+        )
         assert len(ticks) >= 2
         assert all(tick.isdecimal() for tick in ticks), (title, ticks)
 
@@ -146,15 +159,15 @@ def test_the_control_has_a_column_and_a_remark() -> None:
     assert "of random tokens" not in markdown(results(), HEADER)
 
 
-def test_the_page_is_one_file_with_all_plots() -> None:
-    pytest.importorskip("matplotlib")
-    page = Page(html(results(), HEADER))
+def test_the_page_is_one_file_with_all_plots(page: Page) -> None:
     assert list(page.images) == PLOTS
-    for source in page.images.values():
-        kind, _, content = source.partition(",")
-        assert kind == "data:image/svg+xml;base64"
-        assert ElementTree.fromstring(base64.b64decode(content)).tag.endswith("svg")
+    for title in PLOTS:
+        assert ElementTree.fromstring(picture(page, title)).tag.endswith("svg")
     assert "transformers-plain" in page.cells
+
+
+def test_what_users_write_is_escaped(page: Page) -> None:
+    assert "any &lt;processor&gt;" in page.text
 
 
 def test_verify_cost_is_drawn_where_there_are_several_sizes() -> None:
@@ -166,10 +179,6 @@ def test_verify_cost_is_drawn_where_there_are_several_sizes() -> None:
     plots = report.draw_all(Results(records, CONTESTANTS))
     assert "Cost of verification by nodes" in plots
     assert "nodes of a target pass" in plots["Cost of verification by nodes"]
-
-
-def test_what_users_write_is_escaped() -> None:
-    assert "any &lt;processor&gt;" in html(results(), HEADER)
 
 
 def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

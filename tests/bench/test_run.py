@@ -47,12 +47,21 @@ class FakeProcess:
         if self.label == NGRAM.label:  # its draft model takes some of the memory
             self.facts = {**OWN_FACTS, "max_model_len": 200}
 
+    def ask(self, command: str, **fields: Any) -> Any:
+        answers: dict[str, Callable[..., Any]] = {
+            "encode": self.encode,
+            "control": lambda seeds, max_model_len: [[seed] * 5 for seed in seeds],
+            "generate": self.generate,
+            "judge": self.judge,
+            "forget": lambda: type(self).forgot.append((self.label, len(type(self).calls))),
+            "stream": lambda size: size / 1e9,
+            "memory": lambda: {"peak_bytes": 1},
+        }
+        return answers[command](**fields)
+
     def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
         type(self).context = max_model_len
         return [[ord(letter) for letter in text] for text in texts]
-
-    def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
-        return [[seed] * 5 for seed in seeds]
 
     def generate(
         self,
@@ -73,15 +82,6 @@ class FakeProcess:
     def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
         type(self).judged += 1
         return {"text": "".join(map(chr, prompt)), "logprob": -1.0}
-
-    def forget(self) -> None:
-        type(self).forgot.append((self.label, len(type(self).calls)))
-
-    def stream(self, size: int) -> float:
-        return size / 1e9
-
-    def memory(self) -> dict[str, int]:
-        return {"peak_bytes": 1}
 
     def __enter__(self) -> Self:
         return self

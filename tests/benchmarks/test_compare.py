@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import typer
 from benchmarks.compare import main, measure, report_of
-from typer.testing import CliRunner
 
+from tests.benchmarks.program import run
 from tokenleap.bench.contestants import Setting
 from tokenleap.bench.prompts_file import Prompt
 from tokenleap.bench.run import Journal
 from tokenleap.bench.worker import Process
-
-app = typer.Typer()
-app.command()(main)
 
 SAMPLE = [Prompt("1", "code", "abc"), Prompt("2", "prose", "xyz")]
 
@@ -27,14 +23,13 @@ class Side:
         self.name, self.seconds, self.first, self.calls = name, seconds, first, calls
         self.facts = {"max_model_len": 64}
 
-    def encode(self, texts: list[str], _: int) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
-
-    def forget(self) -> None: ...
-
-    def generate(self, prompts: list[list[int]], most: int, *_: Any) -> dict[str, Any]:
+    def ask(self, command: str, **fields: Any) -> Any:
+        if command == "encode":
+            return [list(text.encode()) for text in fields["texts"]]
+        if command == "forget":
+            return None
         self.calls.append(self.name)
-        tokens = [self.first, *prompts[0]][:most]
+        tokens = [self.first, *fields["prompts"][0]][: fields["max_tokens"]]
         return {"seconds": self.seconds, "outputs": [{"token_ids": tokens}]}
 
 
@@ -69,6 +64,6 @@ def test_the_second_commit_is_compared_with_the_first(firsts: tuple[int, int], s
 
 
 def test_a_name_that_is_no_commit_is_refused_in_one_line() -> None:
-    result = CliRunner().invoke(app, ["HEAD", "no-such-commit"])
+    result = run(main, ["HEAD", "no-such-commit"])
     assert result.exit_code == 2
     assert "git rev-parse" in result.output

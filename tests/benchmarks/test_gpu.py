@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from benchmarks.gpu import BASELINE, Cell, contestants, groups_of, main, measure, report
 from benchmarks.harness import Loaded
-from typer.testing import CliRunner
 
 from benchmarks import BenchmarkError, gpu
+from tests.benchmarks.program import run
 from tests.tiny import tiny_model, tiny_tokenizer
 from tokenleap.bench.summary import Interval
-
-app = typer.Typer()
-app.command()(main)
 
 ON_A_CPU = {"eager": "torch", "compiled": "torch"}
 
@@ -93,7 +89,7 @@ def test_with_a_device_two_tables_are_printed(
     file.write_text("abc abc abc\nxyz xyz\nqqqq\n", encoding="utf-8")
     sizes = ["--batch-size", "2", "--batch-size", "1"]
     options = ["--batches", "2", "--rounds", "1", "--max-tokens", "4", "--json", str(written)]
-    result = CliRunner().invoke(app, ["--prompts", str(file), *sizes, *options])
+    result = run(main, ["--prompts", str(file), *sizes, *options])
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 * (2 + 2)  # a header of two lines and two contestants
@@ -105,6 +101,6 @@ def test_with_a_device_two_tables_are_printed(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["--prompts", str(tmp_path / "none.jsonl")])
+    result = run(main, ["--prompts", str(tmp_path / "none.jsonl")])
     assert result.exit_code == 2
     assert result.stderr.splitlines() == ["Error: this needs a CUDA device, and there is none."]

@@ -4,19 +4,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from benchmarks.harness import Loaded
 from benchmarks.identity import (
     CHECKS,
-    Bench,
+    FORMAT,
     Comparison,
     Difference,
-    Explainer,
     Generation,
     Options,
-    ResultsFile,
+    comparisons,
     default_methods,
     first_difference,
     methods_of,
@@ -26,10 +26,12 @@ from benchmarks.identity import (
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks import identity
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tokenleap import TokenleapError
+from tokenleap import LLM
 from tokenleap.bench.contestants import BASELINE, Contestant
 from tokenleap.bench.prompts_file import Prompt
+from tokenleap.bench.run import Journal
 from tokenleap.core.acceptance.base import Accepted, TargetDistributions
 from tokenleap.core.acceptance.rules import Coupled
 from tokenleap.core.noise import StepNoise
@@ -67,35 +69,6 @@ def test_a_difference_counts_where_identity_is_promised() -> None:
     assert not comparison("1").broken
 
 
-def test_a_results_file_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    first = ResultsFile(file, {"seed": 1})
-    first.add(comparison("1"))
-    first.add(comparison("2", Difference(3, 1, 2, top2_gap=0.5)))
-    with file.open("a") as end:
-        end.write('{"check": "gre')
-    again = ResultsFile(file, {"seed": 1})
-    assert again.comparisons == first.comparisons
-    again.add(comparison("3"))
-    assert list(ResultsFile(file, {"seed": 1}).comparisons.values())[2] == comparison("3")
-
-
-def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    ResultsFile(file, {"seed": 1})
-    with pytest.raises(TokenleapError, match="made with seed 1, and this run has 2"):
-        ResultsFile(file, {"seed": 2})
-
-
-@pytest.mark.parametrize("content", ["hello\n", "{}\n", "[]\n", '{"check": 1', "\n"])
-def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "notes.txt"
-    file.write_text(content)
-    with pytest.raises(TokenleapError, match="not a results file"):
-        ResultsFile(file, {})
-    assert file.read_text() == content
-
-
 def test_the_summary_counts_per_kind() -> None:
     table = summary([comparison("1"), comparison("2", Difference(0, 1, 2))])
     assert table.splitlines()[-1].split("|")[1:4] == [" greedy: ngram ", " 1/2 ", " 1/2 "]
@@ -124,27 +97,22 @@ GROUP = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_model: str, dtype: str, _device: str) -> Loaded:
+        return Loaded(tiny_model(dtype=getattr(torch, dtype)), tokenizer())
+
+    monkeypatch.setattr(identity, "load", load)
+
+
+OPTIONS = Options("itself", "itself", max_tokens=12, max_prompt_tokens=64, batch_size=3)
+
+
 def run_checks(
-    dtype: str,
-    results: ResultsFile,
-    advanced: list[None] | None = None,
-    methods: Sequence[Contestant] = METHODS,
-) -> None:
-    counted = [] if advanced is None else advanced
-    module = tiny_model(dtype=getattr(torch, dtype))
-    bench = Bench(
-        Options(tuple(methods), max_tokens=12, max_prompt_tokens=64, batch_size=3),
-        Loaded(module, tokenizer()),
-        {"itself": module},
-        Explainer(tiny_model),
-        results,
-        lambda: counted.append(None),
-    )
-    bench.run([check for check in CHECKS if check.dtype == dtype], GROUP)
-
-
-def in_memory() -> ResultsFile:
-    return ResultsFile(None, {})
+    dtype: str, methods: Sequence[Contestant] = METHODS, path: Path | None = None
+) -> list[Comparison]:
+    checks = [check for check in CHECKS if check.dtype == dtype]
+    return comparisons(OPTIONS, methods, checks, GROUP, Journal(path, FORMAT, {}))
 
 
 def number_of_comparisons(dtype: str) -> int:
@@ -154,9 +122,7 @@ def number_of_comparisons(dtype: str) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_check_of_every_method_is_made_and_identical(dtype: str) -> None:
-    results = in_memory()
-    run_checks(dtype, results)
-    found = results.comparisons.values()
+    found = run_checks(dtype)
     assert len(found) == number_of_comparisons(dtype)
     assert all(comparison.identical for comparison in found)
     assert {comparison.generated_tokens for comparison in found} == {12}
@@ -180,9 +146,7 @@ def test_a_rule_that_is_wrong_is_found_and_explained(
     monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.setattr(Coupled, "accept", accept_the_first)
-    results = in_memory()
-    run_checks(dtype, results)
-    differing = [c for c in results.comparisons.values() if not c.identical]
+    differing = [c for c in run_checks(dtype) if not c.identical]
     assert Counter(c.method for c in differing).keys() >= {"ngram", "ngram_table"}
     assert all(c.method != "none" for c in differing)
     for comparison in differing:
@@ -192,28 +156,24 @@ def test_a_rule_that_is_wrong_is_found_and_explained(
 
 
 def test_comparisons_that_are_there_are_not_made_again(tmp_path: Path) -> None:
+    """Four lines are lost: one method's batch and three of its single prompts."""
     file = tmp_path / "results.jsonl"
-    results = ResultsFile(file, {})
-    run_checks("bfloat16", results)
-    kept: list[Comparison] = list(results.comparisons.values())
+    found = run_checks("bfloat16", path=file)
     lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:-4]))  # four comparisons are lost
-    advanced: list[None] = []
-    again = ResultsFile(file, {})
-    run_checks("bfloat16", again, advanced)
-    assert len(advanced) == 4
-    assert list(again.comparisons.values()) == kept
+    file.write_text("".join(lines[:-4]) + '{"check": "gre')  # and it was broken off
+    generate = Mock(wraps=LLM.generate)
+    with patch.object(LLM, "generate", lambda *args, **fields: generate(*args, **fields)):
+        assert run_checks("bfloat16", path=file) == found
+    assert file.read_text().splitlines(keepends=True) == lines
+    assert 4 <= generate.call_count <= 4 + len(GROUP)  # and the references of these
 
 
 def test_bits_are_not_promised_to_a_run_that_drafted_branches() -> None:
-    results = in_memory()
     text = '{"method": "draft_model", "tree": [2, 1], "controller": "fixed"}'
     (tree,) = named_methods([text], "itself")
-    run_checks("bfloat16", results, methods=[tree])
-    promised = {c.method: c.promised for c in results.comparisons.values()}
+    promised = {c.method: c.promised for c in run_checks("bfloat16", [tree])}
     assert promised == {"none": True, tree.label: False}
-    run_checks("float32", results, methods=[tree])
-    assert all(c.promised for c in results.comparisons.values() if c.check.startswith("float32"))
+    assert all(c.promised for c in run_checks("float32", [tree]))
 
 
 @pytest.mark.parametrize(

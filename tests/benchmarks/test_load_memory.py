@@ -3,15 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 from benchmarks.load_memory import main, memory
-from typer.testing import CliRunner
 
 from benchmarks import load_memory as module
+from tests.benchmarks.program import run
 from tests.tiny import tiny_model
-
-app = typer.Typer()
-app.command()(main)
 
 
 @pytest.fixture
@@ -35,20 +31,20 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     for seed, name in enumerate(("target", "draft")):
         tiny_model(seed=seed).save_pretrained(tmp_path / name)
     config = f'{{"model": "{tmp_path / "draft"}"}}'
-    result = CliRunner().invoke(app, ["--model", str(tmp_path / "target"), "--config", config])
+    result = run(main, ["--model", str(tmp_path / "target"), "--config", config])
     assert result.exit_code == 0, result.output
     assert "| LLM" in result.output
 
 
 @pytest.mark.parametrize("config", ["{", "[]", '{"method": "none", "nonsense": 1}'])
 def test_a_wrong_config_is_told_in_one_line(config: str) -> None:
-    result = CliRunner().invoke(app, ["--config", config])
+    result = run(main, ["--config", config])
     assert result.exit_code == 2
     assert len(result.output.strip().splitlines()) == 1
 
 
 def test_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "_ROLLUP", tmp_path / "missing")
-    result = CliRunner().invoke(app, [])
+    result = run(main, [])
     assert result.exit_code == 2
     assert "runs on Linux" in result.output

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.memory import PLAIN, Case, Peak, _configs, measure, table
+from benchmarks.memory import Case, Peak, measure, table
 
-from benchmarks import BenchmarkError
 from tests.spec_drafters import random_spec_drafter
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tokenleap.bench.contestants import BASELINE
 from tokenleap.runtime.attention import KEY_BLOCK
 
 
@@ -17,23 +17,13 @@ def test_differences_are_to_plain_decoding_of_the_same_batch() -> None:
     ngram = {"method": "draft_model", "model": "path/to/draft"}
     sizes = {(1, "none"): 100, (1, "draft"): 130, (8, "none"): 200, (8, "draft"): 190}
     peaks = {
-        Case("m", PLAIN if kind == "none" else ngram, batch): Peak(1, 2, 3, size * 10**6)
+        Case("m", BASELINE.config if kind == "none" else ngram, batch): Peak(1, 2, 3, size * 10**6)
         for (batch, kind), size in sizes.items()
     }
     header, rows = table(peaks)
     assert header[-1] == "over none"
     assert [row[-1] for row in rows] == ["", "+30.0", "", "-10.0"]
     assert rows[1][:2] == ["1", "draft_model (draft)"]
-
-
-def test_configurations() -> None:
-    assert _configs(['{"model": "m"}'])[1] == {"model": "m", "method": "draft_model"}
-    with pytest.raises(BenchmarkError, match="neither a method nor a model"):
-        _configs(["{}"])
-    found = _configs(["ngram", '{"method": "suffix"}', "none"])
-    assert found == [PLAIN, {"method": "ngram"}, {"method": "suffix"}]
-    with pytest.raises(BenchmarkError, match="expected a method"):
-        _configs(["[1]"])
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
@@ -47,7 +37,7 @@ def test_the_kv_of_a_batch(kind: str, tmp_path: Path) -> None:
         config = {"method": "draft_model", "model": str(tmp_path / "draft")}
     config["controller"] = "fixed"  # the default one may find that drafts do not pay
     case = Case(str(tmp_path / "target"), config, 2, prompt_tokens=9, max_tokens=6, dtype="float32")
-    plain = measure(Case(case.model, PLAIN, *(2, 9, 6, "float32")))
+    plain = measure(Case(case.model, BASELINE.config, *(2, 9, 6, "float32")))
     found = measure(case)
     assert found.kv == plain.kv >= 2 * KEY_BLOCK * 4 * 2 * 32
     assert plain.draft_kv == 0 < found.draft_kv

@@ -29,7 +29,6 @@ from benchmarks.seq2seq_training import (
     MAIN,
     DrafterOptions,
     TargetOptions,
-    TokenBatches,
     drafters_in,
     new_target,
     share_answers,
@@ -56,19 +55,6 @@ SIZES = {"vocab_size": 300, "width": 16, "layers": 1, "feed_forward": 16, "heads
 OPTIONS = TargetOptions(
     **SIZES, max_positions=16, batch_tokens=128, warmup_steps=2, save_every=2, averaged=2
 )
-
-
-def test_batches_hold_every_text_once_and_no_more_tokens_than_fit() -> None:
-    lengths = [1 + number * 7 % 20 for number in range(500)]
-    batches = TokenBatches(lengths, 64, seed=1)
-    first = list(batches)
-    assert sorted(text for batch in first for text in batch) == list(range(500))
-    assert all(len(batch) * max(lengths[text] for text in batch) <= 64 for batch in first)
-    assert len(first) < 1.3 * sum(lengths) / 64
-    batches.set_epoch(1)
-    assert list(batches) != first
-    batches.set_epoch(0)
-    assert list(batches) == first
 
 
 def test_vocabulary_keeps_every_character() -> None:
@@ -150,9 +136,9 @@ def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Pat
     measure_batches(llm, chosen[:3], TEXTS[:2], (1, 2), 1, again)
     assert len(again.records) == count  # nothing is measured twice
     results = Results(again.records, TEXTS[:2])
-    assert results.tokens_per_pass(GREEDY) == 1
+    assert results.mean(GREEDY, "tokens", "passes") == 1
     assert results.same(lossless(MAIN), GREEDY) == 1
-    assert results.draft_ms(specdec(MAIN)) > 0
+    assert results.mean(specdec(MAIN), "draft_seconds", "drafts") > 0
     assert [point.size for point in results.batch_points(GREEDY)] == [1, 2]
     assert "Table 2" in "".join(
         as_markdown(each) for each in tables(results, DrafterOptions(), [MAIN, SMALL])
@@ -202,10 +188,10 @@ def test_figures_are_those_of_the_sentences_that_all_have_translated(results: Re
     assert results.seconds(spec) == [2.0, 1.0]
     assert results.speedup(spec, BEAM).mean == 4.0
     assert results.single_speedups(spec, GREEDY) == [2.0, 4.0]
-    assert results.tokens_per_pass(spec) == 24 / 7
-    assert results.draft_ms(spec) == 1000 * (3 * 0.004 + 0.012) / 8
+    assert results.mean(spec, "tokens", "passes") == 24 / 7
+    assert results.mean(spec, "draft_seconds", "drafts") == (3 * 0.004 + 0.012) / 8
     assert results.same(spec, GREEDY) == 0.5
-    assert results.relative_score(spec, BEAM) == Score(2.0, 20.0)
+    assert results.score(spec, BEAM) == Score(2.0, 20.0)
     assert results.twentieths(spec, BEAM)[9] == 4.5
     (point,) = results.batch_points(GREEDY)
     assert (point.size, point.latency, point.throughput) == (4, 2.0, 2.0)

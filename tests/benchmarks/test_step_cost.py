@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import pytest
-import typer
 from benchmarks.harness import TINY, load
 from benchmarks.step_cost import Filled, hidden_layers, hidden_ratios, main, overhead, pass_seconds
-from typer.testing import CliRunner
 
+from tests.benchmarks.program import run
 from tests.tiny import VOCAB_SIZE
 from tokenleap import LLM, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
-
-app = typer.Typer()
-app.command()(main)
 
 
 def test_passes_of_every_size_leave_nothing_behind() -> None:
@@ -55,10 +51,10 @@ def test_the_pass_is_a_part_of_the_step() -> None:
 
 
 def test_on_the_command_line() -> None:
-    result = CliRunner().invoke(app, ["--model", "tiny", "--rounds", "1", "--steps", "4"])
+    result = run(main, ["--model", "tiny", "--rounds", "1", "--steps", "4"])
     assert result.exit_code == 0, result.output
     assert "a tree of 32" in result.output
     assert "with hidden states of layers 0, 1, 2 over without" in result.output
-    refused = CliRunner().invoke(app, ["--model", "tiny", "--context", "1024"])
+    refused = run(main, ["--model", "tiny", "--context", "1024"])
     assert refused.exit_code != 0
     assert "--context must be at most 992" in refused.output

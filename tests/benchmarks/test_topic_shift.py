@@ -4,15 +4,11 @@ import csv
 from pathlib import Path
 
 import pytest
-import typer
 from benchmarks.topic_shift import main, topics
-from typer.testing import CliRunner
 
+from tests.benchmarks.program import run
 from tests.cli.conftest import ascii_tokenizer, save_tiny
 from tests.heads import random_head, tiny_config
-
-app = typer.Typer()
-app.command()(main)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +22,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_both_drafters_serve_all_prompts(arguments: list[str], tmp_path: Path) -> None:
     phases = ["--before", "2", "--shifted", "3", "--after", "1", "--part", "2"]
     online = ["--online", '{"every": 1, "window": 16}', "--max-tokens", "8"]
-    result = CliRunner().invoke(app, [*arguments, *phases, *online, "--out", str(tmp_path)])
+    result = run(main, [*arguments, *phases, *online, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     with (tmp_path / "topic_shift.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -53,6 +49,6 @@ def test_prompts_are_different_and_follow_from_the_seed() -> None:
     ],
 )
 def test_wrong_use(arguments: list[str], more: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [*arguments, *more, "--out", str(tmp_path)])
+    result = run(main, [*arguments, *more, "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert message in result.output

@@ -3,15 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import typer
 from benchmarks.trained import METHODS, main
-from typer.testing import CliRunner
 
+from tests.benchmarks.program import run
 from tests.cli.conftest import save_tiny
 from tokenleap.training.method import TRAINABLE
-
-app = typer.Typer()
-app.command()(main)
 
 
 def test_methods_learn_from_the_same_text_and_are_trained_once(tmp_path: Path) -> None:
@@ -20,7 +16,7 @@ def test_methods_learn_from_the_same_text_and_are_trained_once(tmp_path: Path) -
     given = ["--model", str(model), "--out", str(out), "--dtype", "float32", "--epochs", "0.1"]
     given += ["--tokens", "300", "--held-out-tokens", "15", "--file", str(file)]
     given += ["--method", "medusa", "--method", "early_exit"]
-    result = CliRunner().invoke(app, given)
+    result = run(main, given)
     assert result.exit_code == 0, result.output
     first, second = (out / name / "training/data/train.jsonl" for name in ("medusa", "early_exit"))
     assert first.read_bytes() == second.read_bytes() != b""
@@ -29,7 +25,7 @@ def test_methods_learn_from_the_same_text_and_are_trained_once(tmp_path: Path) -
     assert found["early_exit"]["perplexity"]["new"] > 1  # the new model is measured, too
 
     once = result.stdout
-    assert CliRunner().invoke(app, given).stdout == once  # no clock was asked again
+    assert run(main, given).stdout == once  # no clock was asked again
     assert "`medusa`" in once
     assert "`early_exit`" in once
 
@@ -39,6 +35,6 @@ def test_methods_for_encoder_decoders_are_left_out() -> None:
 
 
 def test_unknown_methods_are_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["--out", str(tmp_path), "--method", "nothing"])
+    result = run(main, ["--out", str(tmp_path), "--method", "nothing"])
     assert result.exit_code == 2
     assert "there is no 'nothing' here" in result.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -23,8 +22,6 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-Run = Callable[..., Result]
 
 
 def ascii_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
@@ -74,16 +71,38 @@ def tiny_without_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run() -> Run:
+def prompts(tmp_path: Path) -> Path:
+    """A file with two prompts that repeat themselves."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("abc abc abc abc abc\nhello hello\n")
+    return file
+
+
+class Run:
     """The command line in this process; what escapes it is a failure of the test."""
 
-    def run_it(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    def __call__(self, *arguments: object, stdin: str | bytes | None = None) -> Result:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
 
-    return run_it
+    def done(self, *arguments: object, stdin: str | bytes | None = None) -> Result:
+        """A command line that succeeds."""
+        result = self(*arguments, stdin=stdin)
+        assert result.exit_code == 0, result.stderr
+        return result
+
+    def refused(self, *arguments: object, stdin: str | bytes | None = None, code: int = 2) -> str:
+        """The one line on stderr of a command line that fails, and prints nothing else."""
+        result = self(*arguments, stdin=stdin)
+        assert (result.exit_code, result.stdout) == (code, ""), result.stderr
+        return error_of(result)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
 
 
 @pytest.fixture

@@ -33,13 +33,6 @@ class Llama:
 REQUESTS = 2 * 2 * 3
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.txt"
-    file.write_text("abc abc abc abc abc\nhello hello\n")
-    return file
-
-
 def requests_in(file: Path) -> int:
     return file.read_text().count('"type": "request"') if file.exists() else 0
 
@@ -70,8 +63,7 @@ def test_a_run_is_killed_and_resumed(
         process.send_signal(signal.SIGKILL)
     assert 2 <= requests_in(records) < REQUESTS
     assert "--resume" in error_of(run(*arguments))
-    result = run(*arguments, "--resume", "--json")
-    assert result.exit_code == 0, result.stderr
+    result = run.done(*arguments, "--resume", "--json")
     assert result.stderr == ""
     assert requests_in(records) == REQUESTS
     value = json.loads(result.stdout)
@@ -95,9 +87,8 @@ class Here(Process):
     def wait_until_loaded(self) -> None:
         self.facts = self._worker.facts()
 
-    def _ask(self, **request: Any) -> Any:
-        found = getattr(self._worker, request.pop("command"))(**request)
-        return json.loads(json.dumps(found))
+    def ask(self, command: str, **fields: Any) -> Any:
+        return json.loads(json.dumps(self._worker.ask(command, **fields)))
 
     def close(self, *, force: bool = False) -> None:
         pass
@@ -109,12 +100,11 @@ def test_lossy_rules_are_judged_at_a_temperature(
     """Seeded samples of the default rule are those of `none`; a lossy rule's are not."""
     monkeypatch.setattr("tokenleap.bench.run.Process", Here)
     lossy = '{"method": "random", "acceptance": {"rule": "lenient", "lenience": 1e-6}}'
-    result = run(
+    result = run.done(
         *("bench", prompts, "-m", tiny, "--peers", "", "--method", "random", "--method", lossy),
         *("--temperature", 1, "--max-tokens", 24, "--rounds", 1, "--threads", 1),
         *("--dtype", "float32", "--device", "cpu", "--output", tmp_path / "results", "--json"),
     )
-    assert result.exit_code == 0, result.stderr
     value = json.loads(result.stdout)
     assert value["settings"]["temperature"] == 1
     none, same, other = value["agreement"]
@@ -169,16 +159,14 @@ def test_other_tokens_than_plain_decoding_are_a_failure(
 def test_wrong_use(
     run: Run, prompts: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    result = run("bench", prompts, "--output", tmp_path / "results", *arguments)
-    assert result.exit_code == 2
-    assert message in error_of(result)
+    assert message in run.refused("bench", prompts, "--output", tmp_path / "results", *arguments)
     assert not (tmp_path / "results").exists()
 
 
 def test_a_gguf_nobody_reads_is_refused(run: Run, prompts: Path) -> None:
-    result = run("bench", prompts, "--gguf", prompts)
-    assert result.exit_code == 2
-    assert "--gguf is for the peers llama.cpp and openvino" in error_of(result)
+    assert "--gguf is for the peers llama.cpp and openvino" in run.refused(
+        "bench", prompts, "--gguf", prompts
+    )
 
 
 def test_a_gguf_of_another_model_is_refused(
@@ -187,15 +175,11 @@ def test_a_gguf_of_another_model_is_refused(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     file = save_gguf(tmp_path / "other.gguf", layers=3, vocabulary=50)
     arguments = ["bench", prompts, "-m", tiny, "--peers", "llama.cpp", "--output", tmp_path / "out"]
-    result = run(*arguments, "--gguf", file)
-    assert result.exit_code == 2
-    assert error_of(result) == (
+    assert run.refused(*arguments, "--gguf", file) == (
         f"error: --gguf: {file} is another model than the one in {tiny}: layers 3, not 2; "
         "vocabulary 50, not 97."
     )
-    damaged = run(*arguments, "--gguf", prompts)
-    assert damaged.exit_code == 1
-    assert "is not a GGUF file" in error_of(damaged)
+    assert "is not a GGUF file" in run.refused(*arguments, "--gguf", prompts, code=1)
     assert not (tmp_path / "out").exists()
 
 
@@ -203,9 +187,9 @@ def test_a_peer_that_is_not_installed(
     run: Run, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    result = run("bench", prompts, "--gguf", prompts, "--peers", "llama.cpp")
-    assert result.exit_code == 2
-    assert "llama.cpp is not installed: pip install 'tokenleap[peers]'" in error_of(result)
+    assert "llama.cpp is not installed: pip install 'tokenleap[peers]'" in run.refused(
+        "bench", prompts, "--gguf", prompts, "--peers", "llama.cpp"
+    )
 
 
 def test_a_gguf_model_is_the_peers_model(
@@ -221,9 +205,9 @@ def test_a_gguf_model_is_the_peers_model(
 def test_a_damaged_gguf_model_leaves_no_folder(run: Run, prompts: Path, tmp_path: Path) -> None:
     file = save_gguf(tmp_path / "tiny.gguf")
     file.write_bytes(file.read_bytes()[:100])
-    result = run("bench", prompts, "-m", file, "--peers", "none", "--output", tmp_path / "out")
-    assert result.exit_code == 1
-    assert "tiny.gguf" in error_of(result)
+    assert "tiny.gguf" in run.refused(
+        "bench", prompts, "-m", file, "--peers", "none", "--output", tmp_path / "out", code=1
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -241,9 +225,9 @@ def test_what_could_not_be_reported_is_not_measured(
     message: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    result = run("bench", prompts, "-m", tiny, "--peers", "none", "--output", tmp_path / "out")
-    assert result.exit_code == 1
-    assert f"{message}: pip install 'tokenleap[bench]'" in error_of(result)
+    assert f"{message}: pip install 'tokenleap[bench]'" in run.refused(
+        "bench", prompts, "-m", tiny, "--peers", "none", "--output", tmp_path / "out", code=1
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -252,12 +236,6 @@ def test_a_peer_that_is_not_sampled(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     arguments = ["--gguf", prompts, "--peers", "llama.cpp", "--temperature", 1]
-    result = run("bench", prompts, *arguments)
-    assert result.exit_code == 2
-    assert "--temperature: llama.cpp-plain is measured in greedy decoding only" in error_of(result)
-
-
-def test_prompts_that_cannot_be_read(run: Run, tmp_path: Path) -> None:
-    result = run("bench", tmp_path / "none.txt")
-    assert result.exit_code == 1
-    assert "none.txt" in error_of(result)
+    assert "--temperature: llama.cpp-plain is measured in greedy decoding only" in run.refused(
+        "bench", prompts, *arguments
+    )

@@ -11,6 +11,7 @@ from tests.bench.records import CONTESTANTS, HEADER, complete, control
 from tokenleap.bench.report import tables
 from tokenleap.bench.summary import Results
 from tokenleap.cli import bench
+from tokenleap.cli import console as console_module
 from tokenleap.cli.bench import fitted, show_results
 from tokenleap.cli.console import THEME
 
@@ -20,7 +21,8 @@ WIDTHS = (60, 80, 120)
 def shown(results: Results, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     text = StringIO()
     console = Console(file=text, width=width, theme=THEME)
-    monkeypatch.setattr(bench, "display", lambda: console)
+    for module in (bench, console_module):
+        monkeypatch.setattr(module, "display", lambda: console)
     show_results(results, HEADER)
     return text.getvalue().splitlines()
 

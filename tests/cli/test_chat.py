@@ -37,8 +37,7 @@ def assistant(text: str) -> dict[str, str]:
 def test_history_is_kept(run: Run, tiny: Path, llm: LLM) -> None:
     (first,) = llm.chat([user("hello")], GREEDY)
     (second,) = llm.chat([user("hello"), assistant(first.text), user("and?")], GREEDY)
-    result = run("chat", "-m", tiny, "--max-tokens", 12, stdin="hello\n\nand?\n")
-    assert result.exit_code == 0
+    result = run.done("chat", "-m", tiny, "--max-tokens", 12, stdin="hello\n\nand?\n")
     assert result.stdout == f"{first.text}\n{second.text}\n"
     assert result.stderr == ""
 
@@ -227,11 +226,7 @@ def test_save_and_load(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_cannot_be_loaded(
-    llm: LLM,
-    tmp_path: Path,
-    content: str | None,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    llm: LLM, tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
     if content is not None:

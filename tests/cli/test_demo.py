@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run
 from tokenleap import LLM, RequestOutput
 from tokenleap.cli.demo import PROMPTS
 
@@ -17,8 +17,7 @@ QUICK = ["--rounds", "1", "--max-tokens", "12"]
 
 def test_on_a_pipe(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = run("demo", "-m", tiny, *QUICK)
-    assert result.exit_code == 0
+    result = run.done("demo", "-m", tiny, *QUICK)
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
     lines = result.stdout.splitlines()
@@ -50,8 +49,7 @@ def test_other_bits_are_told_and_are_1(
 
 def test_own_settings(run: Run, tiny: Path) -> None:
     more = ["--method", "ngram_table", "--num-speculative-tokens", "3", "--dtype", "float32"]
-    result = run("demo", "-m", tiny, *QUICK, *more)
-    assert result.exit_code == 0
+    result = run.done("demo", "-m", tiny, *QUICK, *more)
     assert "float32" in result.stdout
     assert "ngram_table drafts up to 3 tokens" in " ".join(result.stdout.split())
 
@@ -59,14 +57,11 @@ def test_own_settings(run: Run, tiny: Path) -> None:
 def test_without_a_tokenizer(run: Run, tiny: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tiny / name)
-    result = run("demo", "-m", tmp_path, *QUICK)
-    assert result.exit_code == 2
-    assert "has no tokenizer" in error_of(result)
+    assert "has no tokenizer" in run.refused("demo", "-m", tmp_path, *QUICK)
 
 
 @pytest.mark.slow  # `make demo` is the same
 @pytest.mark.model
 def test_default_model(run: Run) -> None:
-    result = run("demo", "--rounds", "1", "--max-tokens", "16")
-    assert result.exit_code == 0
+    result = run.done("demo", "--rounds", "1", "--max-tokens", "16")
     assert result.stdout.count(" yes") == 3

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run
 from tokenleap import LLM
 from tokenleap import llm as llm_module
 from tokenleap.bench.contestants import BASELINE, Setting
 from tokenleap.bench.run import Plan
-from tokenleap.cli.options import _quantizations
 from tokenleap.runtime.choices import QUANTIZATION_OPTIONS
 
 SHORT = ["--max-tokens", 8]
@@ -38,8 +37,7 @@ def test_generate(run: Run, tiny: Path, made: list[dict[str, Any]]) -> None:
     several = ["generate", "hello", "-m", tiny, *SHORT, "--n", 3, "--temperature", 1, "--seed", 1]
     expected = run(*several).stdout
     more = ["--max-num-seqs", 2, "--prefix-cache-memory", "1MiB"]
-    result = run(*several, *GIVEN, *more)
-    assert result.exit_code == 0, result.stderr
+    result = run.done(*several, *GIVEN, *more)
     assert result.stdout == expected
     assert made[0]["enable_prefix_caching"]
     assert {"kv_cache_memory", "max_num_seqs", "prefix_cache_memory"}.isdisjoint(made[0])
@@ -51,8 +49,7 @@ def test_chat(run: Run, tiny: Path, made: list[dict[str, Any]]) -> None:
     lines = "hello\nand?\n"
     expected = run("chat", "-m", tiny, *SHORT, stdin=lines).stdout
     given = ["chat", "-m", tiny, *SHORT, *GIVEN, "--no-enable-prefix-caching"]
-    result = run(*given, stdin=lines)
-    assert result.exit_code == 0, result.stderr
+    result = run.done(*given, stdin=lines)
     assert result.stdout == expected
     wanted = {**EXPECTED, "enable_prefix_caching": False}
     assert {name: made[1][name] for name in wanted} == wanted
@@ -60,7 +57,12 @@ def test_chat(run: Run, tiny: Path, made: list[dict[str, Any]]) -> None:
 
 
 def test_bench(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[Any]
+    run: Run,
+    tiny: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    made: list[Any],
 ) -> None:
     from tokenleap.bench.own import OwnRunner
 
@@ -75,8 +77,6 @@ def test_bench(
 
     monkeypatch.setattr("tokenleap.bench.run.run", measured)
     monkeypatch.setattr("tokenleap.bench.own.LLM", llm_module.LLM)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n")
     common = ["bench", prompts, "-m", tiny, "--peers", "", "--quantization", "int8"]
     for number, more in enumerate(([], [*GIVEN, "--batch-sizes", 20, "--max-num-seqs", 5])):
         with pytest.raises(StoppedError):
@@ -115,27 +115,18 @@ def test_bench(
     ],
 )
 def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> None:
-    result = run("generate", "hello", "--model", tiny, *arguments)
-    assert result.exit_code == 2
-    assert message in error_of(result)
-    assert result.stdout == ""
+    assert message in run.refused("generate", "hello", "--model", tiny, *arguments)
 
 
 def test_mistakes_are_found_before_a_model_is_fetched(run: Run) -> None:
     for flag, value in (("--quantization", "int3"), ("--kv-cache-memory", "many")):
-        result = run("generate", "hello", "--model", "no-such-model", flag, value)
-        assert result.exit_code == 2
-        assert error_of(result).startswith(f"error: {flag}")
+        assert run.refused("generate", "hello", "--model", "no-such-model", flag, value).startswith(
+            f"error: {flag}"
+        )
 
 
-def test_bench_refuses_what_does_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n")
-    result = run("bench", prompts, "-m", tiny, "--max-num-seqs", 4)
-    assert result.exit_code == 2
-    assert "--max-num-seqs is for several prompts at once: add --batch-sizes" in error_of(result)
+def test_bench_refuses_what_does_nothing(run: Run, tiny: Path, prompts: Path) -> None:
+    assert "--max-num-seqs is for several prompts at once: add --batch-sizes" in run.refused(
+        "bench", prompts, "-m", tiny, "--max-num-seqs", 4
+    )
     assert run("bench", prompts, "-m", tiny, "--no-enable-prefix-caching").exit_code == 2
-
-
-def test_quantizations_are_those_of_the_runtime() -> None:
-    assert _quantizations() == list(QUANTIZATION_OPTIONS)

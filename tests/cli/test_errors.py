@@ -69,10 +69,7 @@ from tokenleap.cli.root import in_flags
     ],
 )
 def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> None:
-    result = run("generate", "hello", "--model", tiny, *arguments)
-    assert result.exit_code == 2
-    assert message in error_of(result)
-    assert result.stdout == ""
+    assert message in run.refused("generate", "hello", "--model", tiny, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +96,16 @@ def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> 
         ("models rm x", "no such command 'rm': use 'tokenleap models remove'"),
         ("generat hi", "no such command 'generat': did you mean 'generate'?"),
         ("zzz", "no such command 'zzz': known: bench, chat, "),
+        ("generate --sed 1", "no such option: --sed"),
+        ("generate --n x hi", "invalid value for '--n'"),
+        ("trace", "missing argument 'FILE'"),
+        ("models burn", "no such command 'burn'"),
+        ("demo --rounds 0", "invalid value for '--rounds'"),
     ],
 )
 def test_habits(run: Run, arguments: str, message: str) -> None:
     """Other programs' names get ours; no suggestion means something else."""
-    result = run(*arguments.split())
-    assert result.exit_code == 2
-    assert message in error_of(result)
+    assert message in run.refused(*arguments.split())
 
 
 def test_advice_names_what_there_is() -> None:
@@ -125,8 +125,7 @@ def test_advice_names_what_there_is() -> None:
 
 
 def test_options_may_have_underscores(run: Run, tiny: Path) -> None:
-    result = run("generate", "hi", "--model", tiny, "--max_tokens", 2, "--quiet")
-    assert result.exit_code == 0
+    result = run.done("generate", "hi", "--model", tiny, "--max_tokens", 2, "--quiet")
     assert result.stdout == run("generate", "hi", "-m", tiny, "--max-tokens", 2, "-q").stdout
 
 
@@ -134,36 +133,43 @@ def test_prompts_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
     for arguments, stdin in ((["--file", empty], None), ([""], None), ([], ""), (["-"], "\n")):
-        result = run("generate", "-m", tiny, *arguments, stdin=stdin)
-        assert result.exit_code == 2
-        assert "the prompt is empty" in error_of(result)
+        assert "the prompt is empty" in run.refused("generate", "-m", tiny, *arguments, stdin=stdin)
     both = run("generate", "hello", "--file", empty)
     assert (both.exit_code, error_of(both)) == (2, "error: give PROMPT or --file, not both")
     assert run("generate", "caf\udce9").exit_code == 2
 
 
 def test_what_cannot_be_read_is_1(run: Run, tiny: Path, tmp_path: Path) -> None:
-    absent = run("generate", "-m", tiny, "--file", tmp_path / "absent")
-    assert absent.exit_code == 1
-    assert error_of(absent) == f"error: {tmp_path / 'absent'}: No such file or directory"
+    assert (
+        run.refused("generate", "-m", tiny, "--file", tmp_path / "absent", code=1)
+        == f"error: {tmp_path / 'absent'}: No such file or directory"
+    )
     assert run("generate", "-m", tiny, "--file", tmp_path).exit_code == 1
-    latin = run("generate", "-m", tiny, stdin=b"caf\xe9")
-    assert latin.exit_code == 1
-    assert error_of(latin) == "error: standard input is not UTF-8 text: byte 3 is 0xe9"
+    assert (
+        run.refused("generate", "-m", tiny, stdin=b"caf\xe9", code=1)
+        == "error: standard input is not UTF-8 text: byte 3 is 0xe9"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", ["plan --measure --prompts", "tree", "bench", "tune-layers -o layers.json"]
+)
+def test_prompt_files_that_cannot_be_read(run: Run, tmp_path: Path, command: str) -> None:
+    file = tmp_path / "prompts.txt"
+    assert "prompts.txt" in run.refused(*command.split(), file, code=1)
+    for content, message in ((b"\n \n", "has no prompts"), (b"caf\xe9", "is not UTF-8 text")):
+        file.write_bytes(content)
+        assert message in run.refused(*command.split(), file)
 
 
 def test_models_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:
-    unknown = run("generate", "hi", "--model", "smolm2")
-    assert unknown.exit_code == 2
-    assert "did you mean smollm2-135m" in error_of(unknown)
-    draft = run("generate", "hi", "-m", tiny, "--draft-model", "nowhere")
-    assert draft.exit_code == 2
-    assert "no model 'nowhere'" in error_of(draft)
+    assert "did you mean smollm2-135m" in run.refused("generate", "hi", "--model", "smolm2")
+    assert "no model 'nowhere'" in run.refused(
+        "generate", "hi", "-m", tiny, "--draft-model", "nowhere"
+    )
     for name in ("", "~nobody/model", "x" * 5000, "./absent"):
         assert run("generate", "hi", "--model", name).exit_code == 2
-    broken = run("generate", "hi", "--model", tmp_path)
-    assert broken.exit_code == 1
-    assert "no config.json" in error_of(broken)
+    assert "no config.json" in run.refused("generate", "hi", "--model", tmp_path, code=1)
     truncated = tmp_path / "model.gguf"
     truncated.write_bytes(b"GGUF")
     assert run("generate", "hi", "--model", truncated).exit_code == 1
@@ -171,9 +177,9 @@ def test_models_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:
 
 def test_another_vocabulary(run: Run, tiny: Path, tmp_path: Path) -> None:
     tiny_model(vocab_size=50).save_pretrained(tmp_path)
-    result = run("generate", "hi", "-m", tiny, "--draft-model", tmp_path)
-    assert result.exit_code == 2
-    assert "vocabulary of 50 tokens" in error_of(result)
+    assert "vocabulary of 50 tokens" in run.refused(
+        "generate", "hi", "-m", tiny, "--draft-model", tmp_path
+    )
 
 
 def test_a_trace_that_cannot_be_written(
@@ -221,6 +227,4 @@ def test_advice_in_flags(said: str, shown: str) -> None:
 
 def test_no_chat_without_template(run: Run, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", chat_template=None)
-    result = run("chat", "-m", folder, stdin="hi\n")
-    assert result.exit_code == 2
-    assert "has no chat template" in error_of(result)
+    assert "has no chat template" in run.refused("chat", "-m", folder, stdin="hi\n")

@@ -12,7 +12,9 @@ from typer.testing import Result
 
 from tests.cli.conftest import Run, ascii_tokenizer, error_of
 from tests.heads import published_medusa, tiny_head
+from tests.tiny import tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
+from tests.vocabularies import bpe
 from tokenleap import LLM, SamplingParams, Trace
 from tokenleap.core.references import Source
 from tokenleap.runtime.passes import Passes
@@ -26,18 +28,14 @@ def llm(tiny: Path) -> LLM:
     return LLM(tiny, speculative_config={"method": "ngram"})
 
 
-def parsed(result: Result) -> dict[str, object]:
-    assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
-    value = json.loads(result.stdout)
-    assert isinstance(value, dict)
-    return value
+def parsed(result: Result) -> dict[str, Any]:
+    assert (result.exit_code, result.stderr) == (0, "")
+    return dict(json.loads(result.stdout))
 
 
 def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -> None:
     (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=20))
-    result = run("generate", "hello", "-m", tiny, *SHORT)
-    assert result.exit_code == 0
+    result = run.done("generate", "hello", "-m", tiny, *SHORT)
     assert result.stdout == expected.text + "\n"
     assert result.stderr == ""
 
@@ -45,13 +43,9 @@ def test_a_pipe_gets_the_text_and_nothing_else(run: Run, tiny: Path, llm: LLM) -
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("none", []),
         ("ngram_table", ["--num-speculative-tokens", 3]),
         ("draft_model", ["--draft-model", "TINY"]),
         ("eagle", ["--draft-model", "HEAD"]),
-        ("hybrid", ["--draft-model", "HEAD"]),
-        ("parallel", ["--draft-model", "HEAD"]),
-        ("medusa", ["--draft-model", "HEAD"]),
     ],
 )
 def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: list[object]) -> None:
@@ -65,19 +59,15 @@ def test_the_drafter_changes_nothing(run: Run, tiny: Path, method: str, more: li
 def test_a_head_is_given_by_its_folder(run: Run, tiny: Path) -> None:
     given = ["generate", "hello", "-m", tiny, "--method", "eagle"]
     assert "add --draft-model with its folder" in error_of(run(*given))
-    result = run(*given, "--draft-model", "nowhere")
-    assert result.exit_code == 2
-    assert "there is no folder nowhere" in error_of(result)
+    assert "there is no folder nowhere" in run.refused(*given, "--draft-model", "nowhere")
 
 
 @pytest.mark.parametrize(
     "command", ["generate", "demo", pytest.param("bench", marks=pytest.mark.slow)]
 )
 def test_a_head_as_its_authors_publish_it(
-    run: Run, tiny: Path, tmp_path: Path, command: str
+    run: Run, tiny: Path, prompts: Path, tmp_path: Path, command: str
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n")
     more: dict[str, list[object]] = {
         "generate": ["hello", "--json"],
         "demo": ["--rounds", 1],
@@ -85,8 +75,7 @@ def test_a_head_as_its_authors_publish_it(
     }
     head = published_medusa(tmp_path / "head", len(ascii_tokenizer().get_vocab()))
     given = ["-m", tiny, "--max-tokens", 8, "--method", "medusa", "--draft-model", head]
-    result = run(command, *more[command], *given)
-    assert result.exit_code == 0, result.stderr
+    run.done(command, *more[command], *given)
     if command == "bench":
         records = (tmp_path / "results/results.jsonl").read_text()
         assert '"type": "request", "contestant": "medusa"' in records
@@ -108,11 +97,9 @@ def test_json_has_every_field(run: Run, tiny: Path) -> None:
     assert value["bit_exact"] == llm.bit_exact
     assert "trace" not in value
     logprobs = value["logprobs"]
-    assert isinstance(logprobs, list)
     assert len(logprobs) == 20
     assert len(logprobs[0]["top"]) == 2
     metrics = value["metrics"]
-    assert isinstance(metrics, dict)
     assert metrics["target_passes"] == expected.metrics.target_passes
     assert "outputs" not in value
 
@@ -130,7 +117,6 @@ def test_json_names_the_controller_that_ran(
     given = ["generate", "hello", "-m", tiny, *SHORT, "--method", "ngram", "--json"]
     value = parsed(run(*given))
     config = value["speculative_config"]
-    assert isinstance(config, dict)
     assert config["controller"] == {"rule": "fixed"}
     assert value["bit_exact"] is False
 
@@ -139,7 +125,6 @@ def test_json_of_several_answers(run: Run, tiny: Path) -> None:
     several = ["--n", 3, "--temperature", 1, "--seed", 5]
     value = parsed(run("generate", "hello", "-m", tiny, *SHORT, *several, "--json"))
     outputs = value["outputs"]
-    assert isinstance(outputs, list)
     assert [output["index"] for output in outputs] == [0, 1, 2]
     assert outputs[0]["text"] == value["text"]
     assert len({output["text"] for output in outputs}) == 3
@@ -156,8 +141,7 @@ def test_trace_file(run: Run, tiny: Path, tmp_path: Path) -> None:
         assert sum(step.committed for step in steps) == 20
         assert all(p is not None for step in steps for p in step.p)
         assert list(tmp_path.iterdir()) == [file]
-    shown = run("trace", file)
-    assert shown.exit_code == 0
+    shown = run.done("trace", file)
     assert "20 tokens in" in shown.stdout
 
 
@@ -184,9 +168,9 @@ def test_chat_template_or_not(run: Run, tiny: Path, tiny_without_template: Path)
     plain = tokens("-m", tiny_without_template)
     assert tokens("-m", tiny, "--no-chat") == plain
     assert tokens("-m", tiny) == tokens("-m", tiny, "--chat") != plain
-    result = run("generate", "hi", "-m", tiny_without_template, "--chat")
-    assert result.exit_code == 2
-    assert error_of(result).endswith("use --no-chat.")
+    assert run.refused("generate", "hi", "-m", tiny_without_template, "--chat").endswith(
+        "use --no-chat."
+    )
 
 
 @pytest.mark.usefixtures("colours")
@@ -215,12 +199,13 @@ def test_default_model(run: Run) -> None:
 
 def test_structured_outputs(run: Run, tiny: Path) -> None:
     form = json.dumps({"regex": "(ab|cd){3}!"})
-    result = run("generate", "hello", "-m", tiny, "--structured-outputs", form, "--method", "regex")
-    assert result.exit_code == 0
+    result = run.done(
+        "generate", "hello", "-m", tiny, "--structured-outputs", form, "--method", "regex"
+    )
     assert re.fullmatch("(ab|cd){3}!", result.stdout.strip())
-    broken = run("generate", "hello", "-m", tiny, "--structured-outputs", '{"regex": "(a"}')
-    assert broken.exit_code == 2
-    assert error_of(broken).startswith("error: --structured-outputs: regex: not valid")
+    assert run.refused(
+        "generate", "hello", "-m", tiny, "--structured-outputs", '{"regex": "(a"}'
+    ).startswith("error: --structured-outputs: regex: not valid")
 
 
 def test_quantized_weights(run: Run, tiny: Path, own_cache: Path) -> None:
@@ -231,9 +216,9 @@ def test_quantized_weights(run: Run, tiny: Path, own_cache: Path) -> None:
     ]
     assert outputs[0] == outputs[1] == outputs[2]
     assert len(outputs[0]) > 5
-    refused = run("generate", "hello", "-m", tiny, "--quantization", "int3")
-    assert refused.exit_code == 2
-    assert "--quantization: must be one of auto" in error_of(refused)
+    assert "--quantization: must be one of auto" in run.refused(
+        "generate", "hello", "-m", tiny, "--quantization", "int3"
+    )
 
 
 # A prompt per line, and encoder-decoders
@@ -261,8 +246,7 @@ def test_a_line_per_source(run: Run, translator: Path, tmp_path: Path) -> None:
         (["--max-num-seqs", 2], "\r\n".join(sources)),
         (["--n", 2, "--temperature", 1, "--logprobs", 1, "-"], "\n".join(sources)),
     ):
-        result = run(*given, *more, stdin=stdin)
-        assert result.exit_code == 0, result.stderr
+        result = run.done(*given, *more, stdin=stdin)
         assert result.stderr == ""
         lines = [json.loads(line) for line in result.stdout.splitlines()]
         assert [line["line"] for line in lines] == [1, 2, 3]
@@ -299,11 +283,7 @@ def test_lines_for_a_decoder_only_model(run: Run, tiny: Path, llm: LLM) -> None:
         (["--jsonl"], "a\n" + "b" * 257, "line 2: the source has 257 tokens and the encoder takes"),
         (["--jsonl"], "", "the prompt is empty"),
         (["--jsonl", "hello"], "a", "--jsonl reads a prompt per line: give --file FILE, or pipe"),
-        (
-            ["--jsonl", "--json"],
-            "a",
-            "--json prints one object, and several prompts have one",
-        ),
+        (["--jsonl", "--json"], "a", "--json prints one object, and several prompts have one"),
         (["--jsonl", "--trace", "t.json"], "a", "--trace describes one answer: leave out --jsonl"),
         (["--source-language", "xx"], "a", "this tokenizer has no tokens of languages"),
         (["--target-language", "de_DE", "--jsonl"], "a", "line 1: target_language: this tokenizer"),
@@ -312,10 +292,7 @@ def test_lines_for_a_decoder_only_model(run: Run, tiny: Path, llm: LLM) -> None:
 def test_bad_lines(
     run: Run, translator: Path, options: list[str], stdin: str, message: str
 ) -> None:
-    result = run("generate", "-m", translator, *options, stdin=stdin)
-    assert result.exit_code == 2
-    assert message in error_of(result)
-    assert result.stdout == ""
+    assert message in run.refused("generate", "-m", translator, *options, stdin=stdin)
 
 
 def test_languages_need_an_encoder(run: Run, tiny: Path) -> None:
@@ -351,16 +328,14 @@ def test_answers_may_quote_files(run: Run, tiny: Path, llm: LLM, tmp_path: Path)
     fixed = ["--controller", "fixed"]
     given = ["generate", "-m", tiny, *SHORT, *fixed]
 
-    def passes(value: object) -> int:
-        assert isinstance(value, dict)
+    def passes(value: dict[str, Any]) -> int:
         assert value["text"] == quoted.text == expected.text
         return int(value["metrics"]["target_passes"])
 
     alone = passes(parsed(run(*given, "hello", "--json")))
     assert passes(parsed(run(*given, "hello", "--json", "--reference", file))) < alone
     assert run(*given, "hello", "--reference", file).stdout == expected.text + "\n"
-    several = run(*given, "hello", "--n", 2, "--temperature", 1, "--reference", file)
-    assert several.exit_code == 0, several.stderr
+    run.done(*given, "hello", "--n", 2, "--temperature", 1, "--reference", file)
     lines = run(*given, "--jsonl", "--line-references", lists, stdin="hello\nhello")
     first, second = map(json.loads, lines.stdout.splitlines())
     assert passes(second) < passes(first) == alone
@@ -397,7 +372,6 @@ def test_beams(run: Run, tiny: Path, llm: LLM) -> None:
     value = parsed(run(*given, "--length-penalty", 2, "--json"))
     assert value["token_ids"] == list(expected.token_ids)
     beams = value["beams"]
-    assert isinstance(beams, list)
     assert [beam["token_ids"] for beam in beams] == [
         list(beam.token_ids) for beam in expected.outputs[0].beams
     ]
@@ -423,7 +397,6 @@ def test_a_prompt_is_scored(run: Run, tiny: Path, llm: LLM, tmp_path: Path) -> N
     value = parsed(run(*given, "hello", "--json", "--max-tokens", 0, "--prompt-logprobs", 1))
     assert value["token_ids"] == []
     scores = value["prompt_logprobs"]
-    assert isinstance(scores, list)
     assert expected.prompt_logprobs is not None
     assert len(scores) == len(expected.prompt_logprobs)
     assert scores[0] is None
@@ -470,3 +443,82 @@ def test_the_models_own_sampling(run: Run, tiny: Path, llm: LLM, tmp_path: Path)
     assert parsed(run(*command))["token_ids"] == list(output.token_ids)
     assert error_of(run(*command, "--top-k", 2)).endswith("add --temperature 1")
     assert "must be 'auto', 'none'" in error_of(run(*command, "--generation-config", "nowhere"))
+
+
+# What the answer will mostly repeat
+
+
+def test_a_prediction_is_drafted_first(run: Run, tiny: Path, tmp_path: Path) -> None:
+    given = ("generate", "-m", tiny, "--max-tokens", 24, "--method", "prediction", "hello")
+    fixed = ("--controller", "fixed")
+    alone = parsed(run(*given, *fixed, "--json"))
+    file = tmp_path / "expected.txt"
+    file.write_text(alone["text"])
+    predicted = parsed(run(*given, *fixed, "--json", "--prediction-file", file))
+    assert predicted["token_ids"] == alone["token_ids"]
+    assert predicted["metrics"]["target_passes"] < alone["metrics"]["target_passes"]
+    assert predicted["metrics"]["accepted_prediction_tokens"] > 0
+    assert run(*given, *fixed, "--prediction-file", file).stdout == alone["text"] + "\n"
+    assert "missing.txt: No such file" in error_of(run(*given, "--prediction-file", "missing.txt"))
+
+
+def test_lines_have_predictions_of_their_own(run: Run, tiny: Path, tmp_path: Path) -> None:
+    given = ("generate", "-m", tiny, "--max-tokens", 24, "--method", "prediction")
+    fixed = ("--controller", "fixed")
+    (alone,) = map(json.loads, run(*given, *fixed, "--jsonl", stdin="hello").stdout.splitlines())
+    text = alone["text"]
+    lines = [{"prompt": "hello"}, {"prompt": "hello", "prediction": text}, {"prompt": "hello"}]
+    lines[2]["prediction"] = ""  # none
+    shared = tmp_path / "expected.txt"
+    shared.write_text(text)
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    for more, predicted in (((), [1]), (("--prediction-file", shared), [0, 1])):
+        found = run(*given, *fixed, "--prompts-file", file, *more).stdout.splitlines()
+        for place, line in enumerate(map(json.loads, found)):
+            assert line["token_ids"] == alone["token_ids"]
+            assert (line["metrics"]["accepted_prediction_tokens"] > 0) == (place in predicted)
+    file.write_text('{"prompt": "hello", "prediction": ["a"]}')
+    refused = run(*given, "--prompts-file", file)
+    assert "prediction must be a text" in error_of(refused)
+
+
+# A draft model with other tokens than the target's
+
+
+CALL = ("generate", "the cat", "--no-chat", "--max-tokens", 6)
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model with most of the target's characters, and words besides."""
+    folder = tmp_path_factory.mktemp("other")
+    tokenizer = bpe()
+    tiny_model(vocab_size=len(tokenizer.get_vocab())).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_overlap_is_told_once_the_models_are_loaded(run: Run, tiny: Path, unlike: Path) -> None:
+    plain = run(*CALL, "--model", tiny, "--method", "none")
+    result = run.done(*CALL, "--model", tiny, "--draft-model", unlike)
+    assert result.stdout == plain.stdout
+    size = len(bpe().get_vocab())
+    told = f"55 of the target's 97 tokens are among the draft model's {size} (vocabulary 'inter"
+    assert sum(told in line for line in result.stderr.splitlines()) == 1
+
+
+def test_not_where_the_tokens_are_the_same_or_quiet_is_wanted(
+    run: Run, tiny: Path, unlike: Path
+) -> None:
+    assert "tokens are among" not in run(*CALL, "--model", tiny, "--draft-model", tiny).stderr
+    quiet = run.done(*CALL, "--model", tiny, "--draft-model", unlike, "--quiet")
+    assert quiet.stderr == ""
+
+
+def test_a_way_that_is_refused(run: Run, tiny: Path, unlike: Path) -> None:
+    result = run(
+        *(*CALL, "--model", tiny, "--draft-model", unlike),
+        *("--speculative-config", '{"vocabulary": "same"}'),
+    )
+    assert "set vocabulary to 'intersection' or 'text'" in error_of(result)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tokenleap.cli.options import ModelOptions
 from tokenleap.models import store
@@ -30,8 +30,7 @@ def cached(name: str) -> Path:
 
 
 def test_list_without_anything(run: Run, cache: Path) -> None:
-    result = run("models")
-    assert result.exit_code == 0
+    result = run.done("models")
     assert "smollm2-135m" in result.stdout
     assert "92.9 MB to fetch" in result.stdout
     assert str(cache) in result.stdout.replace("\n", "")
@@ -68,9 +67,9 @@ def test_list_fits_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     at = next(number for number, line in enumerate(lines) if line.startswith(packed))
     assert lines[at - 2].startswith("Packed weights, which are used when their model is loaded")
     assert lines[at + 1 : at + 3] == [f"    from {source}", "    rounded to int4"]
-    refused = run("generate", "hi", "--model", packed)
-    assert refused.exit_code == 1
-    assert f"was packed from {source}, which is not there any more" in error_of(refused)
+    assert f"was packed from {source}, which is not there any more" in run.refused(
+        "generate", "hi", "--model", packed, code=1
+    )
 
 
 def test_packed_weights_stand_for_their_model(run: Run, tmp_path: Path) -> None:
@@ -98,9 +97,7 @@ def test_packed_weights_stand_for_their_model(run: Run, tmp_path: Path) -> None:
         (["--model", int8, "--dtype", "float32"], "has int8 weights in bfloat16, not float32"),
         (["--model", packed("int4-draft", folder)], "take mine with quantization int4"),
     ]:
-        refused = run("generate", "hi", *given)
-        assert refused.exit_code == 2
-        assert told in error_of(refused)
+        assert told in run.refused("generate", "hi", *given)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +109,13 @@ def test_packed_weights_stand_for_their_model(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_names_of_the_hub(run: Run, name: str, told: str) -> None:
-    result = run("models", "fetch", name)
-    assert result.exit_code == 2
-    assert told in error_of(result)
+    assert told in run.refused("models", "fetch", name)
 
 
 def test_path(run: Run) -> None:
     folder = cached("mine")
     assert run("models", "path", "mine").stdout == f"{folder}\n"
-    refused = run("models", "path", "mine", "--gguf")
-    assert refused.exit_code == 2
-    assert "mine is no alias" in error_of(refused)
+    assert "mine is no alias" in run.refused("models", "path", "mine", "--gguf")
 
 
 def test_check(run: Run) -> None:
@@ -145,22 +138,20 @@ def test_check(run: Run) -> None:
     manifest.chmod(0o644)
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"sums": {}}))
     assert "mine has no checksums" in run("models", "check", "mine").stdout
-    unknown = run("models", "check", "other")
-    assert unknown.exit_code == 2
-    assert "other is not in the cache, which holds damaged, mine" in error_of(unknown)
+    assert "other is not in the cache, which holds damaged, mine" in run.refused(
+        "models", "check", "other"
+    )
 
 
 def test_remove(run: Run) -> None:
     folder = cached("mine")
-    unasked = run("models", "remove", "mine")
-    assert unasked.exit_code == 2
-    assert "add --yes" in error_of(unasked)
+    assert "add --yes" in run.refused("models", "remove", "mine")
     assert folder.exists()
     assert run("models", "remove", "mine", "--yes").exit_code == 0
     assert not folder.exists()
-    again = run("models", "remove", "mine", "--yes")
-    assert again.exit_code == 2
-    assert "mine is not in the cache, which holds nothing" in error_of(again)
+    assert "mine is not in the cache, which holds nothing" in run.refused(
+        "models", "remove", "mine", "--yes"
+    )
 
 
 def test_remove_asks_at_a_terminal() -> None:
@@ -174,12 +165,9 @@ def test_remove_asks_at_a_terminal() -> None:
 
 
 def test_fetch(run: Run, tiny: Path) -> None:
-    result = run("models", "fetch", tiny)
-    assert result.exit_code == 0
+    result = run.done("models", "fetch", tiny)
     assert result.stdout == f"{tiny} is ready in {tiny}\n"
-    unknown = run("models", "fetch", "smolm2")
-    assert unknown.exit_code == 2
-    assert "did you mean" in error_of(unknown)
+    assert "did you mean" in run.refused("models", "fetch", "smolm2")
 
 
 def test_a_fetch_that_fails_is_1(run: Run, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -193,6 +181,4 @@ def test_a_fetch_that_fails_is_1(run: Run, monkeypatch: pytest.MonkeyPatch, cach
 
 def test_a_cache_that_cannot_be_written_is_1(run: Run, cache: Path) -> None:
     cache.write_text("a file")
-    result = run("models", "fetch", "smollm2-135m")
-    assert result.exit_code == 1
-    assert "cannot write the cache folder" in error_of(result)
+    assert "cannot write the cache folder" in run.refused("models", "fetch", "smollm2-135m", code=1)

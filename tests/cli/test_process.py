@@ -1,11 +1,15 @@
-"""The program as a process: signals, closed pipes, a real terminal."""
+"""The program as a process: signals, closed pipes, a real terminal; and under `torchrun`."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from tests.cli.conftest import Run, error_of
 from tests.cli.terminal import COMMAND, Terminal, environment
 from tests.programs import MAIN, Program
 
@@ -65,3 +69,65 @@ def test_no_prompt_at_a_terminal() -> None:
     with Terminal("generate") as terminal:
         assert terminal.end() == 2
     assert "no prompt: give PROMPT, --file FILE, or pipe text in" in terminal.shown
+
+
+# Under `torchrun`, commands that run in one process are refused, and one speaks for all.
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if torchrun had started two processes; this is the first one."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "bench", "demo", "models", "doctor"])
+def test_commands_that_run_in_one_process(run: Run, two: pytest.MonkeyPatch, command: str) -> None:
+    error = run.refused(command)
+    message = f"torchrun has started 2 processes, and tokenleap {command} runs in one"
+    assert message in error
+
+
+def test_generate(run: Run, two: pytest.MonkeyPatch, tiny: Path) -> None:
+    given = ["generate", "-m", tiny]
+    result = run(*given, "hello")
+    assert "add --tensor-parallel-size 2, or start it without torchrun" in error_of(result)
+    result = run(*given, "--tensor-parallel-size", 2, stdin="hello")
+    assert "several processes cannot share standard input: give PROMPT" in error_of(result)
+    result = run(*given, "hello", "--tensor-parallel-size", 4)
+    assert "--tensor-parallel-size: there are 2 processes, got 4: take 2" in error_of(result)
+    two.setenv("RANK", "1")
+    result = run(*given, "hello", "--n", 0, "--tensor-parallel-size", 1)
+    assert result.stderr.startswith("error in process 1: torchrun has started 2 processes")
+
+
+def test_other_tools_set_the_same_variables(run: Run, two: pytest.MonkeyPatch, tiny: Path) -> None:
+    """Several servers in a cluster have nothing to do with each other."""
+    two.delenv("TORCHELASTIC_RUN_ID")
+    assert run("models").exit_code == 0
+    result = run.done("generate", "hello", "-m", tiny, "--max-tokens", 2, "--quiet")
+    assert result.stdout
+
+
+def test_without_torchrun(run: Run, tiny: Path) -> None:
+    result = run("generate", "hello", "-m", tiny, "--tensor-parallel-size", 2)
+    message = "--tensor-parallel-size: 2 needs 2 processes: start it with torchrun --nproc-per-node"
+    assert message in error_of(result)
+
+
+MUTED = """
+import os, sys
+from tokenleap.cli.generate import mute_others
+muted = mute_others(2)
+print("something")
+print(muted, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("rank", "muted"), [("0", False), ("1", True)])
+def test_others_are_muted(two: pytest.MonkeyPatch, rank: str, muted: bool) -> None:
+    two.setenv("RANK", rank)
+    done = subprocess.run([sys.executable, "-c", MUTED], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("" if muted else "something\n", f"{muted}\n")

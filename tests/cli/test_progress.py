@@ -41,24 +41,19 @@ def counts(shown: list[tuple[str, int, int]], total: int) -> list[int]:
 
 
 def test_plan_counts_prompts_and_runs(
-    run: Run, tiny: Path, tmp_path: Path, shown: list[tuple[str, int, int]]
+    run: Run, tiny: Path, prompts: Path, shown: list[tuple[str, int, int]]
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("abc abc abc abc\nx y x y x y x y\n")
     given = ("plan", "-m", tiny, "--measure", "--prompts", prompts, *SHORT)
-    result = run(*given, "--gammas", "1,2", "--rounds", 2)
-    assert result.exit_code == 0, result.stderr
+    run.done(*given, "--gammas", "1,2", "--rounds", 2)
     assert counts(shown, 14) == list(range(15))  # 2 prompts, then 2 rounds of 3 lengths
     assert shown[-1][0] == "speed, round 2 of 2"
     shown.clear()
-    result = run(*given, "--lenience", "1,0.5")
-    assert result.exit_code == 0, result.stderr
+    run.done(*given, "--lenience", "1,0.5")
     assert counts(shown, 2) == [0, 1, 2]
 
 
 def test_lines_are_counted(run: Run, tiny: Path, shown: list[tuple[str, int, int]]) -> None:
-    result = run("generate", "-m", tiny, *SHORT, "--jsonl", stdin="hello\nhi")
-    assert result.exit_code == 0, result.stderr
+    run.done("generate", "-m", tiny, *SHORT, "--jsonl", stdin="hello\nhi")
     assert counts(shown, 2) == [0, 1]
 
 

@@ -40,8 +40,7 @@ def test_build_and_use(
     text, other, output = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "made"
     text.write_text("the cat sat on the mat\n" * 20)
     other.write_text("a cat")
-    built = run(command, "build", text, other, "--model", tiny, "--output", output)
-    assert built.exit_code == 0, built.stderr
+    built = run.done(command, "build", text, other, "--model", tiny, "--output", output)
     assert f"has {contents}" in built.stdout
     assert f"{doing} (465 bytes" in built.stderr
     if command == "datastore":
@@ -52,8 +51,9 @@ def test_build_and_use(
 def use(run: Run, tiny: Path, config: dict[str, object]) -> None:
     """Draft with a file; the output is the target's."""
     arguments = ("--model", tiny, "--max-tokens", 8)
-    drafted = run("generate", "the cat", *arguments, "--speculative-config", json.dumps(config))
-    assert drafted.exit_code == 0, drafted.stderr
+    drafted = run.done(
+        "generate", "the cat", *arguments, "--speculative-config", json.dumps(config)
+    )
     assert drafted.stdout == run("generate", "the cat", *arguments, "--method", "none").stdout
 
 
@@ -66,9 +66,7 @@ def test_one_text(run: Run, tiny: Path, tmp_path: Path) -> None:
 def test_no_datastore(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("no arrays here")
     for name, message in (("a", "is not a valid datastore"), ("b", "cannot read")):
-        result = run("datastore", "info", tmp_path / name)
-        assert result.exit_code == 1
-        assert message in error_of(result)
+        assert message in run.refused("datastore", "info", tmp_path / name, code=1)
     assert run("datastore", "info").exit_code == 2
 
 
@@ -77,8 +75,7 @@ def test_write_counts_what_the_model_writes_by_itself(
 ) -> None:
     monkeypatch.setattr(collect, "_ROWS", 2)
     output = tmp_path / "own.ngrams"
-    written = run("ngrams", "write", "--model", tiny, "--tokens", 60, "--output", output)
-    assert written.exit_code == 0, written.stderr
+    run.done("ngrams", "write", "--model", tiny, "--tokens", 60, "--output", output)
     llm = LLM(tiny)
     talks = SelfTalk(llm, collect._LENGTH).write(range(2))
     texts = [each.tokens[start:stop] for each in talks for start, stop in each.answers]
@@ -127,26 +124,24 @@ def test_files_that_cannot_be_read(run: Run, tiny: Path, tmp_path: Path, command
         assert result.exit_code == 1
         assert message in result.stderr.splitlines()[-1]
         assert not output.exists()
-    missing = run(command, "build", tmp_path / "no", "--model", tiny, "--output", output)
-    assert missing.exit_code == 1
-    assert "No such file" in error_of(missing)
+    assert "No such file" in run.refused(
+        command, "build", tmp_path / "no", "--model", tiny, "--output", output, code=1
+    )
 
 
 @both
 def test_nowhere_to_write(run: Run, tiny: Path, tmp_path: Path, command: str) -> None:
     text = tmp_path / "a.txt"
     text.write_text("a")
-    result = run(command, "build", text, "-m", tiny, "-o", tmp_path / "no" / "made")
-    assert result.exit_code == 2
-    assert "there is no folder" in error_of(result)
+    assert "there is no folder" in run.refused(
+        command, "build", text, "-m", tiny, "-o", tmp_path / "no" / "made"
+    )
 
 
 @both
 def test_no_model_no_output_no_files(run: Run, tmp_path: Path, command: str) -> None:
     text = tmp_path / "a.txt"
     text.write_text("a")
-    unknown = run(command, "build", text, "-m", "nonesuch", "-o", tmp_path / "a")
-    assert unknown.exit_code == 2
-    assert "nonesuch" in error_of(unknown)
+    assert "nonesuch" in run.refused(command, "build", text, "-m", "nonesuch", "-o", tmp_path / "a")
     assert run(command, "build", text).exit_code == 2
     assert run(command, "build", "-o", tmp_path / "a").exit_code == 2

@@ -1,4 +1,4 @@
-"""`trace`: figure 1, for chains and trees, in colours and without."""
+"""`trace`: figure 1, for chains and trees; a page; and figure 5, in the terminal and as SVG."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.traces import PIECES, step
 from tokenleap import LLM, Origin, SamplingParams, StepTrace, Trace
-from tokenleap.cli.trace import TraceSummary, picture
+from tokenleap.cli.trace import Span, TraceSummary, picture, timeline_of
+from tokenleap.errors import TokenleapError
 
 CORRECTED = step((1, 2, 3, 4), (0, 1), rejected=(2,), origin=Origin.CORRECTION, reason="no")
 BONUS = step((1, 2), (0, 1), token=4)
@@ -34,6 +36,12 @@ TREE = step(
     reason="no",
 )
 TREE_AT_ROOT = step((1, 2), (1,), parents=(-1, -1), rejected=(0,), token=4)
+
+
+def saved(folder: Path, trace: Trace, name: str = "steps.json") -> Path:
+    file = folder / name
+    file.write_text(json.dumps(trace.as_dict()))
+    return file
 
 
 @pytest.mark.parametrize(
@@ -152,10 +160,8 @@ def test_summary_agrees_with_the_metrics_wherever_an_output_stops(tiny_llms: lis
 
 
 def test_command(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "steps.json"
-    file.write_text(json.dumps(Trace([CORRECTED, PLAIN, TREE], PIECES).as_dict()))
-    result = run("trace", file)
-    assert result.exit_code == 0
+    file = saved(tmp_path, Trace([CORRECTED, PLAIN, TREE], PIECES))
+    result = run.done("trace", file)
     for text in ("·the ·cat ✗·sat ↵ →·dog", "2/4", "└─ ·dog", "7 tokens in 3 steps, 2 with"):
         assert text in result.stdout
     summary = json.loads(run("trace", file, "--json").stdout)
@@ -196,8 +202,7 @@ def test_the_page_is_one_file_in_which_text_is_never_markup(run: Run, tmp_path: 
     name = "a<b>&amp;"
     file, out = tmp_path / f"{name}.json", tmp_path / "steps.html"
     file.write_text(json.dumps(trace.as_dict()))
-    result = run("trace", file, "--html", out)
-    assert result.exit_code == 0
+    result = run.done("trace", file, "--html", out)
     assert str(out) in result.stderr.replace("\n", "")
     page = _Page(out.read_text())
     assert page.outside == []
@@ -213,17 +218,15 @@ def test_the_page_is_one_file_in_which_text_is_never_markup(run: Run, tmp_path: 
 
 
 def test_a_page_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "steps.json"
-    file.write_text(json.dumps(Trace().as_dict()))
-    result = run("trace", file, "--html", tmp_path / "none" / "out.html")
-    assert result.exit_code == 2
-    assert "there is no folder" in error_of(result)
+    file = saved(tmp_path, Trace())
+    assert "there is no folder" in run.refused(
+        "trace", file, "--html", tmp_path / "none" / "out.html"
+    )
     assert run("trace", file, "--html", tmp_path / "out.html").exit_code == 0
 
 
 def test_empty_trace(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "steps.json"
-    file.write_text(json.dumps(Trace().as_dict()))
+    file = saved(tmp_path, Trace())
     assert "0 tokens in 0 steps" in run("trace", file).stdout
 
 
@@ -245,27 +248,145 @@ def test_a_tree_that_does_not_hang_together(
     value["steps"][0] |= fields
     file = tmp_path / "steps.json"
     file.write_text(json.dumps(value))
-    result = run("trace", file)
-    assert result.exit_code == 1
-    assert message in error_of(result)
+    assert message in run.refused("trace", file, code=1)
 
 
 def test_what_is_no_trace(run: Run, tmp_path: Path) -> None:
-    absent = run("trace", tmp_path / "absent.json")
-    assert absent.exit_code == 1
-    assert "cannot read trace" in error_of(absent)
+    assert "cannot read trace" in run.refused("trace", tmp_path / "absent.json", code=1)
     file = tmp_path / "other.json"
     file.write_text("{}")
-    other = run("trace", file)
-    assert other.exit_code == 1
-    assert "not a trace" in error_of(other)
+    assert "not a trace" in run.refused("trace", file, code=1)
 
 
 @pytest.mark.usefixtures("colours")
 def test_colours(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "steps.json"
-    file.write_text(json.dumps(Trace([CORRECTED], PIECES).as_dict()))
+    file = saved(tmp_path, Trace([CORRECTED], PIECES))
     shown = run("trace", file).stdout
     assert "\x1b[38;5;28m·the" in shown
     assert "\x1b[38;5;160m✗·sat" in shown
     assert "\x1b[38;5;32m→·dog" in shown
+
+
+# When the target and the drafter computed
+
+
+STEP = StepTrace((), (), (), (), (), (), "", 5, Origin.BONUS, 1, 0.0, 0.4, 0.0)
+DRAFTED = StepTrace(
+    (-1, 0, 0),
+    (1, 2, 3),
+    (1.0,) * 3,
+    (None,) * 3,
+    (0, 1),
+    (),
+    "",
+    4,
+    Origin.BONUS,
+    3,
+    0.2,
+    0.4,
+    0.1,
+)
+WITH_PROMPT = Trace([DRAFTED, STEP], {}, encode_seconds=0.1, prefill_seconds=0.3)
+
+
+def test_spans_follow_one_another() -> None:
+    found = timeline_of("x", WITH_PROMPT)
+    expected = [
+        Span("encoder", 0, 0.1),
+        Span("prompt", 0.1, 0.3),
+        Span("draft", 0.3, 0.5, levels=2),
+        Span("target", 0.5, 0.9),
+        Span("accept", 0.9, 1.0),
+        Span("target", 1.0, 1.4),
+    ]
+    assert [(span.kind, span.levels) for span in found.spans] == [
+        (span.kind, span.levels) for span in expected
+    ]
+    for got, wanted in zip(found.spans, expected, strict=True):
+        assert (got.start, got.end) == pytest.approx((wanted.start, wanted.end))
+    assert (found.tokens, found.count("target")) == (4, 2)
+    assert found.total("target") == pytest.approx(0.8)
+
+
+def test_looking_for_a_draft_in_vain_is_not_a_draft() -> None:
+    found = timeline_of("x", Trace([replace(STEP, draft_seconds=0.1)]))
+    assert [span.kind for span in found.spans] == ["target", "accept"]
+
+
+def test_a_trace_without_times() -> None:
+    with pytest.raises(TokenleapError, match="x: the trace has no steps with times"):
+        timeline_of("x", Trace([replace(STEP, verify_seconds=0.0)]))
+
+
+def test_the_terminal_has_a_cell_for_equal_times(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell is a quarter of the median pass, here 0.1 s."""
+    monkeypatch.setenv("COLUMNS", "80")
+    file = saved(tmp_path, WITH_PROMPT, "run.json")
+    result = run.done("trace", file, "--timeline")
+    lines = result.stdout.splitlines()
+    assert lines[0].split("   ")[:2] == ["E the encoder", "P the prompt"]
+    assert "one cell: 100 ms" in lines[1]
+    assert lines[3] == "run: 4 tokens in 1.40 s: 2 target passes 0.80 s, 1 drafts 0.20 s"
+    assert lines[4] == "0.00 EPP▒▒▐███·▐███"
+
+
+def test_long_traces_keep_within_the_terminal(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several traces have one scale, and the longest has twenty lines at most."""
+    monkeypatch.setenv("COLUMNS", "80")
+    long = saved(tmp_path, Trace([STEP] * 2000), "long.json")
+    short = saved(tmp_path, Trace([DRAFTED] * 200), "short.json")
+    lines = run("trace", long, short, "--timeline").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    bars = [part.splitlines()[1:] for part in "\n".join(lines).split("\n\n")]
+    assert len(bars[1]) == 20
+    cells = [sum(len(line) - 7 for line in part) for part in bars[1:]]
+    assert cells[1] / cells[0] == pytest.approx(200 * 0.7 / (2000 * 0.4), rel=0.02)
+
+
+def test_svg_of_several_traces(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one = saved(tmp_path, WITH_PROMPT, "gamma7.json")
+    other = saved(tmp_path, Trace([STEP] * 3), "plain.json")
+    svg = tmp_path / "timeline.svg"
+    result = run.done("trace", one, other, "--svg", svg)
+    assert result.stdout == ""
+    text = svg.read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    for word in ("gamma7", "plain", "a target pass", "the encoder", "seconds"):
+        assert f">{word}<" in text
+    run("trace", one, other, "--svg", svg)
+    assert svg.read_text() == text
+
+
+def test_a_run_has_the_time_of_its_prompt() -> None:
+    llm = LLM(tiny_model(), speculative_config={"method": "random", "controller": "fixed"})
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
+    assert output.trace.prefill_seconds == output.metrics.prefill_seconds > 0
+    again = Trace.from_dict(json.loads(json.dumps(output.trace.as_dict())))
+    assert again == output.trace
+    kinds = [span.kind for span in timeline_of("x", again).spans]
+    assert kinds[:3] == ["prompt", "draft", "target"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--timeline", "--json"], "leave out --json and --html"),
+        (["two.json"], "only --timeline and --svg take several traces"),
+        (["--svg", "no/such/folder.svg"], "there is no folder"),
+    ],
+)
+def test_wrong_use(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in run.refused("trace", saved(tmp_path, WITH_PROMPT, "one.json"), *arguments)
+
+
+def test_svg_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenleap.cli.options.find_spec", lambda _: None)
+    file = saved(tmp_path, WITH_PROMPT, "one.json")
+    assert "--svg needs Matplotlib: pip install 'tokenleap[plots]'" in run.refused(
+        "trace", file, "--svg", tmp_path / "x.svg"
+    )

@@ -24,7 +24,7 @@ from tokenleap.training import report as reports
 from tokenleap.training import run as training_run
 from tokenleap.training.conversations import ConversationFile
 from tokenleap.training.features import bytes_per_token
-from tokenleap.training.method import TRAINABLE, training_method
+from tokenleap.training.method import training_method
 from tokenleap.training.report import Speeds
 from tokenleap.training.run import DrafterSeries
 
@@ -36,6 +36,7 @@ SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and short conversations, no measurement of how long it will take, and no drawing."""
     monkeypatch.setattr(reports, "_draw", lambda path, _: path.touch())  # `test_trainer.py` draws
+    monkeypatch.setattr(reports, "_TOKENS", 16)
     monkeypatch.setattr(training_run, "_ROWS", 1)
     monkeypatch.setattr(training_run, "_SERVED_PROMPTS", 1)
     short_talks(monkeypatch)
@@ -69,8 +70,10 @@ def files_in(folder: Path) -> set[str]:
 )
 def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, method: str) -> None:
     out = tmp_path / "head"
-    result = run("train", trained, "-m", tiny, "-o", out, *QUICK, *SHORT)
-    assert result.exit_code == 0, result.stderr
+    own = ["--set", "answers=mixed", "--set", "refresh_every=2"] if trained == "distill" else []
+    result = run.done("train", trained, "-m", tiny, "-o", out, *QUICK, *SHORT, *own)
+    for step in (0, 2) if own else ():
+        assert f"Step {step}: the draft model answers " in result.stderr
     if trained == "pass":  # with as many nodes as the blocks of its training need
         assert f'"method": "pass", "model": "{out}", "num_speculative_tokens": 24' in result.stdout
     else:
@@ -94,10 +97,9 @@ def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, metho
     assert drafted.metrics.num_draft_tokens > 0
     assert drafted.metrics.drafter_failure is None
 
-    generated = run(
+    run.done(
         "generate", "abc", "-m", tiny, "--max-tokens", 9, "--draft-model", out, "--method", method
     )
-    assert generated.exit_code == 0, generated.stderr
     again = run("train", trained, "-m", tiny, "-o", out, *QUICK)
     assert "already has a drafter: choose another folder" in error_of(again)
 
@@ -105,8 +107,7 @@ def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, metho
 def test_a_new_model(run: Run, tiny: Path, tmp_path: Path) -> None:
     """It is said that it is one, and how it differs; the printed options use it."""
     before, out = (tiny / "model.safetensors").read_bytes(), tmp_path / "new"
-    result = run("train", "medusa_2", "-m", tiny, "-o", out, *QUICK, *SHORT)
-    assert result.exit_code == 0, result.stderr
+    result = run.done("train", "medusa_2", "-m", tiny, "-o", out, *QUICK, *SHORT)
     assert "GB of memory besides the target" in result.stderr
     assert f"{out} is a new model, and its output is not the target's" in result.stdout
     report = json.loads((out / "training/report.json").read_text())
@@ -115,8 +116,7 @@ def test_a_new_model(run: Run, tiny: Path, tmp_path: Path) -> None:
     (printed,) = (line for line in result.stdout.splitlines() if line.startswith("Use it: "))
     assert printed == f"Use it: --model {out} --method medusa --draft-model {out}/heads"
     options = printed.removeprefix("Use it: ").split()
-    generated = run("generate", "abc", "--max-tokens", 9, *options)
-    assert generated.exit_code == 0, generated.stderr
+    run.done("generate", "abc", "--max-tokens", 9, *options)
 
 
 def test_json_and_running_it_again(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -138,24 +138,27 @@ def test_json_and_running_it_again(run: Run, tiny: Path, tmp_path: Path) -> None
 
 
 def test_own_data(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
+    """Heads with few levels are served with chains that are longer than they can draft."""
     text = tmp_path / "some.txt"
     text.write_text("ab cd " * 40)
     arguments = ["--data", prompts, "--data", text, "--set", "max_length=64", *QUICK, *SHORT]
-    result = run("train", "medusa", "-m", tiny, "-o", tmp_path / "head", *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
+    few = ["--set", "num_heads=2", "--json"]
+    result = run.done("train", "medusa", "-m", tiny, "-o", tmp_path / "head", *arguments, *few)
     report = json.loads(result.stdout)
     assert report["training"]["conversations"] > 3
     assert report["held_out"]["conversations"] >= 1
+    assert len(report["best"]["mean_lengths"]) == 2
+    assert report["served"]["by_position"][2:] == [0, 0]
 
 
 def test_prompts_that_must_stay_unseen(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
     secret = tmp_path / "secret.jsonl"
     entries = [{"question_id": n, "turns": [4 * str(n)]} for n in range(20, 30)]
     secret.write_text("\n".join(json.dumps(each) for each in entries))
-    arguments = ["--data", prompts, "--unseen", secret, *QUICK, *SHORT, "--tokens", 10_000]
+    arguments = ["--data", prompts, "--unseen", secret, "--set", "max_length=64", *QUICK]
+    arguments += ["--tokens", 10_000, "--set", "epochs=1"]
     out = tmp_path / "head"
-    result = run("train", "blockwise", "-m", tiny, "-o", out, *arguments, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = run.done("train", "blockwise", "-m", tiny, "-o", out, *arguments, "--json")
     told = [line for line in result.stderr.splitlines() if line.startswith("Conversations: 1")]
     written = list(ConversationFile(out / "training/data/train.jsonl"))
     encode = ascii_tokenizer().encode
@@ -170,8 +173,7 @@ def test_prompts_that_must_stay_unseen(run: Run, tiny: Path, tmp_path: Path, pro
 
 def test_a_dry_run_leaves_nothing(run: Run, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "head"
-    result = run("train", "eagle", "-m", tiny, "-o", out, "--dry-run", "--json", *QUICK)
-    assert result.exit_code == 0, result.stderr
+    result = run.done("train", "eagle", "-m", tiny, "-o", out, "--dry-run", "--json", *QUICK)
     found = json.loads(result.stdout)
     layers = len(training_method("eagle", {}).read_layers(2))
     assert found["disk_bytes"] == round(2.2 * 260 * bytes_per_token(layers, 64))
@@ -190,10 +192,9 @@ def test_the_estimate_runs_every_part(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(training_run, "_ROWS", 2)
-    result = run(
+    result = run.done(
         "train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--dry-run", "--json", *QUICK
     )
-    assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     needed = found.pop("training_bytes")
     assert needed.keys() == {"memory", "disk"}
@@ -230,13 +231,12 @@ def test_other_targets(run: Run, tmp_path: Path, own_cache: Path, kind: str, met
     elif kind == "gpt2":
         tiny_model("gpt2", vocab_size=97, n_positions=512).save_pretrained(folder)
     out = tmp_path / method
-    result = run("train", method, "-m", folder, "-o", out, *QUICK, *more, "--set", "epochs=1")
-    assert result.exit_code == 0, result.stderr
-    used = run(
+    few = ["--tokens", 60, "--held-out-tokens", 20, "--set", "epochs=1"]
+    run.done("train", method, "-m", folder, "-o", out, *QUICK, *few, *more)
+    run.done(
         *("generate", "abc", "-m", folder, "--method", method, "--draft-model", out),
         *("--max-tokens", 9, *more),
     )
-    assert used.exit_code == 0, used.stderr
 
 
 # Stopping
@@ -308,8 +308,7 @@ def test_a_kill_and_ctrl_c_lose_nothing(run: Run, tiny: Path, tmp_path: Path) ->
     assert [each.name for each in (out / "training/checkpoints").iterdir()] == ["checkpoint-5"]
     assert (out / "model.safetensors").exists()
     for folder in (out, whole):
-        result = run(*arguments, "-o", folder)
-        assert result.exit_code == 0, result.stderr
+        run.done(*arguments, "-o", folder)
     for name in ("model.safetensors", "training/curves.csv"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
@@ -338,13 +337,9 @@ def test_two_processes(tiny: Path, tmp_path: Path) -> None:
     assert steps[2] == 3 * (steps[1] // 3 // 2)  # of three epochs
 
 
-def test_draft_models_whose_drafts_are_merged(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reports, "_TOKENS", 8)
+def test_draft_models_whose_drafts_are_merged(run: Run, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "draft models"
-    result = run("train", "boost", "-m", tiny, "-o", out, *QUICK, "--set", "epochs=1")
-    assert result.exit_code == 0, result.stderr
+    result = run.done("train", "boost", "-m", tiny, "-o", out, *QUICK, "--set", "epochs=1")
     assert "Drafter 2 of 2 learns what the one before it missed: " in result.stderr
     config = json.dumps({"method": "ensemble", "drafters": str(out)})
     assert f"Use it: --speculative-config '{config}'" in result.stdout.replace("\n", " ")
@@ -356,28 +351,6 @@ def test_draft_models_whose_drafts_are_merged(
     assert texts[0] == texts[1]
     again = run("train", "boost", "-m", tiny, "-o", out, *QUICK)
     assert "already has a drafter" in error_of(again)
-
-
-def test_answers_of_the_draft_model(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reports, "_TOKENS", 8)
-    out = tmp_path / "draft"
-    own = ["--set", "answers=mixed", "--set", "refresh_every=2", "--set", "epochs=1"]
-    result = run("train", "distill", "-m", tiny, "-o", out, *QUICK, *own)
-    assert result.exit_code == 0, result.stderr
-    for step in (0, 2):
-        assert f"Step {step}: the draft model answers " in result.stderr
-
-
-def test_heads_with_few_levels(run: Run, tiny: Path, tmp_path: Path) -> None:
-    """They are served with chains that are longer than they can draft."""
-    few = ["--set", "num_heads=2", "--set", "epochs=1"]
-    result = run("train", "medusa", "-m", tiny, "-o", tmp_path / "head", *QUICK, *few, "--json")
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert len(report["best"]["mean_lengths"]) == 2
-    assert report["served"]["by_position"][2:] == [0, 0]
 
 
 # Wrong use
@@ -409,9 +382,7 @@ def test_heads_with_few_levels(run: Run, tiny: Path, tmp_path: Path) -> None:
 def test_wrong_use(
     run: Run, tiny: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    result = run("train", "-o", tmp_path / "head", "-m", tiny, *arguments)
-    assert result.exit_code == 2
-    assert message in error_of(result)
+    assert message in run.refused("train", "-o", tmp_path / "head", "-m", tiny, *arguments)
     assert not (tmp_path / "head").exists()
 
 
@@ -424,9 +395,9 @@ def test_a_file_in_place_of_a_folder(run: Run, tiny: Path, prompts: Path) -> Non
 def test_a_bad_line_is_named(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
     with prompts.open("a") as file:
         file.write('{"messages": [{"role": "tool", "content": "x"}]}\n')
-    result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--data", prompts)
-    assert result.exit_code == 2
-    assert f"{prompts}, line 31: a message has the role 'tool'" in error_of(result)
+    assert f"{prompts}, line 31: a message has the role 'tool'" in run.refused(
+        "train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--data", prompts
+    )
     unseen = tmp_path / "unseen.jsonl"
     unseen.write_text('{"prompt": "one"}\n{"prompt"\n')
     result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head", "--unseen", unseen)
@@ -438,58 +409,44 @@ def test_no_chat_template(
 ) -> None:
     """It cannot write by itself, but answers prompts."""
     arguments = ("train", "medusa", "-m", tiny_without_template, "-o", tmp_path / "head", *QUICK)
-    refused = run(*arguments)
-    assert refused.exit_code == 2
-    assert "no chat template" in error_of(refused)
-    assert "--data" in error_of(refused)
+    refused = run.refused(*arguments)
+    assert "no chat template" in refused
+    assert "--data" in refused
     assert not (tmp_path / "head").exists()
-    result = run(*arguments, "--data", prompts, "--set", "epochs=1")
-    assert result.exit_code == 0, result.stderr
+    run.done(*arguments, "--data", prompts, "--set", "epochs=1")
 
 
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        (["--set", "epochs=4"], "settings"),
-        (["--set", "noise=0"], "options"),
-        (["--tokens", "201"], "data"),
-        (["--dtype", "bfloat16"], "dtype"),
-    ],
-)
-def test_another_training_in_the_same_folder(
-    run: Run, tiny: Path, tmp_path: Path, changed: list[str], named: str
-) -> None:
+def test_another_training_in_the_same_folder(run: Run, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "head"
     arguments = ("train", "eagle", "-m", tiny, "-o", out, "--dtype", "float32", *QUICK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DrafterSeries, "train", interrupt)
         assert run(*arguments).exit_code == 130
     before = files_in(out)
-    result = run(*arguments, *changed)
-    assert result.exit_code == 2
-    assert "has a training with another" in error_of(result)
-    assert named in error_of(result)
-    assert files_in(out) == before
+    for changed, named in (
+        (["--set", "epochs=4"], "settings"),
+        (["--set", "noise=0"], "options"),
+        (["--tokens", "201"], "data"),
+        (["--dtype", "bfloat16"], "dtype"),
+    ):
+        refused = run.refused(*arguments, *changed)
+        assert "has a training with another" in refused
+        assert named in refused
+        assert files_in(out) == before
 
 
 def test_without_the_library_it_stands_on(
     run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head")
-    assert result.exit_code == 2
-    assert error_of(result) == "error: training needs accelerate: pip install 'tokenleap[train]'"
-
-
-def test_help_names_all_methods(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = run("train", "--help").stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    assert all(name in shown for name in TRAINABLE)
+    assert (
+        run.refused("train", "eagle", "-m", tiny, "-o", tmp_path / "head")
+        == "error: training needs accelerate: pip install 'tokenleap[train]'"
+    )
 
 
 # Encoder-decoders

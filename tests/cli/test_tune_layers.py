@@ -8,20 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Run, error_of
+from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tokenleap.drafters.options import TunedLayers
 from tokenleap.tuning.tune_layers import LayerLaboratory, SkipSet
 from tokenleap.tuning.tune_layers import Run as Speed
 
 QUICK = ["--max-tokens", "8", "--trials", "3", "--seconds", "30"]
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.txt"
-    file.write_text("abc abc abc\nhello\n")
-    return file
 
 
 @pytest.fixture
@@ -48,8 +41,7 @@ def test_tune_and_use(
     run: Run, tiny: Path, prompts: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = run("tune-layers", prompts, "-o", output, "-m", tiny, *QUICK)
-    assert result.exit_code == 0, result.stderr
+    result = run.done("tune-layers", prompts, "-o", output, "-m", tiny, *QUICK)
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     table = lines[lines.index("") : -4]
@@ -65,8 +57,7 @@ def test_tune_and_use(
 
     config = json.dumps({"method": "layer_skip", "layers": str(output)})
     arguments = ("generate", "abc", "-m", tiny, "--max-tokens", 12)
-    drafted = run(*arguments, "--speculative-config", config)
-    assert drafted.exit_code == 0, drafted.stderr
+    drafted = run.done(*arguments, "--speculative-config", config)
     assert drafted.stdout == run(*arguments, "--method", "none").stdout
 
 
@@ -105,10 +96,7 @@ def test_a_lucky_run_is_told(
 
 @pytest.mark.parametrize(
     ("ratio", "verdict"),
-    [
-        (1.25, "Best: 1.25x plain decoding"),
-        (0.5, "None is faster than plain decoding here"),
-    ],
+    [(1.25, "Best: 1.25x plain decoding"), (0.5, "None is faster than plain decoding here")],
 )
 def test_verdict(
     run: Run,
@@ -120,8 +108,7 @@ def test_verdict(
     verdict: str,
 ) -> None:
     measured_as(monkeypatch, *[ratio] * 3)
-    result = run("tune-layers", prompts, "-o", output, "-m", tiny, *QUICK)
-    assert result.exit_code == 0
+    result = run.done("tune-layers", prompts, "-o", output, "-m", tiny, *QUICK)
     assert verdict in result.stdout
     assert json.loads(output.read_text())["measured"]["speedup"] == ratio
 
@@ -160,20 +147,8 @@ def test_ctrl_c_before_the_first_run_leaves_nothing(
 def test_wrong_use(
     run: Run, tiny: Path, prompts: Path, output: Path, arguments: list[str], message: str
 ) -> None:
-    result = run("tune-layers", prompts, "-m", tiny, "-o", output, *arguments)
-    assert result.exit_code == 2
-    assert message in error_of(result)
+    assert message in run.refused("tune-layers", prompts, "-m", tiny, "-o", output, *arguments)
     assert not output.exists()
-
-
-def test_prompts_that_cannot_be_read(run: Run, tmp_path: Path, output: Path) -> None:
-    missing = run("tune-layers", tmp_path / "none.txt", "-o", output)
-    assert missing.exit_code == 1
-    assert "none.txt" in error_of(missing)
-    (tmp_path / "empty.txt").touch()
-    empty = run("tune-layers", tmp_path / "empty.txt", "-o", output)
-    assert empty.exit_code == 2
-    assert "has no prompts" in error_of(empty)
 
 
 def test_progress_at_a_terminal(tiny: Path, prompts: Path, output: Path) -> None:
@@ -188,10 +163,7 @@ def test_progress_at_a_terminal(tiny: Path, prompts: Path, output: Path) -> None
 def unusable(run: Run, tiny: Path, file: Path, **more: Any) -> str:
     """The message of `generate` about such a file."""
     config = json.dumps({"method": "layer_skip", "layers": str(file), **more})
-    result = run("generate", "abc", "-m", tiny, "--speculative-config", config)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    return error_of(result)
+    return run.refused("generate", "abc", "-m", tiny, "--speculative-config", config)
 
 
 def test_files_that_cannot_be_used(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -54,9 +54,11 @@ def llm_of(model: Any, method: str = "none", rule: str = "coupled", gamma: int =
     return LLM(model, tokenizer=tiny_tokenizer(), speculative_config=config)
 
 
-def params(form: str, temperature: float = 0, seed: int = 0) -> SamplingParams:
+def params(
+    form: str, temperature: float = 0, seed: int = 0, max_tokens: int = 120
+) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=120, structured_outputs=FORMS[form]
+        temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=FORMS[form]
     )
 
 
@@ -83,7 +85,7 @@ def plain(model: Any) -> dict[tuple[str, float], list[tuple[int, ...]]]:
     return {
         (form, temperature): [
             output.token_ids
-            for output in llm_of(model).generate(PROMPTS, params(form, temperature, seed=5))
+            for output in llm_of(model).generate(PROMPTS, params(form, temperature, 5, 48))
         ]
         for form in ("json", "regex")
         for temperature in (0, 1.0)
@@ -107,7 +109,7 @@ def test_every_drafter_gives_the_output_of_none(
     temperature: float,
     method: str,
 ) -> None:
-    outputs = llm_of(model, method).generate(PROMPTS, params(form, temperature, seed=5))
+    outputs = llm_of(model, method).generate(PROMPTS, params(form, temperature, 5, 48))
     assert [output.token_ids for output in outputs] == plain[form, temperature]
 
 

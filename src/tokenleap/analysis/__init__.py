@@ -1,11 +1,11 @@
 """The theory of speculative decoding: the speed-up that a draft length should bring.
 
-`formulas` works on three numbers: the acceptance rate alpha, the draft length gamma and the cost
-ratio c. `distributions` works on the distributions p and q themselves. Both are pure functions.
-Their theorems and equations are those of Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding" (2023), unless they name another paper. `measure` and `compare` take the
-numbers from a real model and compare predicted with measured speed-ups. They load PyTorch, so they
-are not imported here. `tokenleap plan` uses all of them; `tokenleap.tuning` uses some.
+`formulas` has pure functions of three numbers (the acceptance rate alpha, the draft length gamma
+and the cost ratio c), and others of the distributions p and q themselves. Their theorems and
+equations are those of Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
+(2023), unless they name another paper. `measure` and `compare` take the numbers from a real model
+and compare predicted with measured speed-ups. They load PyTorch, so they are not imported here.
+`tokenleap plan` uses all of them; `tokenleap.tuning` uses some.
 """
 
 from tokenleap.analysis.formulas import (

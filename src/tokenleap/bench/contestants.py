@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tokenleap.drafters.base import with_method
 from tokenleap.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,23 +96,27 @@ BASELINE = Contestant("none", OWN, {"method": "none"})
 
 
 def methods(
-    texts: Sequence[str], draft_model: str | None, quantization: str | None
+    texts: Sequence[str],
+    draft_model: str | None,
+    quantization: str | None,
+    option: str = "--method",
 ) -> list[Contestant]:
-    """The baseline, and the methods of a command line."""
+    """The baseline, and the methods that an option of a command line names."""
     baseline = Contestant(BASELINE.label, OWN, BASELINE.config, quantization)
-    chosen = [_method(text, draft_model, quantization) for text in texts]
+    chosen = [_method(f"{option} {text}", text, draft_model, quantization) for text in texts]
     return list({one.label: one for one in (baseline, *chosen)}.values())
 
 
-def _method(text: str, draft_model: str | None, quantization: str | None) -> Contestant:
+def _method(given: str, text: str, draft_model: str | None, quantization: str | None) -> Contestant:
     fields: dict[str, Any] = {"method": text}
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--method {text}: not JSON ({error}).") from None
+            raise ConfigError(f"{given}: not JSON ({error}).") from None
+    fields = dict(with_method(fields))
     if not isinstance(fields.get("method"), str):
-        raise ConfigError(f'--method {text}: give "method", the name of one.')
+        raise ConfigError(f'{given}: give "method", the name of one.')
     name = fields["method"]
     own = {key: value for key, value in fields.items() if key != "method"}
     quantization = fields.pop("quantization", quantization)
@@ -247,12 +252,13 @@ def _expected(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Runner(Protocol):
-    """A loaded contestant. It goes on past an end-of-sequence token."""
+    """A loaded contestant. It goes on past an end-of-sequence token.
 
-    @property
-    def device(self) -> str:
-        """Where it computes, as torch calls it."""
-        ...
+    Attributes:
+        device: where it computes, as torch calls it.
+    """
+
+    device: str
 
     def facts(self) -> dict[str, Any]:
         """Its `version`, `batches` (whether it takes several prompts at once), and bytes."""
@@ -267,3 +273,6 @@ class Runner(Protocol):
     ) -> list[dict[str, Any]]:
         """Continue every prompt by `max_tokens` tokens: `token_ids`, times and counts of each."""
         ...
+
+    def forget(self) -> None:
+        """Drop what drafters remember of earlier calls, if they do."""

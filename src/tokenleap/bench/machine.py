@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import platform
 import sys
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ def weight_bytes(folder: Path, itemsize: int, quantization: str | None = None) -
         # With int4 the output layer stays in int8, and so does the embedding tied to it.
         is_head = name.endswith(("lm_head.weight", "embed_tokens.weight"))
         form = "int8" if is_head else str(quantization)
-        total += _product(shape) * (BYTES[form] if quantized else itemsize)
+        total += math.prod(shape) * (BYTES[form] if quantized else itemsize)
     return int(total)
 
 
@@ -218,15 +219,8 @@ def _packed_bytes(folder: Path) -> int:
         with safe_open(file, "np") as tensors:
             for name in set(tensors.keys()) - {"embedding", "logits"}:
                 part = tensors.get_slice(name)
-                total += _product(part.get_shape()) * _DTYPE_BYTES[part.get_dtype()]
+                total += math.prod(part.get_shape()) * _DTYPE_BYTES[part.get_dtype()]
     return total
-
-
-def _product(shape: list[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def kv_bytes(folder: Path, itemsize: int) -> int | None:

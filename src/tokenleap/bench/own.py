@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tokenleap import models
-from tokenleap.bench.contestants import Contestant, Setting
+from tokenleap.bench.contestants import Contestant, Runner, Setting
 from tokenleap.bench.machine import BYTES, kv_bytes, weight_bytes
 from tokenleap.bench.prompts_file import cut_middle
 from tokenleap.control import Budget
@@ -82,7 +82,7 @@ CONTROL_TOKENS = 128
 """Length of a random prompt, if the context has room for it."""
 
 
-class OwnRunner:
+class OwnRunner(Runner):
     """An `LLM` with one speculative_config."""
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
@@ -102,10 +102,7 @@ class OwnRunner:
             kv_cache_memory=setting.kv_cache_memory,
             enable_prefix_caching=False,  # every round repeats every prompt
         )
-
-    @property
-    def device(self) -> str:
-        return str(self._llm.device)
+        self.device = str(self._llm.device)
 
     def facts(self) -> dict[str, Any]:
         """Facts of the run: model, context, guarantee of the rule, bytes of both models."""
@@ -143,14 +140,18 @@ class OwnRunner:
         is_head = self._llm.speculative_config.takes_head
         return weight_bytes(Path(model) if is_head else models.resolve(model), itemsize, rounded)
 
-    def encode(self, text: str, max_model_len: int) -> list[int]:
-        setting = self._setting
-        limit = prompt_limit(max_model_len, setting.max_prompt_tokens, setting.max_tokens)
-        return encode(self._llm, text, limit)
+    def encode(self, texts: Sequence[str], max_model_len: int) -> list[list[int]]:
+        """Prompts as tokens, cut so that the output has room."""
+        limit = self._limit(max_model_len, self._setting.max_prompt_tokens)
+        return [encode(self._llm, text, limit) for text in texts]
 
-    def control(self, seed: int, max_model_len: int) -> list[int]:
-        limit = prompt_limit(max_model_len, CONTROL_TOKENS, self._setting.max_tokens)
-        return random_ids(self._llm, seed, limit)
+    def control(self, seeds: Sequence[int], max_model_len: int) -> list[list[int]]:
+        """A prompt of random tokens for each seed."""
+        limit = self._limit(max_model_len, CONTROL_TOKENS)
+        return [random_ids(self._llm, seed, limit) for seed in seeds]
+
+    def _limit(self, max_model_len: int, wanted: int) -> int:
+        return prompt_limit(max_model_len, wanted, self._setting.max_tokens)
 
     def forget(self) -> None:
         self._llm.reset_drafter_memory()
@@ -173,6 +174,7 @@ class OwnRunner:
         return [_counts(output) for output in outputs]
 
     def judge(self, prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
+        """Text and mean log-probability of an output."""
         assert self._llm.tokenizer is not None
         text = self._llm.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return {"text": text, "logprob": mean_logprob(self._llm, prompt, token_ids)}

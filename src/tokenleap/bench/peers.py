@@ -11,7 +11,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from tokenleap.bench.contestants import Contestant, Runner, Setting, gguf_path
 from tokenleap.bench.machine import package_version
@@ -34,7 +34,7 @@ def runner(contestant: Contestant, setting: Setting) -> Runner:
     return kinds[family](setting, mode)
 
 
-class TransformersRunner:
+class TransformersRunner(Runner):
     """`generate()` of Transformers: plain, with prompt lookup, or with an assistant model."""
 
     def __init__(self, setting: Setting, mode: str) -> None:
@@ -61,7 +61,8 @@ class TransformersRunner:
             draft_bytes = weight_bytes(draft, dtype.itemsize)
         self._facts = {
             "version": package_version("transformers"),
-            **_batches(None if mode == "plain" else "its assisted generation takes one prompt"),
+            "batches": mode == "plain",
+            "no_batches": None if mode == "plain" else "its assisted generation takes one prompt",
             "dtype": str(dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "weight_bytes": weight_bytes(folder, dtype.itemsize),
@@ -123,12 +124,60 @@ def _transformers_sampling(temperature: float) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
-class LlamaCppRunner:
-    """llama.cpp through llama-cpp-python: plain, or with its prompt lookup."""
+class _GgufRunner(Runner):
+    """A peer that continues one prompt at a time, in greedy decoding, with the GGUF file."""
 
+    package: ClassVar[str]
+    no_batches: ClassVar[str]
     device = "cpu"
 
+    def __init__(self, setting: Setting) -> None:
+        self._path = gguf_path(setting)
+        self._threads = setting.threads
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "version": package_version(self.package),
+            "batches": False,
+            "no_batches": self.no_batches,
+            "dtype": "as in the GGUF file",
+            "threads": self._threads,
+            "weight_bytes": self._path.stat().st_size,
+        }
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int] = (),
+    ) -> list[dict[str, Any]]:
+        """The prefill's time includes the first token; Tokenleap's does not."""
+        assert not temperature, "`peers` has refused it"
+        (ids,) = prompts
+        tokens, first = self._continued(list(ids), max_tokens)
+        return [
+            {
+                "token_ids": tokens,
+                "prefill_seconds": first,
+                "first_token_seconds": first,
+                "decode_tokens": len(tokens) - 1,
+            }
+        ]
+
+    def _continued(self, ids: list[int], max_tokens: int) -> tuple[list[int], float]:
+        """The tokens after a prompt, and the seconds until the first of them."""
+        raise NotImplementedError
+
+
+class LlamaCppRunner(_GgufRunner):
+    """llama.cpp through llama-cpp-python: plain, or with its prompt lookup."""
+
+    package = "llama-cpp-python"
+    no_batches = "llama-cpp-python generates for one prompt at a time"
+
     def __init__(self, setting: Setting, mode: str) -> None:
+        super().__init__(setting)
         library = importlib.import_module("llama_cpp")
         draft = None
         if mode == "lookup":
@@ -136,7 +185,7 @@ class LlamaCppRunner:
             # Its documentation recommends 10 with a GPU and 2 without one.
             draft = speculative.LlamaPromptLookupDecoding(num_pred_tokens=2)
         self._llama = library.Llama(
-            model_path=str(gguf_path(setting)),
+            model_path=str(self._path),
             n_ctx=setting.longest + LOOKUP_TOKENS,
             n_threads=setting.threads,
             n_threads_batch=setting.threads,
@@ -145,47 +194,29 @@ class LlamaCppRunner:
             logits_all=draft is not None,  # else there is no room for the logits of a draft
             verbose=False,
         )
-        self._size = gguf_path(setting).stat().st_size
-        self._threads = setting.threads
 
-    def facts(self) -> dict[str, Any]:
-        return {
-            "version": package_version("llama-cpp-python"),
-            **_batches("llama-cpp-python generates for one prompt at a time"),
-            "dtype": "as in the GGUF file",
-            "threads": self._threads,
-            "weight_bytes": self._size,
-        }
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        temperature: float = 0.0,
-        seeds: Sequence[int] = (),
-    ) -> list[dict[str, Any]]:
-        assert not temperature, "`peers` has refused it"
-        (ids,) = prompts
+    def _continued(self, ids: list[int], max_tokens: int) -> tuple[list[int], float]:
         self._llama.reset()  # else it keeps the KV of an equal prompt
         began, first = time.perf_counter(), 0.0
         tokens: list[int] = []
-        for token in self._llama.generate(list(ids), temp=0.0, repeat_penalty=1.0):
+        for token in self._llama.generate(ids, temp=0.0, repeat_penalty=1.0):
             first = first or time.perf_counter() - began
             tokens.append(int(token))
             if len(tokens) == max_tokens:
                 break
-        return [_timed(tokens, first)]
+        return tokens, first
 
 
-class OpenVinoRunner:
+class OpenVinoRunner(_GgufRunner):
     """OpenVINO GenAI on a GGUF file: plain, or with its prompt lookup."""
 
-    device = "cpu"
+    package = "openvino-genai"
+    no_batches = "its pipeline is given one prompt's tokens at a time here"
 
     def __init__(self, setting: Setting, mode: str) -> None:
+        super().__init__(setting)
         self._genai = importlib.import_module("openvino_genai")
         self._openvino = importlib.import_module("openvino")
-        path = gguf_path(setting)
         self._lookup = mode == "lookup"
         scheduler = self._genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False  # the default keeps the KV of equal prompts
@@ -194,52 +225,18 @@ class OpenVinoRunner:
             "scheduler_config": scheduler,
             **({"prompt_lookup": True} if self._lookup else {}),
         }
-        self._pipeline = self._genai.LLMPipeline(os.fspath(path), "CPU", **options)
-        self._size = path.stat().st_size
-        self._threads = setting.threads
+        self._pipeline = self._genai.LLMPipeline(os.fspath(self._path), "CPU", **options)
 
-    def facts(self) -> dict[str, Any]:
-        return {
-            "version": package_version("openvino-genai"),
-            **_batches("its pipeline is given one prompt's tokens at a time here"),
-            "dtype": "as in the GGUF file",
-            "threads": self._threads,
-            "weight_bytes": self._size,
-        }
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        temperature: float = 0.0,
-        seeds: Sequence[int] = (),
-    ) -> list[dict[str, Any]]:
+    def _continued(self, ids: list[int], max_tokens: int) -> tuple[list[int], float]:
         import numpy as np
 
-        assert not temperature, "`peers` has refused it"
         config = self._genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = max_tokens
         config.ignore_eos = True
         config.do_sample = False
         if self._lookup:
             config.num_assistant_tokens, config.max_ngram_size = 5, 3  # as in its sample
-        (ids,) = prompts
         inputs = self._openvino.Tensor(np.array([ids], dtype=np.int64))  # [1, N]
         result = self._pipeline.generate(inputs, config)
         first = result.perf_metrics.get_ttft().mean / 1000  # from milliseconds
-        return [_timed(list(result.tokens[0]), first)]
-
-
-def _batches(why_not: str | None) -> dict[str, Any]:
-    """Whether several prompts at once can be measured, and if not, why."""
-    return {"batches": why_not is None, "no_batches": why_not}
-
-
-def _timed(tokens: list[int], first: float) -> dict[str, Any]:
-    """An output whose prefill time includes the first token; Tokenleap's does not."""
-    return {
-        "token_ids": tokens,
-        "prefill_seconds": first,
-        "first_token_seconds": first,
-        "decode_tokens": len(tokens) - 1,
-    }
+        return list(result.tokens[0]), first

@@ -173,10 +173,13 @@ class _Session:
         # A draft model's KV may leave its contestant a shorter context than the others have.
         contexts = [process.facts.get("max_model_len") for process in processes.values()]
         least = min(context for context in contexts if context is not None)
-        encoded = baseline.encode([prompt.text for prompt in plan.prompts], least)
+        texts = [prompt.text for prompt in plan.prompts]
+        encoded = baseline.ask("encode", texts=texts, max_model_len=least)
         self._ids = dict(zip([prompt.id for prompt in plan.prompts], encoded, strict=True))
-        random = baseline.control(list(range(plan.control)), least) if plan.control else []
-        self._ids |= dict(zip([unit.id for unit in plan.control_units()], random, strict=True))
+        if units := plan.control_units():
+            seeds = list(range(len(units)))
+            random = baseline.ask("control", seeds=seeds, max_model_len=least)
+            self._ids |= dict(zip([unit.id for unit in units], random, strict=True))
         self._meter, self._energy = open_meter(str(baseline.facts["device"]))
 
     def run(self) -> None:
@@ -192,7 +195,7 @@ class _Session:
             self._journal.add(self._call(job))
         self._show("done", len(jobs), len(jobs))
         for label, process in self._processes.items():
-            self._journal.add({"type": "memory", "label": label, **process.memory()})
+            self._journal.add({"type": "memory", "label": label, **process.ask("memory")})
         self._judge()
         self._roofline()  # last, because it makes the baseline's process larger
 
@@ -202,11 +205,12 @@ class _Session:
         units = [unit for unit in self._plan.units() if len(unit.prompts) > 1]
         for label, process in self._processes.items():
             self._show(f"warming up {label}", 0, 1)
-            process.generate([longest], WARM_UP_TOKENS)
+            process.ask("generate", prompts=[longest], max_tokens=WARM_UP_TOKENS)
             if process.facts["batches"]:
                 for unit in units:
-                    process.generate(self._tokens(unit), WARM_UP_TOKENS)
-            process.forget()
+                    prompts = self._tokens(unit)
+                    process.ask("generate", prompts=prompts, max_tokens=WARM_UP_TOKENS)
+            process.ask("forget")
 
     def _judge(self) -> None:
         """Let the baseline's model say what it thinks of every output; after all that is timed."""
@@ -217,7 +221,9 @@ class _Session:
             key = call["unit"], tuple(call["outputs"][0]["token_ids"])
             if key not in known:
                 prompt, tokens = self._ids[call["unit"]], list(key[1])
-                known[key] = self._processes[BASELINE.label].judge(prompt, tokens)
+                known[key] = self._processes[BASELINE.label].ask(
+                    "judge", prompt=prompt, token_ids=tokens
+                )
             names = {name: call[name] for name in ("contestant", "unit", "round")}
             self._journal.add({"type": "judgement", **names, **known[key]})
 
@@ -225,19 +231,23 @@ class _Session:
         """Measure the time to stream each contestant's weights, in the baseline's process."""
         sizes = {process.facts["weight_bytes"] for process in self._processes.values()}
         for size in sorted(sizes):
-            seconds = self._processes[BASELINE.label].stream(size)
+            seconds = self._processes[BASELINE.label].ask("stream", size=size)
             self._journal.add({"type": "roofline", "bytes": size, "seconds": seconds})
 
     def _tokens(self, unit: Unit) -> list[list[int]]:
         return [self._ids[prompt.id] for prompt in unit.prompts]
 
     def _call(self, job: Job) -> dict[str, Any]:
-        prompts = self._tokens(job.unit)
+        process, prompts = self._processes[job.label], self._tokens(job.unit)
         if job.round or len(prompts) > 1:  # or a drafter would remember this prompt's output
-            self._processes[job.label].forget()
+            process.ask("forget")
         before = self._meter.read() if self._meter else []
-        answer = self._processes[job.label].generate(
-            prompts, self._plan.setting.max_tokens, job.unit.temperature, job.unit.seeds
+        answer = process.ask(
+            "generate",
+            prompts=prompts,
+            max_tokens=self._plan.setting.max_tokens,
+            temperature=job.unit.temperature,
+            seeds=job.unit.seeds,
         )
         joules = self._meter.joules(before, self._meter.read()) if self._meter else None
         return {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, geometric_mean, median
@@ -477,10 +478,9 @@ def tokens(call: Record) -> int:
 
 def added(counts: Iterable[Mapping[str, int]]) -> dict[int, int]:
     """The sum of histograms whose keys JSON has turned into text; keys ascend."""
-    total: dict[int, int] = {}
+    total = Counter[int]()
     for each in counts:
-        for name, count in each.items():
-            total[int(name)] = total.get(int(name), 0) + count
+        total.update({int(name): count for name, count in each.items()})
     return dict(sorted(total.items()))
 
 
@@ -572,6 +572,29 @@ def scipy_stats() -> Any:
         ) from error
 
 
+def percentiles(
+    values: Sequence[Any],
+    statistic: Callable[..., Any],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> tuple[float, float] | None:
+    """The ends of a percentile bootstrap interval of (paired) values; None for a single one."""
+    if len(values[0]) < 2:
+        return None
+    found = scipy_stats().bootstrap(
+        values,
+        statistic,
+        paired=len(values) > 1,
+        n_resamples=resamples,
+        confidence_level=LEVEL,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    low, high = found.confidence_interval
+    return float(low), float(high)
+
+
 def bootstrap_ratio(ratios: Sequence[float], seed: int = 0) -> Interval:
     """Geometric mean of ratios with a 95 % percentile bootstrap interval.
 
@@ -579,17 +602,10 @@ def bootstrap_ratio(ratios: Sequence[float], seed: int = 0) -> Interval:
     sample of prompts may lie.
     """
     mean = geometric_mean(ratios)
-    if len(ratios) < 2:
+    ends = percentiles((np.log(ratios),), np.mean, seed=seed)
+    if ends is None:
         return Interval(mean, None, None)
-    found = scipy_stats().bootstrap(
-        (np.log(ratios),),
-        np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=LEVEL,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = np.exp(found.confidence_interval)
+    low, high = np.exp(ends)
     return Interval(mean, float(low), float(high))
 
 
@@ -614,9 +630,10 @@ def t_ratio(ratios: Sequence[float], level: float) -> Interval:
 # output after all that is timed (`Worker.judge`).
 
 
-def bleu_metric() -> Any:
+def bleu_metric(name: str = "BLEU") -> Any:
+    """The metric of this name of sacreBLEU, such as "CHRF"."""
     try:
-        return importlib.import_module("sacrebleu.metrics").BLEU()
+        return getattr(importlib.import_module("sacrebleu.metrics"), name)()
     except ImportError as error:
         raise TokenleapError(
             "relative BLEU needs sacreBLEU: pip install 'tokenleap[bench]'."

@@ -16,23 +16,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self, TextIO
 
 from tokenleap.bench.contestants import OWN, Contestant, Setting
 from tokenleap.errors import TokenleapError
 from tokenleap.runtime.cores import unbound_spinning
 
-if TYPE_CHECKING:
-    from tokenleap.bench.own import OwnRunner
-
 
 class Worker:
-    """A loaded contestant; its public methods are the commands."""
+    """A loaded contestant. Commands are methods of this class or of the contestant's runner.
+
+    Only Tokenleap's own runner has `encode`, `control` and `judge` (`OwnRunner`).
+    """
 
     def __init__(self, contestant: Contestant, setting: Setting) -> None:
         from tokenleap.bench.peers import runner
@@ -40,48 +40,21 @@ class Worker:
         if contestant.kind != OWN:
             unbound_spinning(os.environ)  # peers run as they do without Tokenleap
         self._runner = runner(contestant, setting)
-        self._own: OwnRunner | None = None
-        if contestant.kind == OWN:  # importing it for a peer would count as the peer's memory
-            from tokenleap.bench.own import OwnRunner
 
-            assert isinstance(self._runner, OwnRunner)
-            self._own = self._runner
+    def ask(self, command: str, **fields: Any) -> Any:
+        found: Callable[..., Any] = getattr(self, command, None) or getattr(self._runner, command)
+        return found(**fields)
 
     def facts(self) -> dict[str, Any]:
         """Its facts, and the memory that it takes once it is loaded."""
         return {**self._runner.facts(), "device": self._runner.device, **self.memory()}
 
-    def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
-        """Prompts as tokens, cut so that the output has room; only Tokenleap's contestants can."""
-        assert self._own is not None
-        return [self._own.encode(text, max_model_len) for text in texts]
-
-    def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
-        """A prompt of random tokens for each seed; only Tokenleap's contestants can."""
-        assert self._own is not None
-        return [self._own.control(seed, max_model_len) for seed in seeds]
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        temperature: float = 0.0,
-        seeds: Sequence[int] = (),
-    ) -> dict[str, Any]:
+    def generate(self, **fields: Any) -> dict[str, Any]:
         """One timed call for one prompt or a batch (see `Runner.generate`)."""
         gc.collect()
         began = time.perf_counter()
-        outputs = self._runner.generate(prompts, max_tokens, temperature, seeds)
+        outputs = self._runner.generate(**fields)
         return {"seconds": time.perf_counter() - began, "outputs": outputs}
-
-    def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
-        """Text and mean log-probability of an output; only Tokenleap's contestants can."""
-        assert self._own is not None
-        return self._own.judge(prompt, token_ids)
-
-    def forget(self) -> None:
-        if self._own is not None:
-            self._own.forget()
 
     def stream(self, size: int) -> float:
         from tokenleap.bench.own import stream_seconds
@@ -104,8 +77,7 @@ def serve(lines: TextIO, answers: TextIO) -> None:
                 worker = Worker(Contestant(**request["contestant"]), Setting(**request["setting"]))
                 answer = worker.facts()
             else:
-                command: Callable[..., Any] = getattr(worker, request.pop("command"))
-                answer = command(**request)
+                answer = worker.ask(**request)
         except (TokenleapError, ImportError, OSError, RuntimeError, MemoryError) as error:
             answers.write(json.dumps({"error": _sentence(error)}) + "\n")
         else:
@@ -190,37 +162,9 @@ class Process:
         self.facts = self._answer()
         self.facts["load_seconds"] = time.perf_counter() - self._began
 
-    def encode(self, texts: list[str], max_model_len: int) -> list[list[int]]:
-        return list(self._ask(command="encode", texts=texts, max_model_len=max_model_len))
-
-    def control(self, seeds: list[int], max_model_len: int) -> list[list[int]]:
-        return list(self._ask(command="control", seeds=seeds, max_model_len=max_model_len))
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        temperature: float = 0.0,
-        seeds: Sequence[int] = (),
-    ) -> dict[str, Any]:
-        """One call: `seconds`, and `outputs` with the tokens of every prompt."""
-        request = {"prompts": prompts, "max_tokens": max_tokens, "temperature": temperature}
-        return dict(self._ask(command="generate", **request, seeds=list(seeds)))
-
-    def judge(self, prompt: list[int], token_ids: list[int]) -> dict[str, Any]:
-        return dict(self._ask(command="judge", prompt=prompt, token_ids=token_ids))
-
-    def forget(self) -> None:
-        self._ask(command="forget")
-
-    def stream(self, size: int) -> float:
-        return float(self._ask(command="stream", size=size))
-
-    def memory(self) -> dict[str, int]:
-        return dict(self._ask(command="memory"))
-
-    def _ask(self, **request: Any) -> Any:
-        self._tell(**request)
+    def ask(self, command: str, **fields: Any) -> Any:
+        """The answer to a command of `Worker`."""
+        self._tell(command=command, **fields)
         return self._answer()
 
     def _tell(self, **request: Any) -> None:

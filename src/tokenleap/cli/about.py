@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
-from tokenleap.cli.console import as_json, display, plain, working
+from tokenleap.cli.console import display, plain, show_json, working
 from tokenleap.cli.options import JsonOption
 from tokenleap.cli.root import examples
 
@@ -28,14 +28,11 @@ def methods(
         from tokenleap.core import acceptance
         from tokenleap.drafters import registry
 
-        plugins = _plugins(registry.PLUGINS, registry.METHODS)
-        drafters = [_listed(name, _drafter) for name in (*registry.METHODS, *plugins)]
-        plugins = _plugins(acceptance.PLUGINS, acceptance.RULES)
-        rules = [_listed(name, _rule_facts) for name in (*acceptance.RULES, *plugins)]
-        plugins = _plugins(control.PLUGINS, control.CONTROLLERS)
-        controllers = [_listed(name, _controller) for name in (*control.CONTROLLERS, *plugins)]
+        drafters = _listed(registry.METHODS, registry.PLUGINS, _drafter)
+        rules = _listed(acceptance.RULES, acceptance.PLUGINS, _rule_facts)
+        controllers = _listed(control.CONTROLLERS, control.PLUGINS, _controller)
     if json_output:
-        print(as_json({"methods": drafters, "acceptance": rules, "controllers": controllers}))
+        show_json({"methods": drafters, "acceptance": rules, "controllers": controllers})
         return
     _show_names(
         "--method", "tokens", [(d, str(d.get("num_speculative_tokens", ""))) for d in drafters]
@@ -47,21 +44,20 @@ def methods(
     _show_names("--controller", "", [(controller, "") for controller in controllers])
 
 
-def _plugins(group: str, known: Collection[str]) -> list[str]:
-    """Names that other packages add to those that are known here."""
+def _listed(
+    known: Iterable[str], group: str, describe: Callable[[str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The parts of a kind, also other packages'; of one that they fail to bring, what is wrong."""
     from tokenleap.core.config import plugin_names
-
-    return [name for name in dict.fromkeys(plugin_names(group)) if name not in known]
-
-
-def _listed(name: str, describe: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """A part by its name; of one that another package fails to bring, what is wrong with it."""
     from tokenleap.errors import ConfigError
 
-    try:
-        return {"name": name, **describe(name)}
-    except ConfigError as error:
-        return {"name": name, "summary": str(error), "fields": []}
+    found = []
+    for name in dict.fromkeys([*known, *plugin_names(group)]):
+        try:
+            found.append({"name": name, **describe(name)})
+        except ConfigError as error:
+            found.append({"name": name, "summary": str(error), "fields": []})
+    return found
 
 
 def _drafter(name: str) -> dict[str, Any]:
@@ -147,7 +143,7 @@ def doctor(
             *_extras(),
         ]
     if json_output:
-        print(as_json({"findings": [asdict(finding) for finding in findings]}))
+        show_json({"findings": [asdict(finding) for finding in findings]})
         return
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(no_wrap=True, style="head")
@@ -212,10 +208,8 @@ def _native() -> _Finding:
 
     missing = why_no_library()
     if missing is None:
-        return _Finding(
-            "native runtime",
-            "ready: Llama and its relatives, and encoder-decoders, run in C++ on the CPU",
-        )
+        ready = "ready: Llama and its relatives, and encoder-decoders, run in C++ on the CPU"
+        return _Finding("native runtime", ready)
     return _Finding(
         "native runtime",
         f"not available: {missing}",
@@ -228,10 +222,9 @@ def _dtype() -> _Finding:
 
     device = default_device("auto")
     dtype = str(default_dtype("auto", device)).removeprefix("torch.")
-    slow = "float32: the processor has no instructions for bfloat16"
-    return _Finding(
-        "defaults", f"models run on {device}, in {dtype if dtype != 'float32' else slow}"
-    )
+    if dtype == "float32":
+        dtype += ": the processor has no instructions for bfloat16"
+    return _Finding("defaults", f"models run on {device}, in {dtype}")
 
 
 def _threads() -> _Finding:
@@ -240,12 +233,8 @@ def _threads() -> _Finding:
     from tokenleap.runtime.cores import available_cores
 
     threads, cores = torch.get_num_threads(), available_cores()
-    text = f"{threads} for the passes"
-    if threads > cores:
-        return _Finding(
-            "threads", text, f"There are only {cores} cores: set OMP_NUM_THREADS to that."
-        )
-    return _Finding("threads", text)
+    many = f"There are only {cores} cores: set OMP_NUM_THREADS to that." if threads > cores else ""
+    return _Finding("threads", f"{threads} for the passes", many)
 
 
 def _cache() -> _Finding:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Group
 from rich.table import Table
 
-from tokenleap.cli.console import as_json, counting, display, errors, plain
+from tokenleap.cli.console import counting, display, errors, plain, show, show_json
 from tokenleap.cli.options import (
     DEFAULT_METHOD,
     EngineOptions,
@@ -26,6 +26,9 @@ from tokenleap.cli.options import (
     find_draft,
     flat,
     in_panel,
+    numbers,
+    option,
+    option_group,
     resolve,
 )
 from tokenleap.cli.root import UsageError, examples, write_whole
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
     from tokenleap.bench.run import Journal, Plan
     from tokenleap.bench.summary import Results
 
-_amount = partial(in_panel, "Amount")
-_contestant = partial(in_panel, "Contestants")
 _output = partial(in_panel, "Output")
 
 
@@ -48,37 +49,28 @@ _DEFAULT_PEERS = "transformers-plain"
 _DEFAULT_PER_KIND = 5
 
 
-@dataclass(frozen=True)
+@option_group("Contestants")
 class Contenders:
     """The methods and peers that are compared with plain decoding."""
 
-    method: Annotated[
-        list[str] | None,
-        _contestant(
-            "A method, or a JSON speculative_config (quantization allowed). Repeatable.",
-            show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
-        ),
-    ] = None
-    peers: Annotated[
-        str,
-        _contestant(
-            "transformers, llama.cpp, openvino, or none. For one mode, add -plain, -lookup or "
-            "-assistant.",
-            metavar="PEER,...",
-        ),
-    ] = _DEFAULT_PEERS
-    gguf: Annotated[
-        Path | None,
-        _contestant(
-            "GGUF file of the model, for llama.cpp and openvino.",
-            metavar="FILE",
-            show_default="--model, if it is one",
-        ),
-    ] = None
-    draft_model: Annotated[
-        str | None,
-        _contestant("Draft model, for methods that take one and transformers-assistant."),
-    ] = None
+    method: list[str] | None = option(
+        "A method, or a JSON speculative_config (quantization allowed). Repeatable.",
+        show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
+    )
+    peers: str = option(
+        "transformers, llama.cpp, openvino, or none. For one mode, add -plain, -lookup or "
+        "-assistant.",
+        default=_DEFAULT_PEERS,
+        metavar="PEER,...",
+    )
+    gguf: Path | None = option(
+        "GGUF file of the model, for llama.cpp and openvino.",
+        metavar="FILE",
+        show_default="--model, if it is one",
+    )
+    draft_model: str | None = option(
+        "Draft model, for methods that take one and transformers-assistant."
+    )
 
 
 @dataclass(frozen=True)
@@ -91,43 +83,39 @@ class BenchEngine(EngineOptions):
     max_num_seqs: MaxNumSeqs = None
 
 
-@dataclass(frozen=True)
+@option_group("Output")
 class Emissions:
     """How measured energy is turned into emissions; see `bench.summary.Footprint`."""
 
-    pue: Annotated[
-        float, _output("Power usage effectiveness, where energy can be measured.", min=1)
-    ] = 1.1
-    co2: Annotated[float, _output("Grams of CO2 per Wh.", min=0)] = 0.385
+    pue: float = option(
+        "Power usage effectiveness, where energy can be measured.", default=1.1, min=1
+    )
+    co2: float = option("Grams of CO2 per Wh.", default=0.385, min=0)
 
 
-@dataclass(frozen=True)
+@option_group("Amount")
 class Amount:
     """How much to measure."""
 
-    per_kind: Annotated[
-        int | None, _amount("Prompts of each kind.", min=1, show_default=str(_DEFAULT_PER_KIND))
-    ] = None
-    everything: Annotated[bool, _amount("Use all prompts of the file.", "--all")] = False
-    rounds: Annotated[int, _amount("Runs of every prompt.", min=1)] = 3
-    max_tokens: Annotated[int, _amount("Tokens to generate per prompt.", min=2)] = 128
-    temperature: Annotated[
-        float,
-        _amount("Sampling; a prompt has the same seed for all contestants. 0 is greedy.", min=0),
-    ] = 0.0
-    max_prompt_tokens: Annotated[
-        int, _amount("Limit of prompt tokens; longer prompts lose their middle.", min=2)
-    ] = 2048
-    batch_sizes: Annotated[
-        str | None,
-        _amount(
-            "Also run batches of these sizes, where supported.", metavar="N,N,...", show_default="1"
-        ),
-    ] = None
-    control: Annotated[
-        int, _amount("Also run prompts of random tokens, which drafts cannot copy.", min=0)
-    ] = 0
-    seed: Annotated[int, _amount("Seed of the sample of prompts.", min=0)] = 0
+    per_kind: int | None = option(
+        "Prompts of each kind.", min=1, show_default=str(_DEFAULT_PER_KIND)
+    )
+    everything: bool = option("Use all prompts of the file.", "--all", default=False)
+    rounds: int = option("Runs of every prompt.", default=3, min=1)
+    max_tokens: int = option("Tokens to generate per prompt.", default=128, min=2)
+    temperature: float = option(
+        "Sampling; a prompt has the same seed for all contestants. 0 is greedy.", default=0.0, min=0
+    )
+    max_prompt_tokens: int = option(
+        "Limit of prompt tokens; longer prompts lose their middle.", default=2048, min=2
+    )
+    batch_sizes: str | None = option(
+        "Also run batches of these sizes, where supported.", metavar="N,N,...", show_default="1"
+    )
+    control: int = option(
+        "Also run prompts of random tokens, which drafts cannot copy.", default=0, min=0
+    )
+    seed: int = option("Seed of the sample of prompts.", default=0, min=0)
 
     def sample(self, file: Path) -> tuple[Prompt, ...]:
         """The prompts to run: a sample of each kind, or all of them."""
@@ -142,13 +130,9 @@ class Amount:
 
     def batches(self) -> tuple[int, ...]:
         """Batch sizes other than 1, in ascending order."""
-        try:
-            sizes = {int(part) for part in (self.batch_sizes or "1").split(",")}
-        except ValueError:
-            sizes = {0}
-        if min(sizes) < 1:
-            raise UsageError(f"--batch-sizes takes numbers, as in 1,4,16, got {self.batch_sizes}")
-        return tuple(sorted(sizes - {1}))
+        wrong = "--batch-sizes takes numbers, as in 1,4,16"
+        sizes = numbers(self.batch_sizes or "1", int, wrong, lambda size: size >= 1)
+        return tuple(sorted({*sizes} - {1}))
 
 
 EXAMPLES = examples(
@@ -344,7 +328,7 @@ def _write(plan: Plan, results: Results, folder: Path, *, as_object: bool) -> No
     write_whole(folder / PAGE, html(results, header))
     if as_object:
         ran = settings_that_ran(header, results)
-        display().out(as_json({"settings": ran, **results.as_dict()}))
+        show_json({"settings": ran, **results.as_dict()})
         return
     if display().is_terminal:
         show_results(results, header)
@@ -367,16 +351,15 @@ _GAP = 2
 def show_results(results: Results, settings: Mapping[str, Any]) -> None:
     from tokenleap.bench.report import facts_line, notes, tables
 
-    console = display()
-    console.print(plain(facts_line(settings, results), "note"))
-    for title, header, rows in tables(results):
-        for number, part in enumerate(fitted(header, rows, console.width)):
-            console.print()
-            more = " (continued)" if number else ""
-            console.print(plain(f"{title}{more}", "head"))
-            console.print(part)
-    console.print()
-    _show_notes(console, notes(results))
+    parts = [
+        Group(plain(f"{title} (continued)" if number else title, "head"), part)
+        for title, header, rows in tables(results)
+        for number, part in enumerate(fitted(header, rows, display().width))
+    ]
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    for note in notes(results):
+        grid.add_row("-", plain(note))
+    show(plain(facts_line(settings, results), "note"), *parts, grid)
 
 
 def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[Table]:
@@ -445,12 +428,3 @@ def _below(cell: str) -> str:
 
 def _widest_line(cell: str) -> int:
     return max(map(cell_len, cell.split("\n")))
-
-
-def _show_notes(console: Console, notes: Sequence[str]) -> None:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column()
-    grid.add_column()
-    for note in notes:
-        grid.add_row("-", plain(note))
-    console.print(grid)

@@ -10,12 +10,12 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
@@ -75,15 +75,42 @@ def _symbol(code: int) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
-def table_of(*headings: str, left: int = 0, style: str = "head", gap: int = 2) -> Table:
+def table_of(
+    headings: Sequence[str],
+    rows: Iterable[Iterable[str | Text]],
+    *,
+    left: int = 0,
+    style: str = "head",
+) -> Table:
     """A table without lines. Its first columns are on the left, and all others hold numbers."""
-    made = Table(box=None, pad_edge=False, header_style=style, padding=(0, gap, 0, 0))
+    made = Table(box=None, pad_edge=False, header_style=style, padding=(0, 2, 0, 0))
     for index, heading in enumerate(headings):
         number = index >= left
         made.add_column(
             heading, justify="right" if number else "left", no_wrap=number, overflow="fold"
         )
+    for row in rows:
+        made.add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in row))
     return made
+
+
+def show(*blocks: str | RenderableType) -> None:
+    """Print blocks on standard output, with an empty line between them; text has no markup."""
+    console = display()
+    for number, block in enumerate(blocks):
+        if number:
+            console.print()
+        console.print(plain(block) if isinstance(block, str) else block)
+
+
+def tell(text: str, style: str = "") -> None:
+    """Print text on standard output; the terminal wraps it."""
+    display().print(plain(text, style), soft_wrap=True)
+
+
+def remark(text: str, style: str = "note") -> None:
+    """Print text on stderr; the terminal wraps it."""
+    errors().print(plain(text, style), soft_wrap=True)
 
 
 @contextmanager
@@ -211,6 +238,17 @@ class TokenWriter:
         self._word, self._space = [], ""
 
 
+def stream(llm: LLM, *prompt: Any, **more: Any) -> tuple[CompletionOutput, TokenWriter]:
+    """Write an answer while it is generated; arguments as for `LLM.stream`."""
+    writer, output = TokenWriter(), None
+    with closing(writer):
+        for chunk in llm.stream(*prompt, **more):
+            writer.write(chunk.tokens)
+            output = chunk.output
+    assert output is not None, "the last chunk has the output"
+    return output, writer
+
+
 # Results as text: a line of statistics for people, a JSON object for programs.
 #
 # Commands that generate use the former, every command with --json the latter.
@@ -285,6 +323,11 @@ def show_what_ran(llm: LLM) -> None:
 
 def _dtype(llm: LLM) -> str:
     return str(llm.dtype).removeprefix("torch.")
+
+
+def show_json(value: dict[str, Any]) -> None:
+    """Print one JSON object on standard output."""
+    display().out(as_json(value))
 
 
 def as_json(value: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import TokenWriter, display, legend, plain, summary, table_of, working
+from tokenleap.cli.console import (
+    display,
+    legend,
+    plain,
+    show,
+    stream,
+    summary,
+    table_of,
+    working,
+)
 from tokenleap.cli.options import ModelOptions, SpeculationOptions, find_draft, flat, resolve
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.lines import shaped
@@ -127,23 +135,18 @@ def _stream(
     params: SamplingParams,
 ) -> None:
     """Show both answers as they are generated; these runs are the warm-up."""
-    console = display()
-    console.print()
-    console.rule(plain(prompt.title, "head"), align="left", style="note")
-    console.print(plain(_clipped(prompt.text), "note"))
-    console.print(plain("\nwithout speculation", "head"))
-    comparison.without.outputs.append(_stream_one(without, prompt, params))
-    console.print(plain("\nwith speculation", "head"))
-    comparison.speculative.outputs.append(_stream_one(speculative, prompt, params))
+    _show_title(prompt.title)
+    display().print(plain(_clipped(prompt.text), "note"))
+    for title, llm, runs in (
+        ("without speculation", without, comparison.without),
+        ("with speculation", speculative, comparison.speculative),
+    ):
+        display().print(plain(f"\n{title}", "head"))
+        runs.outputs.append(_stream_one(llm, prompt, params))
 
 
 def _stream_one(llm: LLM, prompt: DemoPrompt, params: SamplingParams) -> CompletionOutput:
-    writer, output = TokenWriter(), None
-    with closing(writer):
-        for chunk in llm.stream(shaped(llm, prompt.text), params):
-            writer.write(chunk.tokens)
-            output = chunk.output
-    assert output is not None, "the last chunk has the output"
+    output, writer = stream(llm, shaped(llm, prompt.text), params)
     if llm.speculative_config.gamma:
         display().print(legend(writer.origins))
     display().print(plain(summary(output.metrics, output.finish_reason), "note"))
@@ -187,9 +190,8 @@ def _show_setting(target: ModelOptions, llm: LLM) -> None:
 
 def _show_table(comparisons: list[Comparison], rounds: int) -> None:
     headings = ("tokens/s\nwithout", "\nwith", "\nratio", "passes\nwithout", "\nwith")
-    table = table_of("", *headings, "mean\nlength", "\nidentical", left=1)
-    for row in comparisons:
-        table.add_row(
+    rows = (
+        (
             row.title,
             _speed(row.without),
             _speed(row.speculative),
@@ -199,18 +201,21 @@ def _show_table(comparisons: list[Comparison], rounds: int) -> None:
             f"{row.speculative.mean_acceptance_length:.2f}",
             plain("yes", "draft") if row.identical else plain("no", "error"),
         )
-    console = display()
-    console.print()
-    console.rule(plain("Measured just now", "head"), align="left", style="note")
-    console.print(table)
-    console.print(
-        plain(
-            f"\n{rounds} rounds, in turn. tokens/s: median \u00b1 half the range, prompt included. "
-            "passes: forward passes of the target. mean length: tokens per pass that had a draft. "
-            "identical: the same token ids in all runs.",
-            "note",
-        )
+        for row in comparisons
     )
+    table = table_of(("", *headings, "mean\nlength", "\nidentical"), rows, left=1)
+    remarks = (
+        f"{rounds} rounds, in turn. tokens/s: median \u00b1 half the range, prompt included. "
+        "passes: forward passes of the target. mean length: tokens per pass that had a draft. "
+        "identical: the same token ids in all runs."
+    )
+    _show_title("Measured just now")
+    show(table, plain(remarks, "note"))
+
+
+def _show_title(title: str) -> None:
+    display().print()
+    display().rule(plain(title, "head"), align="left", style="note")
 
 
 def _speed(runs: Runs) -> str:

@@ -15,11 +15,12 @@ import typer
 
 from tokenleap.cli.console import (
     TokenWriter,
-    as_json,
     display,
     plain,
+    show_json,
     show_summary,
     show_what_ran,
+    stream,
     what_ran,
     working,
 )
@@ -35,6 +36,8 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option,
+    option_group,
     option_of,
 )
 from tokenleap.cli.prompts import (
@@ -76,32 +79,22 @@ EXAMPLES = examples(
 )
 
 
-@dataclass(frozen=True)
+@option_group("Translation")
 class LanguageOptions:
     """The languages of a translation."""
 
-    source_language: Annotated[
-        str | None, in_panel("Translation", "Language of the text, such as de_DE.", metavar="CODE")
-    ] = None
-    target_language: Annotated[
-        str | None, in_panel("Translation", "Language to translate into.", metavar="CODE")
-    ] = None
+    source_language: str | None = option("Language of the text, such as de_DE.", metavar="CODE")
+    target_language: str | None = option("Language to translate into.", metavar="CODE")
 
 
-@dataclass(frozen=True)
+@option_group("Engine")
 class GenerateEngine(CachingOptions):
     """Engine options of one prompt with one or several answers."""
 
     max_num_seqs: MaxNumSeqs = None
-    tensor_parallel_size: Annotated[
-        int | None,
-        in_panel(
-            "Engine",
-            "Processes that torchrun has started, to spread the model over.",
-            show_default="1",
-            min=1,
-        ),
-    ] = None
+    tensor_parallel_size: int | None = option(
+        "Processes that torchrun has started, to spread the model over.", show_default="1", min=1
+    )
 
     def refuse_what_is_for_several(self) -> None:
         given = {
@@ -214,7 +207,7 @@ def generate(
     elif n > 1:
         show_several(llm, question, quiet=quiet)
     else:
-        answer = stream(llm, question, trace=traced, quiet=quiet)
+        answer = stream_answer(llm, question, trace=traced, quiet=quiet)
     if not (quiet or json_output):
         show_what_ran(llm)
     if trace is not None and not muted:  # there is one answer: see `_check`
@@ -294,14 +287,8 @@ class Question:
         return {"references": self.references, "prediction": self.prediction}
 
 
-def stream(llm: LLM, question: Question, *, trace: bool, quiet: bool) -> CompletionOutput:
-    writer = TokenWriter()
-    output = None
-    with closing(writer):
-        for chunk in llm.stream(question.prompt, question.params, **question.beside, trace=trace):
-            writer.write(chunk.tokens)
-            output = chunk.output
-    assert output is not None, "the last chunk has the output"
+def stream_answer(llm: LLM, question: Question, *, trace: bool, quiet: bool) -> CompletionOutput:
+    output, writer = stream(llm, question.prompt, question.params, **question.beside, trace=trace)
     if not quiet:
         show_summary(output, writer)
     return output
@@ -343,7 +330,7 @@ def print_json(
         **first,
         **({"outputs": outputs} if len(outputs) > 1 else {}),
     }
-    print(as_json(found))
+    show_json(found)
     return result.outputs[0]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import as_json, display, errors, plain
+from tokenleap.cli.console import display, errors, plain, show_json, tell
 from tokenleap.cli.options import JsonOption, resolve
 from tokenleap.cli.root import DefaultGroup, UsageError, examples
 
@@ -22,6 +22,8 @@ EXAMPLES = examples(
     "tokenleap models check",
     "tokenleap models remove smollm2-135m --yes",
 )
+
+ModelName = Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")]
 
 app = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich", epilog=EXAMPLES)
 
@@ -40,7 +42,7 @@ def list_models(json_output: JsonOption = False) -> None:
     known = aliases()
     rows = [_row(known.get(name), folders.get(name)) for name in sorted({*known, *folders})]
     if json_output:
-        print(as_json({"cache_dir": str(cache_dir()), "models": rows}))
+        show_json({"cache_dir": str(cache_dir()), "models": rows})
         return
     packed = [row for row in rows if row["kind"] == "packed"]
     for row in rows:
@@ -50,21 +52,19 @@ def list_models(json_output: JsonOption = False) -> None:
         display().print(plain("\nPacked weights, which are used when their model is loaded:\n"))
     for row in packed:
         _show(row)
-    display().print(plain(f"\nThe cache is {cache_dir()}.", "note"), soft_wrap=True)
+    tell(f"\nThe cache is {cache_dir()}.", "note")
 
 
 @app.command()
-def fetch(
-    name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
-) -> None:
+def fetch(name: ModelName) -> None:
     """Fetch and convert a model now, so that its first use does not wait."""
     folder = _packed_gguf(name) or resolve(name)
-    display().print(plain(f"{name} is ready in {folder}"), soft_wrap=True)
+    tell(f"{name} is ready in {folder}")
 
 
 @app.command()
 def path(
-    name: Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")],
+    name: ModelName,
     gguf: Annotated[
         bool, typer.Option("--gguf", help="The GGUF file of an alias instead, for other programs.")
     ] = False,
@@ -90,16 +90,13 @@ def remove(
     from tokenleap import models as store
     from tokenleap.models.store import bytes_text
 
-    found = {model.name: model for model in store.cached()}
-    if name not in found:
-        held = ", ".join(found) or "nothing"
-        raise UsageError(f"{name} is not in the cache, which holds {held}")
+    found = _cached(name)
     size = bytes_text(found[name].size_bytes)
     if not (yes or _confirmed(f"Delete {name} ({size})?")):
         display().print("nothing deleted")
         return
     store.remove(name)
-    display().print(plain(f"{name} is deleted, which frees {size}"), soft_wrap=True)
+    tell(f"{name} is deleted, which frees {size}")
 
 
 @app.command()
@@ -117,18 +114,25 @@ def check(
     """
     from tokenleap import models as store
 
-    names = [model.name for model in store.cached()]
-    if name not in (None, *names):
-        held = ", ".join(names) or "nothing"
-        raise UsageError(f"{name} is not in the cache, which holds {held}")
-    found = {each: store.check(each) for each in ([name] if name else names)}
+    found = {each: store.check(each) for each in _cached(name) if name in (None, each)}
     if json_output:
-        print(as_json({"models": [{"name": each, "damaged": d} for each, d in found.items()]}))
+        show_json({"models": [{"name": each, "damaged": d} for each, d in found.items()]})
     else:
         for each, damaged in found.items():
-            display().print(plain(f"{each} {_condition(damaged)}"), soft_wrap=True)
+            tell(f"{each} {_condition(damaged)}")
     if any(found.values()):
         raise typer.Exit(1)
+
+
+def _cached(name: str | None) -> dict[str, CachedModel]:
+    """The models in the cache by name; refuses another name."""
+    from tokenleap.models import cached
+
+    found = {model.name: model for model in cached()}
+    if name is not None and name not in found:
+        held = ", ".join(found) or "nothing"
+        raise UsageError(f"{name} is not in the cache, which holds {held}")
+    return found
 
 
 def _condition(damaged: list[str] | None) -> str:
@@ -181,7 +185,7 @@ def _show(row: dict[str, Any]) -> None:
     about = [f"from {row['source']}", *(row[name] for name in ("description", "runs") if row[name])]
     display().print(plain(row["name"], "head"), plain(state), sep="   ", soft_wrap=True)
     for line in about:
-        display().print(plain(f"    {line}", "note"), soft_wrap=True)
+        tell(f"    {line}", "note")
 
 
 def _confirmed(question: str) -> bool:

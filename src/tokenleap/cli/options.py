@@ -9,8 +9,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -18,7 +19,9 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    TypeVar,
     Union,
+    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
@@ -27,10 +30,11 @@ from typing import (
 import typer
 from annotated_types import Ge
 
-from tokenleap.cli.console import errors, plain, working
+from tokenleap.cli.console import remark, working
 from tokenleap.cli.root import SAMPLING, UsageError, flag
 from tokenleap.core.config import Config, num_bytes
 from tokenleap.core.params import SamplingParams
+from tokenleap.runtime.choices import QUANTIZATION_OPTIONS, RUNTIMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +58,7 @@ def open_llm(
         llm = LLM(**arguments)
     overlap = llm.vocabulary_overlap
     if overlap is not None and overlap.way != "same" and not quiet:
-        errors().print(plain(str(overlap), "note"), soft_wrap=True)
+        remark(str(overlap))
     return llm
 
 
@@ -127,13 +131,37 @@ def _exists(name: str) -> bool:
         return False
 
 
-# Dataclasses of options as parameters of a command.
+# Groups of options as parameters of a command.
+#
+#     @option_group("Amount")
+#     class Amount:
+#         rounds: int = option("Runs of every prompt.", default=3, min=1)
 #
 #     @flat
-#     def generate(prompt: ..., model: ModelOptions, sampling: SamplingOptions) -> None: ...
+#     def bench(prompts: ..., amount: Amount, model: ModelOptions) -> None: ...
 #
-# Typer accepts single parameters only. `flat` shows it the fields of the dataclasses instead, and
-# builds the dataclasses when the command is called. Commands that share options use it.
+# Typer accepts single parameters only. `flat` shows it the fields of the groups instead, and builds
+# the groups when the command is called. A field may also be annotated with its Typer option.
+
+Group = TypeVar("Group")
+
+
+@dataclass_transform(frozen_default=True)
+def option_group(panel: str) -> Callable[[type[Group]], type[Group]]:
+    """A dataclass whose `option` fields are in a panel of the help page."""
+
+    def made(kind: type[Group]) -> type[Group]:
+        for item in vars(kind).values():
+            if isinstance(item, Field):
+                item.metadata["option"].rich_help_panel = panel
+        return dataclass(frozen=True)(kind)
+
+    return made
+
+
+def option(text: str, *names: str, default: Any = None, **settings: Any) -> Any:
+    """A field of a group: an option with this help."""
+    return field(default=default, metadata={"option": typer.Option(*names, help=text, **settings)})
 
 
 def in_panel(panel: str, text: str, *names: str, **settings: Any) -> Any:
@@ -218,26 +246,46 @@ def _hints(model: type[Config]) -> dict[str, Any]:
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
     """The command with every dataclass parameter replaced by the dataclass's fields."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Callable[..., Any]] = {
-        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
-    }
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        parameters += _fields(groups[name]) if name in groups else [parameter]
+    groups: dict[str, type] = {}
+    shown: list[inspect.Parameter] = []
+    for parameter in _parameters(command):
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            groups[parameter.name] = kind
+            shown += _parameters(kind)
+        else:
+            shown.append(parameter)
 
     @wraps(command)
     def run(**values: Any) -> None:
         for name, kind in groups.items():
-            fields = [parameter.name for parameter in _fields(kind)]
-            values[name] = kind(**{field: values.pop(field) for field in fields})
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         command(**values)
 
-    only = inspect.Parameter.KEYWORD_ONLY
-    shown = [p.replace(kind=only, annotation=hints.get(p.name, p.annotation)) for p in parameters]
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return run
+
+
+N = TypeVar("N", int, float)
+
+
+def numbers(
+    text: str, kind: type[N], wrong: str, holds: Callable[[N], bool] = lambda _: True
+) -> list[N]:
+    """The numbers of a list with commas; `wrong` begins the message if one does not hold."""
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(map(holds, found)):
+        raise UsageError(f"{wrong}, got {text}")
+    return found
+
+
+def need_matplotlib(flag_name: str) -> None:
+    if find_spec("matplotlib") is None:
+        raise UsageError(f"{flag_name} needs Matplotlib: pip install 'tokenleap[plots]'")
 
 
 def refuse_given(reason: str, *options: Any) -> None:
@@ -248,40 +296,31 @@ def refuse_given(reason: str, *options: Any) -> None:
                 raise UsageError(f"{flag(item.name)}: {reason}")
 
 
-def _fields(kind: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a dataclass's constructor, with evaluated annotations."""
-    hints = get_type_hints(kind, include_extras=True)
-    parameters = inspect.signature(kind).parameters.values()
-    return [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+def _parameters(of: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a command or of a group, with evaluated annotations."""
+    hints, only = get_type_hints(of, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    for item in fields(of) if is_dataclass(of) else ():
+        if "option" in item.metadata:
+            hints[item.name] = Annotated[hints[item.name], item.metadata["option"]]
+    parameters = inspect.signature(of).parameters.values()
+    return [each.replace(kind=only, annotation=hints[each.name]) for each in parameters]
 
+
+PROMPTS_HELP = "Text with a prompt per line, or .jsonl with a prompt per object."
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_METHOD = "ngram"
 """The default method: it needs no second model, and costs nothing where it finds no match."""
 
 
-_model = partial(in_panel, "Model")
 _speculation = partial(in_panel, "Speculation")
 _engine = partial(in_panel, "Engine")
 
 
-def _quantizations() -> list[str]:
-    from tokenleap.runtime.choices import QUANTIZATION_OPTIONS
-
-    return list(QUANTIZATION_OPTIONS)
-
-
-def _known_quantization(name: str) -> str:
-    if name not in (known := _quantizations()):
-        raise UsageError(f"--quantization: must be one of {', '.join(known)}, got {name}")
-    return name
-
-
-def _known_runtime(name: str) -> str:
-    from tokenleap.runtime.choices import RUNTIMES
-
-    if name not in RUNTIMES:
-        raise UsageError(f"--runtime: must be one of {', '.join(RUNTIMES)}, got {name}")
+def _one_of(param: typer.CallbackParam, name: str) -> str:
+    known = {"quantization": QUANTIZATION_OPTIONS, "runtime": RUNTIMES}[str(param.name)]
+    if name not in known:
+        raise UsageError(f"{flag(str(param.name))}: must be one of {', '.join(known)}, got {name}")
     return name
 
 
@@ -292,43 +331,35 @@ def amount(param: typer.CallbackParam, text: str | None) -> str | None:
     return text
 
 
-@dataclass(frozen=True)
+@option_group("Model")
 class ModelOptions:
     """The target and how it runs."""
 
-    model: Annotated[
-        str,
-        _model(
-            "Hugging Face folder or id (ORG/NAME), .gguf file, or a name from `tokenleap models`.",
-            "--model",
-            "-m",
-        ),
-    ] = DEFAULT_MODEL
-    dtype: Annotated[str, _model("auto, float32, bfloat16 or float16 (GPU).")] = "auto"
-    device: Annotated[str, _model("auto, cpu, cuda, ...")] = "auto"
-    max_model_len: Annotated[
-        int | None,
-        _model("Limit of prompt and output tokens together.", show_default="the model's"),
-    ] = None
-    quantization: Annotated[
-        str,
-        _model(
-            "auto (a GGUF file as it is), none, or smaller weights: int8, int4 (CPU).",
-            callback=_known_quantization,
-            autocompletion=_quantizations,
-        ),
-    ] = "auto"
-    runtime: Annotated[
-        str,
-        _model(
-            "auto, native (C++ on a CPU), torch or compiled; or a name that was shown.",
-            callback=_known_runtime,
-        ),
-    ] = "auto"
-    threads: Annotated[
-        int | None,
-        _model("Threads on a CPU.", min=1, show_default="OMP_NUM_THREADS, else all cores"),
-    ] = None
+    model: str = option(
+        "Hugging Face folder or id (ORG/NAME), .gguf file, or a name from `tokenleap models`.",
+        "--model",
+        "-m",
+        default=DEFAULT_MODEL,
+    )
+    dtype: str = option("auto, float32, bfloat16 or float16 (GPU).", default="auto")
+    device: str = option("auto, cpu, cuda, ...", default="auto")
+    max_model_len: int | None = option(
+        "Limit of prompt and output tokens together.", show_default="the model's"
+    )
+    quantization: str = option(
+        "auto (a GGUF file as it is), none, or smaller weights: int8, int4 (CPU).",
+        default="auto",
+        callback=_one_of,
+        autocompletion=lambda: list(QUANTIZATION_OPTIONS),
+    )
+    runtime: str = option(
+        "auto, native (C++ on a CPU), torch or compiled; or a name that was shown.",
+        default="auto",
+        callback=_one_of,
+    )
+    threads: int | None = option(
+        "Threads on a CPU.", min=1, show_default="OMP_NUM_THREADS, else all cores"
+    )
 
     def __post_init__(self) -> None:
         """Take the model, quantization and dtype that a name of packed weights stands for."""
@@ -349,43 +380,37 @@ class ModelOptions:
 MaxNumSeqs = Annotated[int | None, _engine("Maximum sequences at once.", show_default="16")]
 
 
-@dataclass(frozen=True)
+@option_group("Engine")
 class EngineOptions:
     """Memory limits and chunked prefill: arguments of `LLM`."""
 
-    kv_cache_memory: Annotated[
-        str | None,
-        _engine(
-            "Memory limit of the KV cache, such as 512MiB.",
-            show_default="as needed",
-            metavar="AMOUNT",
-            callback=amount,
-        ),
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None, _engine("Maximum prompt tokens prefilled between steps.", show_default="512")
-    ] = None
+    kv_cache_memory: str | None = option(
+        "Memory limit of the KV cache, such as 512MiB.",
+        show_default="as needed",
+        metavar="AMOUNT",
+        callback=amount,
+    )
+    max_num_batched_tokens: int | None = option(
+        "Maximum prompt tokens prefilled between steps.", show_default="512"
+    )
 
     def arguments(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
+@option_group("Engine")
 class CachingOptions(EngineOptions):
     """Engine options of commands whose prompts may share a beginning."""
 
-    prefix_cache_memory: Annotated[
-        str | None,
-        _engine(
-            "Memory limit of the prefix cache.",
-            show_default="256MiB",
-            metavar="AMOUNT",
-            callback=amount,
-        ),
-    ] = None
-    no_enable_prefix_caching: Annotated[
-        bool, _engine("Turn the prefix cache off.", "--no-enable-prefix-caching")
-    ] = False
+    prefix_cache_memory: str | None = option(
+        "Memory limit of the prefix cache.",
+        show_default="256MiB",
+        metavar="AMOUNT",
+        callback=amount,
+    )
+    no_enable_prefix_caching: bool = option(
+        "Turn the prefix cache off.", "--no-enable-prefix-caching", default=False
+    )
 
     def __post_init__(self) -> None:
         if self.prefix_cache_memory is not None and self.no_enable_prefix_caching:
@@ -397,43 +422,34 @@ class CachingOptions(EngineOptions):
         return {"enable_prefix_caching": not given.pop("no_enable_prefix_caching"), **given}
 
 
-@dataclass(frozen=True)
+RuleOption = Annotated[
+    str | None, _speculation("Acceptance rule.", show_default="coupled, lossless")
+]
+
+
+@option_group("Speculation")
 class SpeculationOptions:
     """How tokens are drafted and verified."""
 
-    method: Annotated[
-        str | None,
-        _speculation(
-            "Drafter (`tokenleap methods`).",
-            show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
-        ),
-    ] = None
-    num_speculative_tokens: Annotated[
-        int | None, _speculation("Maximum tokens drafted per step.", show_default="the method's")
-    ] = None
-    draft_model: Annotated[
-        str | None,
-        _speculation(
-            "Folder, id (ORG/NAME), .gguf file or alias, for --method draft_model; the folder of a "
-            "trained head or Spec-Drafter."
-        ),
-    ] = None
-    acceptance: Annotated[
-        str | None, _speculation("Acceptance rule.", show_default="coupled, lossless")
-    ] = None
-    controller: Annotated[
-        str | None,
-        _speculation(
-            "Chooses how much to draft at each step.",
-            show_default="cost_model; fixed unless the rule is coupled",
-        ),
-    ] = None
-    speculative_config: Annotated[
-        str | None,
-        _speculation(
-            "All of this as a JSON object, with more fields of the method.", metavar="JSON"
-        ),
-    ] = None
+    method: str | None = option(
+        "Drafter (`tokenleap methods`).",
+        show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
+    )
+    num_speculative_tokens: int | None = option(
+        "Maximum tokens drafted per step.", show_default="the method's"
+    )
+    draft_model: str | None = option(
+        "Folder, id (ORG/NAME), .gguf file or alias, for --method draft_model; the folder of a "
+        "trained head or Spec-Drafter."
+    )
+    acceptance: RuleOption = None
+    controller: str | None = option(
+        "Chooses how much to draft at each step.",
+        show_default="cost_model; fixed unless the rule is coupled",
+    )
+    speculative_config: str | None = option(
+        "All of this as a JSON object, with more fields of the method.", metavar="JSON"
+    )
 
     def config_for(self, model: str, *, beams: bool = False) -> SpeculativeConfig | None:
         """See `config`; the default method of a model with a head of ours is to use it."""
@@ -452,13 +468,8 @@ class SpeculationOptions:
 
     def _fields(self) -> dict[str, Any]:
         fields = parse_object("--speculative-config", self.speculative_config)
-        flags = {
-            "method": self.method,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "model": self.draft_model,
-            "acceptance": self.acceptance,
-            "controller": self.controller,
-        }
+        flags = {**vars(self), "model": self.draft_model}
+        del flags["draft_model"], flags["speculative_config"]
         for name, value in flags.items():
             if value is None:
                 continue
@@ -512,18 +523,15 @@ _SAMPLING: Any = options_of(
 )
 
 
-@dataclass(frozen=True)
+@option_group("Sampling")
 class SamplingOptions(_SAMPLING):  # type: ignore[misc]
     """How the next token is sampled: `SamplingParams`, and what the model says of them."""
 
-    generation_config: Annotated[
-        str,
-        in_panel(
-            "Sampling",
-            "auto (the model's defaults and rules), none, or a folder with another "
-            "generation_config.json.",
-        ),
-    ] = "auto"
+    generation_config: str = option(
+        "auto (the model's defaults and rules), none, or a folder with another "
+        "generation_config.json.",
+        default="auto",
+    )
 
     OTHERWISE: ClassVar[Mapping[str, Any]] = {"temperature": 0.0, "max_tokens": 128}
     """For what neither a flag nor the model says."""
@@ -563,42 +571,29 @@ def _read(name: str, value: Any) -> Any:
     form = _form(SamplingParams, name)
     if form == JSON:
         return parse_object(flag(name), value)
-    return _parse_ids(flag(name), value) if form == IDS else value
-
-
-def _parse_ids(flag_name: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{flag_name} takes token ids, as in 1,2,3, got {text}") from None
+    if form == IDS:
+        return numbers(value, int, f"{flag(name)} takes token ids, as in 1,2,3")
+    return value
 
 
 # Options of commands that can run on a Ray cluster.
 
 
-@dataclass(frozen=True)
+@option_group("Ray")
 class RayOptions:
     """How many replicas, and where."""
 
-    replicas: Annotated[
-        str | None,
-        in_panel(
-            "Ray",
-            "Copies of the model, each in a process of its own on a Ray cluster; MIN:MAX lets load "
-            "decide.",
-            metavar="N",
-            show_default="no cluster",
-        ),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        in_panel(
-            "Ray",
-            "Cluster to join, or auto for the one on this machine.",
-            metavar="HOST:PORT",
-            show_default="one on this machine, for this command only",
-        ),
-    ] = None
+    replicas: str | None = option(
+        "Copies of the model, each in a process of its own on a Ray cluster; MIN:MAX lets load "
+        "decide.",
+        metavar="N",
+        show_default="no cluster",
+    )
+    ray_address: str | None = option(
+        "Cluster to join, or auto for the one on this machine.",
+        metavar="HOST:PORT",
+        show_default="one on this machine, for this command only",
+    )
 
     def wanted(self) -> Replicas | None:
         """How many replicas; None without Ray."""

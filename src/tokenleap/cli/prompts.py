@@ -7,15 +7,15 @@ import json
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tokenleap.cli.console import as_json_line, counting, errors, plain, say
-from tokenleap.cli.options import in_panel
+from tokenleap.cli.options import option, option_group
 from tokenleap.cli.root import UsageError, check_writable, write_whole
 from tokenleap.core.files import JsonLines, parsed_json
 from tokenleap.core.peers import ALONE, Peers
@@ -25,7 +25,6 @@ from tokenleap.lines import Line, error_of, line_of
 if TYPE_CHECKING:
     from tokenleap.core.params import SamplingParams
 
-_several = partial(in_panel, "Several prompts")
 
 STDIN = "-"
 
@@ -81,35 +80,21 @@ def _checked(argument: str) -> str:
 # Texts for drafts of `tokenleap generate`: what answers may quote, or are expected to be.
 
 
-@dataclass(frozen=True)
+@option_group("Speculation")
 class ReferenceOptions:
     """Options for texts that drafts may quote besides the prompt."""
 
-    reference: Annotated[
-        list[Path] | None,
-        in_panel(
-            "Speculation",
-            "A text that answers may quote, for drafting only; may be repeated.",
-            metavar="FILE",
-        ),
-    ] = None
-    line_references: Annotated[
-        Path | None,
-        in_panel(
-            "Speculation",
-            "With --jsonl or --prompts-file: a JSON list of such texts per line, for its prompt.",
-            metavar="FILE",
-        ),
-    ] = None
+    reference: list[Path] | None = option(
+        "A text that answers may quote, for drafting only; may be repeated.", metavar="FILE"
+    )
+    line_references: Path | None = option(
+        "With --jsonl or --prompts-file: a JSON list of such texts per line, for its prompt.",
+        metavar="FILE",
+    )
 
-    prediction_file: Annotated[
-        Path | None,
-        in_panel(
-            "Speculation",
-            "A text that the answer will mostly repeat, such as a file before an edit.",
-            metavar="FILE",
-        ),
-    ] = None
+    prediction_file: Path | None = option(
+        "A text that the answer will mostly repeat, such as a file before an edit.", metavar="FILE"
+    )
 
     def prediction(self) -> str | None:
         """The text that every answer is expected to repeat; None without any."""
@@ -201,28 +186,22 @@ def _write(place: int, record: dict[str, Any], results: LineResults | None) -> N
 # Options of `tokenleap generate` for several prompts: where they are, and where results go.
 
 
-@dataclass(frozen=True)
+@option_group("Several prompts")
 class BatchOptions:
     """Several prompts at once."""
 
-    jsonl: Annotated[
-        bool, _several("Read a prompt per line of text, write a JSON object per line.", "--jsonl")
-    ] = False
-    prompts_file: Annotated[
-        Path | None,
-        _several(
-            "Read a JSON object per line, with prompt, messages or prompt_token_ids, and sampling "
-            "parameters of its own.",
-            metavar="FILE.jsonl",
-        ),
-    ] = None
-    output: Annotated[
-        Path | None,
-        _several(
-            "Write the JSON lines to this file.", metavar="FILE", show_default="standard output"
-        ),
-    ] = None
-    resume: Annotated[bool, _several("Continue the run that wrote --output.", "--resume")] = False
+    jsonl: bool = option(
+        "Read a prompt per line of text, write a JSON object per line.", "--jsonl", default=False
+    )
+    prompts_file: Path | None = option(
+        "Read a JSON object per line, with prompt, messages or prompt_token_ids, and sampling "
+        "parameters of its own.",
+        metavar="FILE.jsonl",
+    )
+    output: Path | None = option(
+        "Write the JSON lines to this file.", metavar="FILE", show_default="standard output"
+    )
+    resume: bool = option("Continue the run that wrote --output.", "--resume", default=False)
 
     @property
     def wanted(self) -> bool:

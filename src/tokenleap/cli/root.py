@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from tokenleap.cli.console import say
+from tokenleap.cli.console import as_json, say
 from tokenleap.core import files
 from tokenleap.core.config import nearest
 from tokenleap.core.peers import own_rank
@@ -310,3 +310,8 @@ def check_writable(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write text in UTF-8 (see `core.files.write_whole`)."""
     files.write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write one JSON object, as `--json` prints it."""
+    write_whole(path, as_json(value) + "\n")

@@ -6,12 +6,11 @@ import logging
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import errors, plain, working
+from tokenleap.cli.console import remark, working
 from tokenleap.cli.options import (
     DEFAULT_MODEL,
     CachingOptions,
@@ -24,6 +23,8 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option,
+    option_group,
     option_of,
     options_of,
 )
@@ -39,9 +40,6 @@ EXAMPLES = examples(
     "tokenleap serve smollm2-135m --replicas 2",
     "tokenleap serve smollm2-135m --replicas 1:8 --ray-address 10.0.0.1:6379",
 )
-
-
-_server = partial(in_panel, "Server")
 
 
 def _named(name: str, **settings: Any) -> Any:
@@ -61,18 +59,16 @@ class ServedModel(ModelOptions):
     ] = DEFAULT_MODEL
 
 
-@dataclass(frozen=True)
+@option_group("Server")
 class ServingEngine(CachingOptions):
     """Engine options of a server."""
 
     max_num_seqs: MaxNumSeqs = None
-    generation_config: Annotated[
-        str,
-        _server(
-            "Defaults for requests, and rules: auto (the model's), none, or a folder with another "
-            "generation_config.json."
-        ),
-    ] = "auto"
+    generation_config: str = option(
+        "Defaults for requests, and rules: auto (the model's), none, or a folder with another "
+        "generation_config.json.",
+        default="auto",
+    )
 
 
 _COUNTED = ("max_waiting", "max_n", "max_prompts", "max_logprobs", "shutdown_timeout")
@@ -81,7 +77,9 @@ _COUNTED = ("max_waiting", "max_n", "max_prompts", "max_logprobs", "shutdown_tim
 @dataclass(frozen=True)
 class _Address:
     host: Annotated[str, option_of(Settings, "host", "Server")] = "127.0.0.1"
-    port: Annotated[int, _server("Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000
+    port: Annotated[
+        int, in_panel("Server", "Port to listen at; 0 takes a free one.", min=0, max=65535)
+    ] = 8000
     served_model_name: Annotated[
         list[str] | None, _named("served_model_names", metavar="NAME", show_default="MODEL")
     ] = None
@@ -97,16 +95,16 @@ class _Address:
 _LIMITS: Any = options_of(Settings, (*_COUNTED, "share_drafts"), "Server", _Address, defaults=True)
 
 
-@dataclass(frozen=True)
+@option_group("Server")
 class ServerOptions(_LIMITS):  # type: ignore[misc]
     """The address, names, keys and limits."""
 
-    no_traces: Annotated[
-        bool, _server("Refuse requests that ask for the trace of their steps.", "--no-traces")
-    ] = False
-    no_log_requests: Annotated[
-        bool, _server("Write no line of JSON for each request.", "--no-log-requests")
-    ] = False
+    no_traces: bool = option(
+        "Refuse requests that ask for the trace of their steps.", "--no-traces", default=False
+    )
+    no_log_requests: bool = option(
+        "Write no line of JSON for each request.", "--no-log-requests", default=False
+    )
 
     def settings(self, model: str) -> Settings:
         """The server's settings."""
@@ -159,8 +157,7 @@ def serve(
 
         def ready() -> None:
             if not quiet:
-                line = f"{settings.model} at http://{shown}:{port}/v1; Ctrl-C ends it"
-                errors().print(plain(line, "note"), soft_wrap=True)
+                remark(f"{settings.model} at http://{shown}:{port}/v1; Ctrl-C ends it")
 
         if replicas is None:
             from tokenleap.async_llm import AsyncLLM

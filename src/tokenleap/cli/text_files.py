@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import Progress
 
-from tokenleap.cli.console import display, errors, plain
+from tokenleap.cli.console import errors, tell
 from tokenleap.cli.options import DEFAULT_MODEL, ModelOptions, flat, open_llm, open_tokenizer
 from tokenleap.cli.root import check_writable, examples
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from tokenleap.drafters.text.datastore import Datastore
     from tokenleap.drafters.text.ngrams import NgramTables
 
@@ -56,12 +58,11 @@ def count_files(
 ) -> None:
     """Count unigrams, bigrams and trigrams of text files."""
 
-    def build(*arguments: Any) -> NgramTables:
+    with _reading(files, output, model, "Counting n-grams", "a second per megabyte") as given:
         from tokenleap.drafters.text.ngrams import build_ngrams
 
-        return build_ngrams(*arguments)
-
-    _save(_built(files, output, model, build, "Counting n-grams", "a second per megabyte"), output)
+        tables = build_ngrams(*given)
+    _save(tables, output)
 
 
 @ngrams_app.command(epilog=NGRAMS_EXAMPLES)
@@ -91,8 +92,9 @@ def write(
     console = errors()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"Writing {tokens:,} tokens", total=tokens)
-        report = partial(bar.update, task)
-        tables = ngrams_of_target(llm, tokens, data or (), lambda done: report(completed=done))
+        tables = ngrams_of_target(
+            llm, tokens, data or (), lambda done: bar.update(task, completed=done)
+        )
     _save(tables, output)
 
 
@@ -114,14 +116,11 @@ def index_files(
 ) -> None:
     """Build the suffix array of text files; each file is a document."""
 
-    def build(*arguments: Any) -> Datastore:
+    speed = "7 seconds per 10 megabytes"
+    with _reading(files, output, model, "Building the datastore", speed) as given:
         from tokenleap.drafters.text.datastore import build_datastore
 
-        return build_datastore(*arguments)
-
-    made = _built(
-        files, output, model, build, "Building the datastore", "7 seconds per 10 megabytes"
-    )
+        made = build_datastore(*given)
     made.save(output)
     _show(output, made)
 
@@ -144,29 +143,21 @@ def _show(file: Path, made: Datastore) -> None:
     _tell(file, f"{contents}the longest of {made.longest_document:,} tokens")
 
 
-Built = TypeVar("Built")
-
-
-def _built(
-    files: Sequence[Path],
-    output: Path,
-    model: str,
-    build: Callable[..., Built],
-    doing: str,
-    speed: str,
-) -> Built:
-    """What `build` makes of text files, with a progress bar."""
+@contextmanager
+def _reading(
+    files: Sequence[Path], output: Path, model: str, doing: str, speed: str
+) -> Iterator[tuple[Sequence[Path], PreTrainedTokenizerBase, Callable[[int], None]]]:
+    """Arguments of a function that reads text files, with a progress bar."""
     check_writable(output)
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
     from tokenleap.models.store import progress
 
     with progress(doing, speed, total) as shown:
-        return build(files, tokenizer, shown)
+        yield files, tokenizer, shown
 
 
 def _tell(file: Path, contents: str) -> None:
     from tokenleap.models.store import bytes_text
 
-    size = bytes_text(file.stat().st_size)
-    display().print(plain(f"{file} has {contents} ({size})"), soft_wrap=True)
+    tell(f"{file} has {contents} ({bytes_text(file.stat().st_size)})")

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +20,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from tokenleap.cli.console import as_json, display, plain, safe, say, table_of
+from tokenleap.cli.console import display, plain, safe, say, show, show_json, table_of, tell
+from tokenleap.cli.options import need_matplotlib
 from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
 from tokenleap.errors import TokenleapError
 
@@ -85,17 +85,10 @@ def trace(
             return
     summary = TraceSummary(recorded)
     if json_output:
-        print(as_json(summary.as_dict()))
+        show_json(summary.as_dict())
         return
-    console = display()
-    console.print(legend())
-    console.print()
-    console.print(_steps(recorded))
-    console.print()
-    console.print(plain(_figures(summary)))
-    if summary.positions:
-        console.print()
-        console.print(_positions(summary))
+    positions = [_positions(summary)] if summary.positions else []
+    show(legend(), _steps(recorded), _figures(summary), *positions)
 
 
 def _timelines(files: Sequence[Path], svg: Path | None, *, shown: bool) -> None:
@@ -103,7 +96,8 @@ def _timelines(files: Sequence[Path], svg: Path | None, *, shown: bool) -> None:
     from tokenleap.trace import Trace
 
     if svg is not None:
-        check_drawing(svg)
+        need_matplotlib("--svg")
+        check_writable(svg)
     found = [timeline_of(file.stem, Trace.load(file)) for file in files]
     if shown:
         show_timelines(found)
@@ -136,7 +130,7 @@ def _figures(summary: TraceSummary) -> str:
 
 def _positions(summary: TraceSummary) -> Table:
     """How often the token at each position of a draft was kept."""
-    table = table_of("position", "kept", style="note")
+    table = table_of(("position", "kept"), (), style="note")
     table.add_column("")
     for position, (drafted, accepted) in enumerate(summary.positions, start=1):
         bar = "\u2501" * round(_BAR_CELLS * accepted / drafted)
@@ -163,14 +157,9 @@ def html(trace: Trace, title: str) -> str:
     from markupsafe import Markup
 
     style, script = _read("page.css"), "".join(_modules(_ENTRY, set()))
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_hash(script)}",
-            f"style-src {_hash(style)}",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
     )
     # A text is data in a script element, where only "<" could end the element.
     data = json.dumps(trace.as_dict()).replace("<", "\\u003c")
@@ -298,6 +287,13 @@ class _Picture:
 # Counts over all steps of a trace: the summary that `tokenleap trace` shows.
 
 
+_COUNTS = (
+    *("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rejected_tokens"),
+    *("mean_acceptance_length", "acceptance_rate"),
+)
+_TIMES = ("draft_seconds", "verify_seconds", "accept_seconds")
+
+
 class TraceSummary:
     """Counts and times over all steps of a trace."""
 
@@ -312,9 +308,8 @@ class TraceSummary:
     def _add(self, step: StepTrace) -> None:
         metrics = self.metrics
         metrics.count(step)
-        metrics.draft_seconds += step.draft_seconds
-        metrics.verify_seconds += step.verify_seconds
-        metrics.accept_seconds += step.accept_seconds
+        for name in _TIMES:
+            setattr(metrics, name, getattr(metrics, name) + getattr(step, name))
         self.drafted_per_position.update(range(1, max(step.depths, default=0) + 1))
 
     @property
@@ -324,21 +319,12 @@ class TraceSummary:
         return [(self.drafted_per_position[depth], count) for depth, count in kept]
 
     def as_dict(self) -> dict[str, Any]:
-        metrics = self.metrics
         return {
-            "steps": metrics.target_passes,
-            "tokens": metrics.generated_tokens,
-            "num_drafts": metrics.num_drafts,
-            "num_draft_tokens": metrics.num_draft_tokens,
-            "num_accepted_tokens": metrics.num_accepted_tokens,
-            "num_rejected_tokens": metrics.num_rejected_tokens,
-            "mean_acceptance_length": metrics.mean_acceptance_length,
-            "acceptance_rate": metrics.acceptance_rate,
+            "steps": self.metrics.target_passes,
+            "tokens": self.metrics.generated_tokens,
+            **{name: getattr(self.metrics, name) for name in _COUNTS},
             "drafted_per_position": [drafted for drafted, _ in self.positions],
-            "accepted_per_position": metrics.accepted_per_position,
-            "draft_seconds": metrics.draft_seconds,
-            "verify_seconds": metrics.verify_seconds,
-            "accept_seconds": metrics.accept_seconds,
+            **{name: getattr(self.metrics, name) for name in ("accepted_per_position", *_TIMES)},
         }
 
 
@@ -355,13 +341,6 @@ COLOURS = {
     "target": "#6a3d9a",
     "accept": "#dddddd",
 }
-
-
-def check_drawing(path: Path) -> None:
-    """Check that the file can be drawn and written."""
-    if find_spec("matplotlib") is None:
-        raise UsageError("--svg needs Matplotlib: pip install 'tokenleap[plots]'")
-    check_writable(path)
 
 
 def write_svg(path: Path, timelines: Sequence[Timeline]) -> None:
@@ -492,7 +471,7 @@ def show_timelines(timelines: Sequence[Timeline]) -> None:
     console.print(plain(f"one cell: {1000 * cell:.3g} ms; at the left, seconds", "note"))
     for timeline in timelines:
         console.print()
-        console.print(plain(_summary(timeline)), soft_wrap=True)
+        tell(_summary(timeline))
         cells = _cells(timeline, cell)
         for begin in range(0, len(cells), width):
             at = plain(f"{begin * cell:{_margin(timelines) - 1}.2f} ", "note")

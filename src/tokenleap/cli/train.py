@@ -6,14 +6,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import as_json, display, errors, plain, working
+from tokenleap.cli.console import errors, plain, remark, show_json, tell, working
 from tokenleap.cli.options import (
     DEFAULT_MODEL,
     JsonOutput,
@@ -21,6 +21,8 @@ from tokenleap.cli.options import (
     flat,
     in_panel,
     open_llm,
+    option,
+    option_group,
     resolve,
 )
 from tokenleap.cli.root import UsageError, examples
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from tokenleap.training.method import DataSettings, TrainingMethod, TrainingSettings
     from tokenleap.training.run import TrainingRun
 
-_data = partial(in_panel, "Data")
 _training = partial(in_panel, "Training")
 
 TRAIN_EXAMPLES = examples(
@@ -43,43 +44,31 @@ TRAIN_EXAMPLES = examples(
 )
 
 
-@dataclass(frozen=True)
+@option_group("Data")
 class DataOptions:
     """Options of the data."""
 
-    data: Annotated[
-        list[str] | None,
-        _data(
-            "Files of prompts or conversations (JSONL), which the model answers, or of text; "
-            "'self': the model writes by itself. For an encoder-decoder: sources, or pairs.",
-            metavar="self|FILE",
-            show_default="self",
-        ),
-    ] = None
-    source: Annotated[
-        Path | None,
-        _data(
-            "Sources for an encoder-decoder, one a line, with the outputs in --target.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None
-    target_: Annotated[
-        Path | None,
-        _data(
-            "The outputs of --source, one a line.", "--target", metavar="FILE", show_default=False
-        ),
-    ] = None
-    tokens: Annotated[int, _data("Tokens of answers to learn.", min=1)] = 1_000_000
-    held_out_tokens: Annotated[int, _data("Tokens of answers for evaluation.", min=1)] = 40_000
-    unseen: Annotated[
-        list[Path] | None,
-        _data(
-            "Prompts that training must not see, such as a benchmark's (JSONL or text).",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = None
+    data: list[str] | None = option(
+        "Files of prompts or conversations (JSONL), which the model answers, or of text; "
+        "'self': the model writes by itself. For an encoder-decoder: sources, or pairs.",
+        metavar="self|FILE",
+        show_default="self",
+    )
+    source: Path | None = option(
+        "Sources for an encoder-decoder, one a line, with the outputs in --target.",
+        metavar="FILE",
+        show_default=False,
+    )
+    target_: Path | None = option(
+        "The outputs of --source, one a line.", "--target", metavar="FILE", show_default=False
+    )
+    tokens: int = option("Tokens of answers to learn.", default=1_000_000, min=1)
+    held_out_tokens: int = option("Tokens of answers for evaluation.", default=40_000, min=1)
+    unseen: list[Path] | None = option(
+        "Prompts that training must not see, such as a benchmark's (JSONL or text).",
+        metavar="FILE",
+        show_default=False,
+    )
 
     def settings(self) -> DataSettings:
         from tokenleap.training.method import DataSettings
@@ -148,23 +137,21 @@ def train(
     run = _opened(method, out, learnt, target, given, quiet=json_output)
     if dry_run or (run.num_processes == 1 and not run.has_begun):
         expected = run.estimate()
-        errors().print(plain(expected.text), soft_wrap=True)
+        remark(expected.text, "")
     elif run.has_begun and run.is_main_process:
-        errors().print(plain(f"Continuing the training in {out}."), soft_wrap=True)
+        remark(f"Continuing the training in {out}.", "")
     if dry_run:
         if json_output:
-            display().out(as_json({"hours": expected.hours, **asdict(expected)}))
+            show_json({"hours": expected.hours, **asdict(expected)})
         return
     report = run.run()
     if report is None:
         return
     if json_output:
-        display().out(as_json(asdict(report)))
+        show_json(asdict(report))
     else:
-        console = display()
-        console.print(plain(report.text(out)), soft_wrap=True)
-        use = f"Use it: {run.usage}{os.linesep}{out / 'training'} can be deleted."
-        console.print(plain(use, "note"), soft_wrap=True)
+        tell(report.text(out))
+        tell(f"Use it: {run.usage}{os.linesep}{out / 'training'} can be deleted.", "note")
 
 
 def _check_installed() -> None:
@@ -305,14 +292,11 @@ def check(
 
     llm = open_llm(target, SpeculativeConfig())
     probe = check_folder(head, llm.engine.target, llm.tokenizer)
-    told = (
-        f"{head} predicts {probe.accepted:.0%} of the model's most probable tokens after a short "
-        "text"
-    )
-    display().print(plain(told), soft_wrap=True)
+    share = f"{probe.accepted:.0%} of the model's most probable tokens"
+    tell(f"{head} predicts {share} after a short text")
     if record:
         record_probe(head, probe)
-        display().print(plain(f"Recorded in {head / 'config.json'}", "note"), soft_wrap=True)
+        tell(f"Recorded in {head / 'config.json'}", "note")
 
 
 EXPORT_EXAMPLES = examples(
@@ -356,5 +340,4 @@ def export(
         raise UsageError(f"{model} has no output layer of the usual kind")
     layers = module.config.get_text_config().num_hidden_layers
     export_head(head, out, *weights, layers, verifier or model)
-    told = f"{out} is {head} with the model's embedding and output rows"
-    display().print(plain(told), soft_wrap=True)
+    tell(f"{out} is {head} with the model's embedding and output rows")

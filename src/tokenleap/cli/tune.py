@@ -13,24 +13,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from tokenleap.cli.console import as_json, display, errors, plain, say, table_of, working
+from tokenleap.cli.console import (
+    errors,
+    plain,
+    say,
+    show,
+    show_json,
+    table_of,
+    tell,
+    working,
+)
 from tokenleap.cli.options import (
+    PROMPTS_HELP,
     JsonOutput,
     ModelOptions,
+    RuleOption,
     SamplingOptions,
     SpeculationOptions,
     flat,
     in_panel,
+    numbers,
     open_llm,
+    option,
+    option_group,
     parse_object,
     refuse_given,
 )
-from tokenleap.cli.plan import read_texts
-from tokenleap.cli.root import UsageError, check_writable, examples, write_whole
+from tokenleap.cli.plan import prepared, read_texts
+from tokenleap.cli.root import UsageError, check_writable, examples, write_json
 from tokenleap.drafters.shapes import MAX_DEPTH, MAX_NODES, MAX_RANKS, TreeFile
 from tokenleap.lines import shaped
 
@@ -38,13 +53,11 @@ if TYPE_CHECKING:
     from tokenleap.config import SpeculativeConfig
     from tokenleap.core.params import SamplingParams
     from tokenleap.drafters.options import TunedLayers
-    from tokenleap.llm import LLM
     from tokenleap.runtime.costs import CostCurve
     from tokenleap.tuning.sequoia import Acceptance, BestTree
     from tokenleap.tuning.tune_layers import Deadline, LayerLaboratory, LayerSearch, Trial
 
-_tree = partial(in_panel, "Tree")
-_search = partial(in_panel, "Search")
+_prompts = partial(typer.Argument, help=PROMPTS_HELP, metavar="PROMPTS_FILE")
 
 TREE_EXAMPLES = examples(
     "tokenleap tree prompts.txt --draft-model ./small --output tree.json",
@@ -58,24 +71,22 @@ DEFAULT_RANKS = 8
 _FOUND_HERE = ("tree", "tree_top_k", "tree_depth", "num_speculative_tokens", "controller")
 
 
-@dataclass(frozen=True)
+@option_group("Tree")
 class ShapeOptions:
     """The size limits of the tree, and the acceptance it is computed from."""
 
-    nodes: Annotated[
-        int | None,
-        _tree("Drafted nodes.", min=1, max=MAX_NODES, show_default="best by measured cost"),
-    ] = None
-    depth: Annotated[
-        int, _tree("Maximum levels; each takes a draft pass.", min=1, max=MAX_DEPTH)
-    ] = DEFAULT_DEPTH
-    ranks: Annotated[
-        int | None,
-        _tree("Maximum children of a node.", min=1, max=MAX_RANKS, show_default=str(DEFAULT_RANKS)),
-    ] = None
-    acceptance_vector: Annotated[
-        str | None, _tree("Acceptance by rank, instead of measuring it.", metavar="A,A,...")
-    ] = None
+    nodes: int | None = option(
+        "Drafted nodes.", min=1, max=MAX_NODES, show_default="best by measured cost"
+    )
+    depth: int = option(
+        "Maximum levels; each takes a draft pass.", default=DEFAULT_DEPTH, min=1, max=MAX_DEPTH
+    )
+    ranks: int | None = option(
+        "Maximum children of a node.", min=1, max=MAX_RANKS, show_default=str(DEFAULT_RANKS)
+    )
+    acceptance_vector: str | None = option(
+        "Acceptance by rank, instead of measuring it.", metavar="A,A,..."
+    )
 
     def vector(self) -> tuple[float, ...] | None:
         """The acceptance vector that was given, if any."""
@@ -89,24 +100,16 @@ class ShapeOptions:
         return entries
 
 
-@dataclass(frozen=True)
+@option_group("Speculation")
 class DrafterOptions:
     """The drafter to measure."""
 
-    method: Annotated[
-        str | None, in_panel("Speculation", "Drafter that takes trees (`tokenleap methods`).")
-    ] = None
-    draft_model: Annotated[
-        str | None,
-        in_panel("Speculation", "Folder, id (ORG/NAME), .gguf file or alias of a draft model."),
-    ] = None
-    acceptance: Annotated[
-        str | None, in_panel("Speculation", "Acceptance rule.", show_default="coupled, lossless")
-    ] = None
-    speculative_config: Annotated[
-        str | None,
-        in_panel("Speculation", "All of this as a JSON object, with more fields.", metavar="JSON"),
-    ] = None
+    method: str | None = option("Drafter that takes trees (`tokenleap methods`).")
+    draft_model: str | None = option("Folder, id (ORG/NAME), .gguf file or alias of a draft model.")
+    acceptance: RuleOption = None
+    speculative_config: str | None = option(
+        "All of this as a JSON object, with more fields.", metavar="JSON"
+    )
 
     def config(self, ranks: int) -> SpeculativeConfig:
         """A configuration that drafts one level of `ranks` children."""
@@ -121,14 +124,7 @@ class DrafterOptions:
 
 @flat
 def tree(
-    prompts: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Text with a prompt per line, or .jsonl with a prompt per object.",
-            metavar="PROMPTS_FILE",
-            show_default="three short ones",
-        ),
-    ] = None,
+    prompts: Annotated[Path | None, _prompts(show_default="three short ones")] = None,
     *,
     shape: ShapeOptions,
     drafter: DrafterOptions,
@@ -154,9 +150,9 @@ def tree(
     else:
         found = _on_a_model(prompts, vector, shape, drafter, target, sampling, quiet=json_output)
     if json_output:
-        display().out(as_json(found.as_dict()))
+        show_json(found.as_dict())
     else:
-        show_found(found)
+        show(*_blocks(found))
     if output is not None:
         _save_tree(found, output, quiet=json_output)
 
@@ -179,13 +175,8 @@ def _refuse_unused(prompts: Path | None, *unused: Any) -> None:
 def _parse_vector(text: str) -> tuple[float, ...]:
     with working("Starting"):
         from tokenleap.tuning.sequoia import acceptance_vector
-    try:
-        entries = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(
-            f"--acceptance-vector takes probabilities, as in 0.7,0.15,0.05, got {text}"
-        ) from None
-    return tuple(acceptance_vector(entries).tolist())
+    wrong = "--acceptance-vector takes probabilities, as in 0.7,0.15,0.05"
+    return tuple(acceptance_vector(numbers(text, float, wrong)).tolist())
 
 
 def _on_a_model(
@@ -204,22 +195,33 @@ def _on_a_model(
         config = drafter.config(ranks)
     params = sampling.params_for(target.model)
     llm = open_llm(target, config, quiet=quiet, generation_config=sampling.generation_config)
-    timed = shape.nodes is None
-    acceptance, costs = measured(llm, texts, params, ranks, costs=timed, quiet=quiet)
-    origin = {"method": config.method_name, "model": target.model}
-    if vector is not None:
-        return solved(vector, shape.nodes, shape.depth, None, costs, **origin)
-    return solved(acceptance.vector, shape.nodes, shape.depth, acceptance, costs, **origin)
+    from tokenleap.tuning.sequoia import measure_acceptance, pass_costs
+
+    tokens, params = prepared(llm, texts, params)
+    with working("Measuring the acceptance of every rank", quiet=quiet):
+        acceptance = measure_acceptance(llm, tokens, params, ranks)
+    costs = None
+    if shape.nodes is None:
+        with working("Measuring the cost of verification", quiet=quiet):
+            costs = Costs(pass_costs(llm), acceptance.draft_seconds)
+    return solved(
+        vector or acceptance.vector,
+        shape.nodes,
+        shape.depth,
+        acceptance if vector is None else None,
+        costs,
+        method=config.method_name,
+        model=target.model,
+    )
 
 
 def _save_tree(found: Found, output: Path, *, quiet: bool) -> None:
     if not found.tree.paths:
         raise UsageError(f"there is no tree to save to {output}: try --nodes or other prompts")
-    write_whole(output, as_json(found.file().as_dict()) + "\n")
+    write_json(output, found.file().as_dict())
     if not quiet:
         use = json.dumps({"tree": str(output)})
-        note = f"\nThe tree is in {output}. To draft it: --speculative-config '{use}'."
-        display().print(plain(note, "note"), soft_wrap=True)
+        tell(f"\nThe tree is in {output}. To draft it: --speculative-config '{use}'.", "note")
 
 
 # How `tokenleap tree` shows its result: the acceptance vector, the tree, other shapes.
@@ -231,28 +233,18 @@ SHOWN = 40
 _Branch = tuple[int, ...]
 
 
-def show_found(found: Found) -> None:
-    """Print the vector, the tree, and a comparison with other shapes of its size."""
-    console = display()
+def _blocks(found: Found) -> Iterator[RenderableType]:
+    """The vector, the tree, and a comparison with other shapes of its size."""
     if found.measured is not None:
-        what = f"{found.model}, {found.method}: accepted in {found.measured.drafts} drafts"
-        console.print(plain(f"{what}\n"))
-        console.print(_vector_table(found.measured))
-        console.print()
+        yield f"{found.model}, {found.method}: accepted in {found.measured.drafts} drafts"
+        rates = zip(found.measured.vector, found.measured.errors, strict=True)
+        rows = ((str(rank), *(f"{each:.4f}" for each in rate)) for rank, rate in enumerate(rates))
+        yield table_of(("rank", "accepted", "error"), rows)
     if found.tree.paths:
-        console.print(plain(f"{found.tree.num_nodes} nodes; probability of reaching each\n"))
-        console.print(drawn(found.tree.paths, found.acceptance))
-        console.print()
-    console.print(_rival_table(found))
-    console.print()
-    console.print(plain(_tree_verdict(found)))
-
-
-def _vector_table(acceptance: Acceptance) -> Table:
-    table = table_of("rank", "accepted", "error")
-    for rank, (rate, error) in enumerate(zip(acceptance.vector, acceptance.errors, strict=True)):
-        table.add_row(str(rank), f"{rate:.4f}", f"{error:.4f}")
-    return table
+        yield f"{found.tree.num_nodes} nodes; probability of reaching each"
+        yield drawn(found.tree.paths, found.acceptance)
+    yield _rival_table(found)
+    yield _tree_verdict(found)
 
 
 def drawn(paths: Sequence[_Branch], acceptance: Sequence[float], shown: int = SHOWN) -> Tree:
@@ -282,13 +274,14 @@ def _above(path: _Branch, branches: Mapping[_Branch, Tree]) -> _Branch:
 
 def _rival_table(found: Found) -> Table:
     rates = () if found.costs is None else ("tokens\nper second",)
-    table = table_of("", "\nnodes", "\nlevels", "tokens\nper pass", *rates, left=1)
+    rows: list[list[str | Text]] = []
     for rival in found.rivals():
         cells = [str(rival.nodes), str(rival.levels), f"{rival.expected_tokens:.3f}"]
         if found.costs is not None:
             cells.append(f"{rival.tokens_per_second(found.costs):.1f}")
-        table.add_row(plain(rival.name, "draft" if rival.name == "this tree" else ""), *cells)
-    return table
+        name = plain(rival.name, "draft" if rival.name == "this tree" else "")
+        rows.append([name, *cells])
+    return table_of(("", "\nnodes", "\nlevels", "tokens\nper pass", *rates), rows, left=1)
 
 
 def _tree_verdict(found: Found) -> str:
@@ -414,27 +407,6 @@ def solved(
     return Found(tuple(acceptance), measured, costs, tree, depth, **origin)
 
 
-def measured(
-    llm: LLM,
-    texts: Sequence[str],
-    params: SamplingParams,
-    ranks: int,
-    *,
-    costs: bool,
-    quiet: bool,
-) -> tuple[Acceptance, Costs | None]:
-    from tokenleap.tuning.sequoia import measure_acceptance, pass_costs
-
-    prompts = [llm.encode(shaped(llm, text)) for text in texts]
-    seeded = params.model_copy(update={"seed": params.seed or 0})
-    with working("Measuring the acceptance of every rank", quiet=quiet):
-        found = measure_acceptance(llm, prompts, seeded, ranks)
-    if not costs:
-        return found, None
-    with working("Measuring the cost of verification", quiet=quiet):
-        return found, Costs(pass_costs(llm), found.draft_seconds)
-
-
 LAYERS_EXAMPLES = examples(
     "tokenleap tune-layers prompts.txt --output layers.json",
     "tokenleap tune-layers mine.jsonl -o layers.json --seconds 1800 --temperature 1",
@@ -446,16 +418,14 @@ CALIBRATED = 0.15
 """Share of the time limit after which no further prompt is added."""
 
 
-@dataclass(frozen=True)
+@option_group("Search")
 class SearchOptions:
     """How much to measure, and for how long."""
 
-    max_tokens: Annotated[int, _search("Tokens per prompt.", min=2)] = 64
-    trials: Annotated[int, _search("Maximum timed runs, each on all prompts.", min=1)] = 30
-    seconds: Annotated[float, _search("Time limit after the model is loaded.", min=1)] = 600
-    temperature: Annotated[
-        float, _search("0 is greedy; 1 is the model's own distribution.", min=0)
-    ] = 0
+    max_tokens: int = option("Tokens per prompt.", default=64, min=2)
+    trials: int = option("Maximum timed runs, each on all prompts.", default=30, min=1)
+    seconds: float = option("Time limit after the model is loaded.", default=600, min=1)
+    temperature: float = option("0 is greedy; 1 is the model's own distribution.", default=0, min=0)
 
     def params(self) -> SamplingParams:
         """Parameters of the calibration texts, seeded so that every run generates the same ones."""
@@ -466,14 +436,7 @@ class SearchOptions:
 
 @flat
 def tune_layers(
-    prompts: Annotated[
-        Path,
-        typer.Argument(
-            help="Text with a prompt per line, or .jsonl with a prompt per object.",
-            metavar="PROMPTS_FILE",
-            show_default=False,
-        ),
-    ],
+    prompts: Annotated[Path, _prompts(show_default=False)],
     *,
     output: Annotated[
         Path, in_panel("Output", "The file to write.", "--output", "-o", metavar="FILE")
@@ -503,19 +466,19 @@ def tune_layers(
             found.run()
     except KeyboardInterrupt:
         if found.trials:
-            _save_layers(output, _tuned(found, laboratory, target))
+            write_json(output, _tuned(found, laboratory, target).model_dump())
             say(f"{output} has the fastest of the {len(found.trials)} choices that were run")
         raise
     tuned = _tuned(found, laboratory, target)
-    _save_layers(output, tuned)
+    write_json(output, tuned.model_dump())
     if json_output:
         runs = {"trials": _trials(found)}
-        display().out(as_json({"output": str(output), **tuned.model_dump(), **runs}))
+        show_json({"output": str(output), **tuned.model_dump(), **runs})
         return
-    show_tuning(found, laboratory, tuned, len(texts))
+    searched = _searched(found, laboratory, target.model, len(texts))
+    show(searched, _trial_table(found), _verdict(found, tuned))
     use = json.dumps({"layers": str(output)})
-    note = f"\nSaved: --method layer_skip --speculative-config '{use}'."
-    display().print(plain(note, "note"), soft_wrap=True)
+    tell(f"\nSaved: --method layer_skip --speculative-config '{use}'.", "note")
 
 
 def _laboratory(target: ModelOptions, *, quiet: bool) -> LayerLaboratory:
@@ -579,41 +542,28 @@ def _trials(found: LayerSearch) -> list[dict[str, Any]]:
     return [{**layers_of(trial.estimate.skip), **trial.as_dict()} for trial in found.trials]
 
 
-def _save_layers(output: Path, tuned: TunedLayers) -> None:
-    write_whole(output, as_json(tuned.model_dump()) + "\n")
-
-
 # How `tokenleap tune-layers` shows its result: the trials, the best one, and what to do.
 
 
-def show_tuning(
-    found: LayerSearch, laboratory: LayerLaboratory, tuned: TunedLayers, num_prompts: int
-) -> None:
-    """Print the trials, their speed, and whether skipping layers pays on this machine."""
-    console = display()
+def _searched(found: LayerSearch, laboratory: LayerLaboratory, model: str, num_prompts: int) -> str:
     how = f"temperature {laboratory.temperature:g}" if laboratory.temperature else "greedy"
     used = laboratory.num_texts
     prompts = f"{used} prompts" if used == num_prompts else f"{used} of {num_prompts} prompts"
-    console.print(
-        plain(
-            f"{tuned.measured['model']}, {how}, {prompts}, {laboratory.positions} tokens; alpha of "
-            f"{len(found.estimates)} choices measured, {len(found.trials)} run"
-        )
+    return (
+        f"{model}, {how}, {prompts}, {laboratory.positions} tokens; alpha of "
+        f"{len(found.estimates)} choices measured, {len(found.trials)} run"
     )
-    console.print()
-    console.print(_trial_table(found))
-    console.print()
-    for line in _layers_verdict(found, tuned):
-        console.print(plain(line))
 
 
 def _trial_table(found: LayerSearch) -> Table:
     headings = ("left out\nattention", "\nMLP", "\nalpha", "\nc", "\ngamma", "speed-up\npredicted")
-    table = table_of(*headings, "\nmeasured", "\nrange", "\nruns")
-    for trial in sorted(found.trials, key=lambda t: (-len(t.runs), -t.ratio)):
-        style = "draft" if trial is found.best else ""
-        table.add_row(*(plain(cell, style) for cell in _cells(trial)))
-    return table
+    ordered = sorted(found.trials, key=lambda trial: (-len(trial.runs), -trial.ratio))
+    styles = ("draft" if trial is found.best else "" for trial in ordered)
+    rows = (
+        [plain(cell, style) for cell in _cells(trial)]
+        for trial, style in zip(ordered, styles, strict=True)
+    )
+    return table_of((*headings, "\nmeasured", "\nrange", "\nruns"), rows)
 
 
 def _cells(trial: Trial) -> Sequence[str]:
@@ -632,7 +582,8 @@ def _cells(trial: Trial) -> Sequence[str]:
     )
 
 
-def _layers_verdict(found: LayerSearch, tuned: TunedLayers) -> list[str]:
+def _verdict(found: LayerSearch, tuned: TunedLayers) -> str:
+    """The choice, and whether skipping layers pays on this machine."""
     best = found.best
     assert best is not None, "the caller has checked that there was a run"
     lines = [
@@ -649,7 +600,7 @@ def _layers_verdict(found: LayerSearch, tuned: TunedLayers) -> list[str]:
     if not found.confirmed:
         times = "once" if len(best.runs) == 1 else f"{len(best.runs)} times"
         lines.append(f"It was run {times} only: to be sure, give more --seconds or --trials.")
-    return lines
+    return "\n".join(lines)
 
 
 def _listed(layers: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """Controllers decide how much to draft. This registry maps names to them.
 
-Other packages add controllers through entry points (`core.config.plugin`).
+Other packages add controllers through entry points (`core.config.registered`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from tokenleap.control.base import (
     within,
 )
 from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
-from tokenleap.core.config import nearest, plugin, plugin_names
-from tokenleap.errors import ConfigError
+from tokenleap.core.config import registered
 from tokenleap.runtime.costs import CostCurve
 
 __all__ = [
@@ -49,14 +48,6 @@ def controller_class(
     name: str, *, looks_up: bool = False, hybrid: bool = False
 ) -> type[Controller]:
     """The controller of this name, from this library or from another package."""
-    controller = CONTROLLERS.get(name) or plugin(PLUGINS, name)
-    if controller is None:
-        names = [*CONTROLLERS, *plugin_names(PLUGINS)]
-        raise ConfigError(f"unknown controller '{name}': {nearest(name, names)}")
-    if not (isinstance(controller, type) and issubclass(controller, Controller)):
-        raise ConfigError(
-            f"controller '{name}': the entry point in {PLUGINS} has to name a subclass of "
-            f"Controller, not {controller!r}."
-        )
+    controller: type[Controller] = registered("controller", name, CONTROLLERS, PLUGINS, Controller)
     replacements = FOR_HYBRIDS if hybrid else FOR_LOOKUPS if looks_up else {}
     return replacements.get(name, controller)

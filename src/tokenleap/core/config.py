@@ -27,7 +27,27 @@ def plugin_names(group: str) -> list[str]:
     return sorted(entry_points(group=group).names)
 
 
-def plugin(group: str, name: str) -> Any | None:
+def registered(
+    kind: str, name: str, known: Mapping[str, Any], group: str, base: type, *, classes: bool = True
+) -> Any:
+    """What `known`, or an entry point of the group, has under this name.
+
+    It has to be a subclass of `base`, or an instance of it if these are not classes.
+    """
+    found = known.get(name) or _plugin(group, name)
+    if found is None:
+        names = [*known, *plugin_names(group)]
+        raise ConfigError(f"unknown {kind} '{name}': {nearest(name, names)}")
+    a_subclass = isinstance(found, type) and issubclass(found, base)
+    if not (a_subclass if classes else isinstance(found, base)):
+        wanted = f"a subclass of {base.__name__}" if classes else f"a {base.__name__}"
+        raise ConfigError(
+            f"{kind} '{name}': the entry point in {group} has to name {wanted}, not {found!r}."
+        )
+    return found
+
+
+def _plugin(group: str, name: str) -> Any | None:
     """Load the object that an entry point names; None if there is no such entry point."""
     for point in entry_points(group=group, name=name):
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tokenleap.core.distribution import Distribution, Limits, log_probs_of, truncate
 from tokenleap.core.grammar import Grammar
 from tokenleap.core.params import GREEDY_BELOW, SamplingParams
-from tokenleap.core.rules import OutputRules, ends_with
+from tokenleap.core.rules import OutputRules, TokenSet, ends_with
 from tokenleap.core.tree import TokenTree
 from tokenleap.errors import ConfigError, RequestError
 
@@ -312,22 +312,22 @@ class BadWords:
     """
 
     def __init__(self, words: Iterable[Word]) -> None:
-        self._tokens: set[int] = set()
+        tokens: list[int] = []
         # By the token before the last, so that a position looks at few of many words.
         self._phrases: dict[int, list[Word]] = {}
         for word in words:
             if len(word) == 1:
-                self._tokens.add(word[0])
+                tokens += word
             else:
                 self._phrases.setdefault(word[-2], []).append(word)
-        self._everywhere = torch.tensor(sorted(self._tokens), dtype=torch.long)
+        self._tokens = TokenSet(tokens)
 
     def keep(self, token: int, output_ids: Sequence[int]) -> bool:
         return token not in self._tokens and token not in self._endings(output_ids)
 
     def apply(self, logits: Tensor, output_ids: Sequence[int]) -> Tensor:
         """Mask what would complete a word in logits [V], which are changed."""
-        logits[self._everywhere.to(logits.device)] = -torch.inf
+        self._tokens.forbid(logits)
         if endings := self._endings(output_ids):
             logits[endings] = -torch.inf
         return logits

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any, get_args
 
-from tokenleap.core.config import PathText, nearest, plugin, plugin_names
+from tokenleap.core.config import PathText, registered
 from tokenleap.drafters import build
 from tokenleap.drafters.base import Drafter, DrafterOptions
 from tokenleap.drafters.options import (
@@ -41,7 +41,6 @@ from tokenleap.drafters.options import (
     SwitchOptions,
 )
 from tokenleap.drafters.spec import DrafterSpec
-from tokenleap.errors import ConfigError
 
 INSTANCE_TOKENS = 5
 """Default draft length of a drafter that the user passes as an instance."""
@@ -234,15 +233,7 @@ PLUGINS = "tokenleap.drafters"
 
 def drafter_spec(method: str) -> DrafterSpec:
     """The specification of this method, from this library or from another package."""
-    spec = METHODS.get(method) or plugin(PLUGINS, method)
-    if spec is None:
-        names = [*METHODS, *plugin_names(PLUGINS)]
-        raise ConfigError(f"unknown method '{method}': {nearest(method, names)}")
-    if not isinstance(spec, DrafterSpec):
-        raise ConfigError(
-            f"method '{method}': the entry point in {PLUGINS} has to name a DrafterSpec, not "
-            f"{spec!r}."
-        )
+    spec: DrafterSpec = registered("method", method, METHODS, PLUGINS, DrafterSpec, classes=False)
     return spec
 
 

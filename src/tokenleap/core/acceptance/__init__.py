@@ -16,8 +16,7 @@ from tokenleap.core.acceptance.rules import (
     TopBeta,
     Typical,
 )
-from tokenleap.core.config import nearest, plugin, plugin_names
-from tokenleap.errors import ConfigError
+from tokenleap.core.config import registered
 
 __all__ = ["RULES", "AcceptanceRule", "Accepted", "Origin", "TargetDistributions", "rule_class"]
 
@@ -32,13 +31,5 @@ RULES: dict[str, type[AcceptanceRule]] = {
 
 def rule_class(name: str) -> type[AcceptanceRule]:
     """The rule with this name, from this library or from another package."""
-    rule = RULES.get(name) or plugin(PLUGINS, name)
-    if rule is None:
-        names = [*RULES, *plugin_names(PLUGINS)]
-        raise ConfigError(f"unknown acceptance rule '{name}': {nearest(name, names)}")
-    if not (isinstance(rule, type) and issubclass(rule, AcceptanceRule)):
-        raise ConfigError(
-            f"acceptance rule '{name}': the entry point in {PLUGINS} has to name a subclass of "
-            f"AcceptanceRule, not {rule!r}."
-        )
+    rule: type[AcceptanceRule] = registered("acceptance rule", name, RULES, PLUGINS, AcceptanceRule)
     return rule

@@ -64,6 +64,8 @@ class Coupled(AcceptanceRule):
 
 
 class _Exact(AcceptanceRule):
+    lossless: ClassVar[bool] = True
+
     def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
         """Sum of min(p, q), as for any draft of one token (Leviathan et al., theorem 3.5)."""
         return p[0].overlap(draft.q_of(1))
@@ -80,7 +82,6 @@ class Rejection(_Exact):
     """
 
     name: ClassVar[str] = "rejection"
-    lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     counts_draws: ClassVar[bool] = True
 
@@ -130,7 +131,6 @@ class Block(_Exact):
     """
 
     name: ClassVar[str] = "block"
-    lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = False
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
@@ -183,7 +183,6 @@ class KSequential(_Exact):
     """
 
     name: ClassVar[str] = "k_sequential"
-    lossless: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     counts_draws: ClassVar[bool] = True
     needs_independent_siblings: ClassVar[bool] = True
@@ -287,9 +286,14 @@ def _mean_trials(passing: Tensor, siblings: int) -> float:
     return sum(fails**trial for trial in range(siblings))
 
 
-# The walk shared by `typical`, `top_beta`, `lenient` and `distance`: the longest path wins.
-#
-# These rules judge each drafted token on its own.
+# `typical`, `top_beta`, `lenient` and `distance` judge each drafted token on its own: the longest
+# path of tokens that pass wins.
+
+
+class _ByToken(AcceptanceRule):
+    lossless: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = True
+    counts_draws: ClassVar[bool] = True
 
 
 class BlockOptions(Config):
@@ -343,7 +347,7 @@ def accept_longest(
     return Accepted(tree.path(last), token, rejected, reason if rejected else "")
 
 
-class Typical(AcceptanceRule):
+class Typical(_ByToken):
     """Keep tokens that are not too improbable, given the target's uncertainty: lossy.
 
     Cai et al., "Medusa", section 2.3.1: a drafted x passes if p(x) > min(posterior_threshold,
@@ -364,9 +368,6 @@ class Typical(AcceptanceRule):
         posterior_alpha: Annotated[float, Gt(0), Lt(1)] = 0.3
 
     name: ClassVar[str] = "typical"
-    lossless: ClassVar[bool] = False
-    takes_trees: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         options = self.options
@@ -380,7 +381,7 @@ class Typical(AcceptanceRule):
         return accept_longest(draft, p, noise, passes, "p below the typical threshold")
 
 
-class TopBeta(AcceptanceRule):
+class TopBeta(_ByToken):
     """Spec-Verification: keep tokens near the target's best ones, as SpecDec does: lossy.
 
     Xia et al., "Speculative Decoding: Exploiting Speculative Execution for Accelerating Seq2seq
@@ -404,9 +405,6 @@ class TopBeta(AcceptanceRule):
         tau: Annotated[FiniteFloat, Ge(0)] = 1.0
 
     name: ClassVar[str] = "top_beta"
-    lossless: ClassVar[bool] = False
-    takes_trees: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         options = self.options
@@ -429,7 +427,7 @@ class TopBeta(AcceptanceRule):
         return accept_longest(draft, p, noise, passes, reason, options.minimum_block - 1)
 
 
-class Lenient(AcceptanceRule):
+class Lenient(_ByToken):
     """Lenient speculative sampling: the output may exceed p by the factor 1 / l: lossy.
 
     Leviathan et al., appendix A.5. Sampling compares r with p / (l * q). No token becomes more
@@ -447,9 +445,6 @@ class Lenient(AcceptanceRule):
         lenience: Annotated[float, Gt(0), Le(1)] = 0.5
 
     name: ClassVar[str] = "lenient"
-    lossless: ClassVar[bool] = False
-    takes_trees: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         assert isinstance(self.options, self.Options)
@@ -473,7 +468,7 @@ class Lenient(AcceptanceRule):
         return p[0].overlap(draft.q_of(1), self.options.lenience) / self.options.lenience
 
 
-class Distance(AcceptanceRule):
+class Distance(_ByToken):
     """Keep tokens whose ids are close to the target's best one's: lossy.
 
     Stern et al., "Blockwise Parallel Decoding for Deep Autoregressive Models", section 5.2: where
@@ -492,9 +487,6 @@ class Distance(AcceptanceRule):
         epsilon: Annotated[int, Ge(0)] = 2
 
     name: ClassVar[str] = "distance"
-    lossless: ClassVar[bool] = False
-    takes_trees: ClassVar[bool] = True
-    counts_draws: ClassVar[bool] = True
 
     def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
         options = self.options
