@@ -1,4 +1,4 @@
-"""One running server for the tests of a file that need no settings of their own."""
+"""One running server for the tests that need no settings of their own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenleap.request.fresh_seed", lambda: 1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Served]:
     with served() as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(server: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made

@@ -314,30 +314,30 @@ class Soak:
 
     # What a client does
 
-    async def _answer(self, client: httpx2.AsyncClient, chance: random.Random) -> None:
-        index = next(self._requests)
-        path, fields = REQUESTS[index]
+    async def _asked(
+        self, client: httpx2.AsyncClient, path: str, fields: dict[str, Any], chance: random.Random
+    ) -> Any:
+        """An answer, whole or in pieces: its outputs, or the message of its error."""
         stream = chance.random() < 0.5
         response = await self._get(client, path, {**_full(path, fields), "stream": stream})
+        if response.status_code == 500:
+            return response.json()["error"]["message"]
         assert response.status_code == 200, response.text
-        text = response.text
-        found = _of_events(text.splitlines()) if stream else _of_whole(json.loads(text))
-        assert found == self._expected[index], (path, fields, stream)
+        return _of_events(response.text.splitlines()) if stream else _of_whole(response.json())
+
+    async def _answer(self, client: httpx2.AsyncClient, chance: random.Random) -> None:
+        index = next(self._requests)
+        found = await self._asked(client, *REQUESTS[index], chance)
+        assert found == self._expected[index], REQUESTS[index]
 
     async def _fault(self, client: httpx2.AsyncClient, chance: random.Random) -> None:
         index = next(self._faults)
         path, fields, ends = FAULTS[index]
-        stream = chance.random() < 0.5
-        response = await self._get(client, path, {**_full(path, fields), "stream": stream})
-        if not ends:
-            text = response.text
-            found = _of_events(text.splitlines()) if stream else _of_whole(json.loads(text))
-            assert found == self._without_fault[index]
-        elif stream:
-            assert "made to fail" in _of_events(response.text.splitlines())
+        found = await self._asked(client, path, fields, chance)
+        if ends:
+            assert "made to fail" in found
         else:
-            assert response.status_code == 500
-            assert "made to fail" in response.json()["error"]["message"]
+            assert found == self._without_fault[index]
 
     async def _leave(self, client: httpx2.AsyncClient, chance: random.Random) -> None:
         """Go away: before the answer, after a part of it, or in the middle of waiting for it."""

@@ -12,7 +12,7 @@ from tokenleap import SpeculativeConfig
 from tokenleap.serve.fields import MAX_NESTED, check_speculation
 from tokenleap.serve.text_limit import TextLimit
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -107,9 +107,12 @@ def test_fields(server: Served, path: str, fields: dict[str, Any], param: str | 
     assert "\n" not in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def tool(name: str = "f", **parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    COMPLETIONS: [
         ({}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
@@ -129,47 +132,7 @@ def test_fields(server: Served, path: str, fields: dict[str, Any], param: str | 
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "messages": HELLO}, "messages"),
     ],
-)
-def test_prompts(server: Served, fields: dict[str, Any], param: str) -> None:
-    assert server.refused(COMPLETIONS, **fields)["param"].partition(".")[0] == param
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
-def test_a_text_that_cannot_fit_is_not_split(
-    server: Served, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def split(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the text was split into tokens")
-
-    fields: dict[str, Any] = {"prompt": "a" * 9000}
-    if path != COMPLETIONS:
-        messages = [{"role": "user", "content": "a" * 9000}]
-        fields = {"messages": messages} if path == CHAT else {"input": messages}
-    monkeypatch.setattr(server.state, "text_limit", TextLimit(CONTEXT, 4))
-    monkeypatch.setattr(type(server.llm.tokenizer), "__call__", split)
-    monkeypatch.setattr(type(server.llm.tokenizer), "encode", split)
-    error = server.refused(path, **fields)
-    assert error["code"] == "context_length_exceeded"
-    assert "bytes, at least" in error["message"]
-    monkeypatch.undo()
-    if path != "/v1/responses":
-        fields |= {"truncate_prompt_tokens": 5, "max_tokens": 1}
-        assert server.post(path, **fields).json()["usage"]["prompt_tokens"] == 5
-
-
-def test_a_prompt_that_is_too_long(server: Served) -> None:
-    error = server.refused(COMPLETIONS, prompt="a" * 2000)
-    assert error["code"] == "context_length_exceeded"
-    assert "2000 tokens" in error["message"]
-
-
-def tool(name: str = "f", **parameters: Any) -> Any:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+    CHAT: [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages"),
@@ -203,15 +166,7 @@ def tool(name: str = "f", **parameters: Any) -> Any:
         ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
-)
-def test_conversations(server: Served, fields: dict[str, Any], param: str) -> None:
-    error = server.refused(CHAT, **{"messages": HELLO, **fields})
-    assert error["param"].partition(".")[0] == param
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+    RESPONSES: [
         ({"input": []}, "input"),
         ({"input": "a", "store": True}, "store"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
@@ -222,21 +177,71 @@ def test_conversations(server: Served, fields: dict[str, Any], param: str) -> No
         ({"input": "a", "colour": 1}, "colour"),
         ({"input": "a", "temperature": -1}, "temperature"),
     ],
+    "/tokenize": [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": HELLO}, "prompt"),
+        ({"prompt": "a", "tools": []}, "tools"),
+        ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+    "/detokenize": [
+        ({"tokens": [10**6]}, "tokens"),
+        ({"tokens": [7] * (4 * CONTEXT + 1)}, "tokens"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [(path, *each) for path, refused in REFUSED.items() for each in refused],
 )
-def test_responses(server: Served, fields: dict[str, Any], param: str) -> None:
-    assert server.refused("/v1/responses", **fields)["param"].partition(".")[0] == param
+def test_fields_of_an_endpoint(
+    server: Served, path: str, fields: dict[str, Any], param: str
+) -> None:
+    given = {"messages": HELLO} if path == CHAT else {}
+    assert server.refused(path, **given | fields)["param"].partition(".")[0] == param
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
-def test_an_unknown_model(server: Served, path: str) -> None:
-    given: dict[str, dict[str, Any]] = {
-        COMPLETIONS: {"prompt": "a"},
-        CHAT: {"messages": HELLO},
-        "/v1/responses": {"input": "a"},
-    }
-    given |= {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
-    body = {**given[path], "model": "other"}
-    error = server.refused(path, 404, **body)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+def test_a_text_that_cannot_fit_is_not_split(
+    server: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def split(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the text was split into tokens")
+
+    fields: dict[str, Any] = {"prompt": "a" * 9000}
+    if path != COMPLETIONS:
+        messages = [{"role": "user", "content": "a" * 9000}]
+        fields = {"messages": messages} if path == CHAT else {"input": messages}
+    monkeypatch.setattr(server.state, "text_limit", TextLimit(CONTEXT, 4))
+    monkeypatch.setattr(type(server.llm.tokenizer), "__call__", split)
+    monkeypatch.setattr(type(server.llm.tokenizer), "encode", split)
+    error = server.refused(path, **fields)
+    assert error["code"] == "context_length_exceeded"
+    assert "bytes, at least" in error["message"]
+    monkeypatch.undo()
+    if path != RESPONSES:
+        fields |= {"truncate_prompt_tokens": 5, "max_tokens": 1}
+        assert server.post(path, **fields).json()["usage"]["prompt_tokens"] == 5
+
+
+def test_a_prompt_that_is_too_long(server: Served) -> None:
+    error = server.refused(COMPLETIONS, prompt="a" * 2000)
+    assert error["code"] == "context_length_exceeded"
+    assert "2000 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": HELLO}),
+        (RESPONSES, {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+def test_an_unknown_model(server: Served, path: str, body: dict[str, Any]) -> None:
+    error = server.refused(path, 404, model="other", **body)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
@@ -312,19 +317,10 @@ def test_other_paths_and_methods(server: Served) -> None:
 
 
 def test_tokens(server: Served) -> None:
-    assert server.refused("/tokenize")["param"] == "prompt"
-    assert server.refused("/tokenize", prompt="a", messages=HELLO)["param"] == "prompt"
-    assert server.refused("/tokenize", prompt="a", tools=[])["param"] == "tools"
-    assert server.refused("/detokenize", tokens=[10**6])["param"] == "tokens"
     found = server.post("/tokenize", prompt="ab", return_token_strs=True).json()
     assert found["token_strs"] == ["a", "b"]
     assert found["count"] == 2
     assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "ab"}
-
-
-def test_template_arguments_of_a_conversation_that_is_counted(server: Served) -> None:
-    fields: Any = {"messages": HELLO, "chat_template_kwargs": {"messages": []}}
-    assert server.refused("/tokenize", **fields)["param"] == "chat_template_kwargs"
 
 
 def test_arguments_that_are_nested_too_deeply_are_text(server: Served) -> None:

@@ -63,31 +63,28 @@ def python(code: str, *arguments: str, at: Path | None = None, **environment: st
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 class TestCurl:
-    def curl(self, server: Served, path: str, *arguments: str) -> str:
-        key = f"Authorization: Bearer {KEY}"
-        command = ["curl", "-sS", "--noproxy", "*", "-H", key, *arguments, server.url + path]
+    def curl(self, server: Served, path: str, key: str, *arguments: str) -> str:
+        header = f"Authorization: Bearer {key}"
+        command = ["curl", "-sS", "--noproxy", "*", "-H", header, *arguments, server.url + path]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
-    def test_a_whole_answer(self, keyed: Served) -> None:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_an_answer(self, keyed: Served, stream: bool) -> None:
         body = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_tokens": 8}
-        answer = self.curl(keyed, "/v1/chat/completions", "-d", json.dumps(body))
-        assert json.loads(answer)["choices"][0]["message"]["content"] == expected_chat(keyed)
-
-    def test_a_stream(self, keyed: Served) -> None:
-        body = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_tokens": 8}
-        sent = json.dumps({**body, "stream": True})
-        lines = self.curl(keyed, "/v1/chat/completions", "-N", "-d", sent).split("\n\n")
-        assert lines[-2:] == ["data: [DONE]", ""]
-        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-        pieces = [choice["delta"].get("content", "") for c in chunks for choice in c["choices"]]
-        assert "".join(pieces) == expected_chat(keyed)
+        sent = json.dumps({**body, "stream": stream})
+        answer = self.curl(keyed, "/v1/chat/completions", KEY, "-N", "-d", sent)
+        if stream:
+            *lines, last, end = answer.split("\n\n")
+            assert (last, end) == ("data: [DONE]", "")
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+            said = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        else:
+            said = [choice["message"] for choice in json.loads(answer)["choices"]]
+        assert "".join(each.get("content", "") for each in said) == expected_chat(keyed)
 
     def test_a_wrong_key(self, keyed: Served) -> None:
-        wrong = "Authorization: Bearer wrong"
-        command = ["curl", "-sS", "--noproxy", "*", "-w", "%{http_code}", "-o", os.devnull]
-        path = f"{keyed.url}/v1/models"
-        found = subprocess.run([*command, "-H", wrong, path], capture_output=True, text=True)
-        assert found.stdout == "401"
+        only_status = ("-w", "%{http_code}", "-o", os.devnull)
+        assert self.curl(keyed, "/v1/models", "wrong", *only_status) == "401"
 
 
 # llm, of Simon Willison

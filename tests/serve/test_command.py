@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from tests.cli.conftest import Run, error_of, save_tiny
-from tests.programs import MAIN
+from tests.programs import MAIN, Program
 from tests.serve.processes import process
 
 
@@ -25,28 +25,38 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BODY: dict[str, Any] = {"model": "mine", "prompt": "hello", "ignore_eos": True}
 
 
+def stream_around(sig: signal.Signals, program: Program, url: str, max_tokens: int) -> str:
+    """A stream, after whose first piece the server gets a signal."""
+    body, headers = BODY | {"stream": True, "max_tokens": max_tokens}, {"Authorization": "Bearer k"}
+    with (
+        httpx2.Client(base_url=url, headers=headers, timeout=120) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        pieces = response.iter_text()
+        text = next(pieces)
+        program.send_signal(sig)
+        return text + "".join(pieces)
+
+
+def errors_of(program: Program) -> list[bytes]:
+    assert program.stderr is not None
+    return program.stderr.read().splitlines()
+
+
 def test_sigterm_lets_running_requests_end(tiny_folder: Path) -> None:
     options = ("--served-model-name", "mine", "--api-key", "k", "--max-prompts", 1)
     with process(tiny_folder, *options) as (program, url):
         rebound = {"Host": "evil.example"}  # a page whose name leads here
         assert httpx2.get(f"{url}/health", headers=rebound).status_code == 403
         assert httpx2.post(f"{url}/v1/completions", json=BODY).status_code == 401
-        headers, fields = {"Authorization": "Bearer k"}, {"stream": True, "max_tokens": 300}
-        with (
-            httpx2.Client(base_url=url, headers=headers, timeout=120) as client,
-            client.stream("POST", "/v1/completions", json=BODY | fields) as response,
-        ):
-            two = client.post("/v1/completions", json=BODY | {"prompt": ["a", "b"]})
-            assert "1 to 1 prompts" in two.json()["error"]["message"]
-            pieces = response.iter_text()
-            text = next(pieces)
-            program.send_signal(signal.SIGTERM)
-            text += "".join(pieces)
+        two, key = BODY | {"prompt": ["a", "b"]}, {"Authorization": "Bearer k"}
+        refused = httpx2.post(f"{url}/v1/completions", json=two, headers=key)
+        assert "1 to 1 prompts" in refused.json()["error"]["message"]
+        text = stream_around(signal.SIGTERM, program, url, 300)
         assert text.count('"finish_reason":"length"') == 1
         assert text.endswith("data: [DONE]\n\n")
         assert program.wait() == 0
-        assert program.stderr is not None
-        lines = [json.loads(line) for line in program.stderr.read().splitlines()]
+        lines = [json.loads(line) for line in errors_of(program)]
         assert [line["status"] for line in lines] == [403, 401, 400, 200]
         assert not any("Traceback" in str(line) for line in lines)
 
@@ -55,16 +65,10 @@ def test_ctrl_c_and_the_grace_period(tiny_folder: Path) -> None:
     """An output without an end is cut off when its time is over."""
     limits = ("--shutdown-timeout", 0, "--no-log-requests", "--max-model-len", 8000)
     with process(tiny_folder, *limits, "--served-model-name", "mine") as (program, url):
-        body = BODY | {"stream": True, "max_tokens": 7000}
-        with (
-            httpx2.Client(base_url=url, timeout=120) as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
-        ):
-            next(response.iter_text())
-            program.send_signal(signal.SIGINT)
-            assert program.wait() == 130
-        assert program.stderr is not None
-        assert program.stderr.read().splitlines()[-1] == b"interrupted"
+        text = stream_around(signal.SIGINT, program, url, 7000)
+        assert "the server is shutting down" in text
+        assert program.wait() == 130
+        assert errors_of(program)[-1] == b"interrupted"
 
 
 STUCK = """
@@ -82,20 +86,11 @@ LLMEngine.advance = lambda self: time.sleep(10**6) if next(steps, None) is None 
 def test_a_step_without_an_end_does_not_hold_up_the_end(tiny_folder: Path) -> None:
     options = ("--shutdown-timeout", 0, "--no-log-requests", "--served-model-name", "mine")
     with process(tiny_folder, *options, code=STUCK + MAIN) as (program, url):
-        body = BODY | {"stream": True, "max_tokens": 300}
-        with (
-            httpx2.Client(base_url=url, timeout=120) as client,
-            client.stream("POST", "/v1/completions", json=body) as response,
-        ):
-            pieces = response.iter_text()
-            text = next(pieces)
-            program.send_signal(signal.SIGTERM)
-            text += "".join(pieces)
+        text = stream_around(signal.SIGTERM, program, url, 300)
         assert "the server is shutting down" in text
         assert "[DONE]" not in text
         assert program.wait() == 0
-        assert program.stderr is not None
-        assert b"the process ends without it" in program.stderr.read()
+        assert any(b"the process ends without it" in line for line in errors_of(program))
 
 
 def test_a_port_in_use(run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from tests.serve.support import MODEL, Served, samples, served
+from tests.serve.support import MODEL, Served, samples, served, until
 from tokenleap import __version__
 from tokenleap.serve.running import ServerState
 
@@ -17,13 +17,12 @@ def test_metrics() -> None:
         before = samples(running)
         fields: Any = {"max_tokens": 40, "ignore_eos": True, "tokenleap": {"metrics": True}}
         prompt = "ab" * 80
-        metrics = [
-            running.complete(prompt, **fields)["choices"][0]["tokenleap"]["metrics"]
-            for _ in range(2)
-        ]
+        choices = [running.complete(prompt, **fields)["choices"][0] for _ in range(2)]
         after = samples(running)
         running.refused("/v1/completions", prompt="")
         assert samples(running)["vllm:request_success_total/length"] == 2
+
+    metrics = [choice["tokenleap"]["metrics"] for choice in choices]
 
     def total(name: str) -> int:
         return sum(each[name] for each in metrics)
@@ -57,23 +56,15 @@ def test_metrics() -> None:
 
 
 def test_the_load_while_requests_run(server: Served) -> None:
-    with server.http.stream(
-        "POST",
-        "/v1/completions",
-        json={
-            "model": "tiny",
-            "prompt": "a",
-            "stream": True,
-            "max_tokens": 900,
-            "n": 2,
-            "ignore_eos": True,
-        },
-    ) as response:
+    body = {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 900, "n": 2}
+    body |= {"ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_text())
         load = server.llm.engine.load
         assert load.running == 2
         assert load.waiting == 0
         assert 0 < load.kv_usage < 1
+    until(lambda: server.state.open_sequences == 0)
 
 
 def test_the_openapi_description(server: Served) -> None:
@@ -98,14 +89,10 @@ def test_the_openapi_description(server: Served) -> None:
     assert server.http.get("/docs").status_code == 404  # it would load scripts from elsewhere
 
 
-def test_health_and_version(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_and_version(server: Served) -> None:
+    """At the end of a server, too: tests/serve/test_robustness.py."""
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/version").json() == {"version": __version__}
-    monkeypatch.setattr(server.state, "stopping", True)
-    assert server.http.get("/health").status_code == 503
-    assert server.http.get("/live").status_code == 200
-    error = server.refused("/v1/completions", 503, prompt="a")
-    assert "shutting down" in error["message"]
 
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -157,16 +144,8 @@ def test_clients_take_turns_at_counting_tokens(
 def test_a_client_is_a_key_at_an_address() -> None:
     """Behind a proxy, all have its address; with one key for all, addresses tell them apart."""
     places = [("1.1.1.1", "a"), ("1.1.1.1", "b"), ("2.2.2.2", "a"), ("1.1.1.1", None), (None, "a")]
-    found = [
-        ServerState.client_of(
-            Request(
-                {
-                    "type": "http",
-                    "client": None if host is None else (host, 5),
-                    "state": {} if key is None else {"caller": key},
-                }
-            )
-        )
-        for host, key in places
-    ]
-    assert len(set(found)) == len(found)
+    found = set()
+    for host, key in places:
+        scope = {"client": host and (host, 5), "state": {"caller": key} if key else {}}
+        found.add(ServerState.client_of(Request({"type": "http", **scope})))
+    assert len(found) == len(places)

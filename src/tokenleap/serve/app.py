@@ -45,17 +45,17 @@ def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
 
     The caller closes `llm` in the end. `app.state.server` is the `ServerState`.
     """
-    app = endpoints(llm, settings)
-    for kind, arguments, options in reversed(_guards(settings)):  # what is added last is outermost
-        app.add_middleware(kind, *arguments, **options)
-    return app
+    return endpoints(llm, settings, guards=_guards(settings))
 
 
-def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
-    """The app without its guards: a caller that runs it alone adds them (`guarded`)."""
+def endpoints(
+    llm: AsyncLLM, settings: Settings, engine: str = "0", *, guards: Sequence[Middleware] = ()
+) -> FastAPI:
+    """The app; a caller that runs it without its guards adds them (`guarded`)."""
     app = FastAPI(
         title="Tokenleap",
         version=__version__,
+        middleware=[*guards, Middleware(Faults)],
         docs_url=None,  # these pages would load their scripts from another host
         redoc_url=None,
     )
@@ -65,7 +65,6 @@ def endpoints(llm: AsyncLLM, settings: Settings, engine: str = "0") -> FastAPI:
     app.add_exception_handler(APIError, _answered)
     app.add_exception_handler(HTTPException, _of_routing)
     app.openapi = lambda: describe(app, settings)  # type: ignore[method-assign]
-    app.add_middleware(Faults)
     return app
 
 
@@ -147,15 +146,6 @@ _HEADERS = {
 }
 
 
-def _router() -> APIRouter:
-    """A route for each file of the page."""
-    found = APIRouter(include_in_schema=False)
-    for path, entry in FILES.items():
-        respond = partial(_file, entry.read_bytes(), _KINDS[entry.name.rpartition(".")[2]])
-        found.add_route(path, respond, methods=["GET", "HEAD"], include_in_schema=False)
-    return found
-
-
 async def _file(content: bytes, kind: str, request: Request) -> Response:
     """A file, or 304 if the browser has it."""
     headers = {**_HEADERS, "ETag": f'"{sha256(content).hexdigest()[:32]}"'}
@@ -164,7 +154,10 @@ async def _file(content: bytes, kind: str, request: Request) -> Response:
     return Response(content, media_type=kind, headers=headers)
 
 
-page_router = _router()
+page_router = APIRouter()
+for _path, _entry in FILES.items():
+    _respond = partial(_file, _entry.read_bytes(), _KINDS[_entry.name.rpartition(".")[2]])
+    page_router.add_route(_path, _respond, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 # `POST .../ID/cancel`: a client stops an answer that it reads, and gets its end with the trace.
@@ -234,11 +227,11 @@ class Authentication:
         self._callers = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = None if scope["type"] == "lifespan" else self._caller(scope)
+        lifespan = scope["type"] == "lifespan"
+        caller = None if lifespan else self._caller(scope)
         if caller is not None:
             scope.setdefault("state", {})["caller"] = caller
-        open_to_all = scope["type"] == "lifespan" or get_route_path(scope) in _OPEN
-        if open_to_all or caller is not None:
+        if lifespan or caller is not None or get_route_path(scope) in _OPEN:
             await self._app(scope, receive, send)
             return
         error = APIError(
@@ -437,13 +430,8 @@ def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
         ids = text_ids(body.prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
     else:
         assert body.messages is not None
-        ids = chat_ids(
-            body.messages,
-            llm.tokenizer,
-            limit=limit,
-            tools=body.tools or (),
-            asked=body,
-        )
+        tools = body.tools or ()
+        ids = chat_ids(body.messages, llm.tokenizer, limit=limit, tools=tools, asked=body)
     names = None
     if body.return_token_strs:
         names = needed(llm.tokenizer).convert_ids_to_tokens(ids)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -17,8 +15,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.engine.prompts import checked_text, conversation_ids, needed, tokens_of
-from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk
-from tokenleap.serve.body import invalid, read, takes
+from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
+from tokenleap.serve.body import invalid, takes
 from tokenleap.serve.fields import (
     ChatBody,
     Message,
@@ -33,14 +31,11 @@ from tokenleap.serve.running import (
     Choices,
     Run,
     ServerState,
-    all_outputs,
     answered,
     chat_logprobs,
     data,
     prompt_logprobs,
     refuse_stream_options,
-    state_of,
-    usage_of,
 )
 from tokenleap.serve.text_limit import TextLimit
 
@@ -50,18 +45,92 @@ router = APIRouter()
 @router.post("/v1/chat/completions", **takes(ChatBody))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    state = state_of(request)
-    body = await read(request, ChatBody, state.settings)
-    tools = tools_of(body)
-    _check(body)
-    return await answered(
-        request,
-        body,
-        partial(_prepared, body, tools, state),
-        lambda run: _Answer(body, run, state, tools),
-        prompt_field="messages",
-        sequences=body.n or 1,
-    )
+    return await answered(request, ChatBody, _Chat)
+
+
+class _Chat(Choices[ChatBody]):
+    prompt_field = "messages"
+    prefix = "chatcmpl-"
+    object = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, state: ServerState) -> None:
+        self._tools = tools_of(body)
+        _check(body)
+        super().__init__(body, state, body.n or 1)
+
+    def prepare(self) -> list[JobSpec]:
+        body, state, llm = self.body, self.state, self.state.llm.llm
+        form, forced = form_of(body, body.response_format), forced_form(body)
+        if form is not None and self._tools:
+            field = form_field(body)
+            raise invalid(field, f"{field} and tools contradict each other: send one of them.")
+        most = body.max_completion_tokens
+        params = params_of(
+            body,
+            state.settings,
+            llm.engine.sampling_defaults,
+            max_tokens=body.max_tokens if most is None else most,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            form=forced or form,
+        )
+        limit = state.limit_of(body)
+        ids = chat_ids(body.messages, llm.tokenizer, tools=self._tools, asked=body, limit=limit)
+        prediction = None if body.prediction is None else body.prediction.text
+        if prediction is not None:
+            state.text_limit.check(prediction, "prediction")
+        config, trace = body.speculative_config, body.wants_trace
+        return [JobSpec(ids, params, config, prediction=prediction, trace=trace)]
+
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        forced = forced_name(self.body)
+        most = 1 if self.body.parallel_tool_calls is False else None
+        self._writers = [_Writer(self._tools, forced, most) for _ in range(self.sequences)]
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        made, (result,) = super().whole(results), results
+        made["object"] = "chat.completion"
+        if self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+        return made | self._prompt_tokens(result.prompt_token_ids)
+
+    def _prompt_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
+        return {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
+
+    def choice(
+        self,
+        prompt: int,
+        index: int,
+        tokens: Sequence[StreamedToken],
+        output: CompletionOutput | None,
+    ) -> dict[str, Any]:
+        text, writer = "".join(token.text for token in tokens), self._writers[index]
+        if self.body.stream:
+            told = {"delta": writer.delta(text, ends=output is not None)}
+        else:
+            told = {"message": writer.message(text)}
+        logprobs = None
+        if self.body.logprobs:
+            known = [token.logprobs for token in tokens if token.logprobs is not None]
+            logprobs = chat_logprobs(known, self.body.top_logprobs or 0, self.state.pieces)
+        end = self.end(tokens, output, "tool_calls" if writer.num_calls else None)
+        return {"index": index, **told, "logprobs": logprobs, **end}
+
+    def begun(self) -> Iterator[bytes]:
+        prompt = self._prompt_tokens(self.run.requests[0].job.requests[0].prompt_ids)
+        for index in range(self.sequences):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield data({**self.head, "choices": [choice], **({} if index else prompt)})
+
+    def is_large(self, prompt: int, chunk: StreamChunk) -> bool:
+        return super().is_large(prompt, chunk) or chunk.prompt_logprobs is not None
+
+    def chunk(self, prompt: int, chunk: StreamChunk) -> dict[str, Any]:
+        made = super().chunk(prompt, chunk)
+        if chunk.prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs)
+        return made
 
 
 def _check(body: ChatBody) -> None:
@@ -75,145 +144,52 @@ def _check(body: ChatBody) -> None:
     refuse_special_tokens(given=body.add_special_tokens)
 
 
-def _prepared(body: ChatBody, tools: Sequence[Tool], state: ServerState) -> list[JobSpec]:
-    tokenizer = state.llm.llm.tokenizer
-    form, forced = form_of(body, body.response_format), forced_form(body)
-    if form is not None and tools:
-        field = form_field(body)
-        raise invalid(field, f"{field} and tools contradict each other: send one of them.")
-    params = params_of(
-        body,
-        state.settings,
-        state.llm.llm.engine.sampling_defaults,
-        max_tokens=body.max_tokens
-        if body.max_completion_tokens is None
-        else body.max_completion_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        form=forced or form,
-    )
-    ids = chat_ids(
-        body.messages,
-        tokenizer,
-        tools=tools,
-        asked=body,
-        limit=state.limit_of(body),
-    )
-    if body.prediction is not None:
-        state.text_limit.check(body.prediction.text, "prediction")
-    spec = JobSpec(
-        ids,
-        params,
-        body.speculative_config,
-        prediction=None if body.prediction is None else body.prediction.text,
-        trace=body.wants_trace,
-    )
-    return [spec]
-
-
-class _Answer(Choices):
-    def __init__(self, body: ChatBody, run: Run, state: ServerState, tools: Sequence[Tool]) -> None:
-        super().__init__(body, run, state)
-        self._tools, self._forced = tools, forced_name(body)
-        self._writers = [self._writer() for _ in range(body.n or 1)]
-        self._head = {
-            "id": run.named("chatcmpl-"),
-            "created": int(time.time()),
-            "model": state.settings.model,
-            "object": "chat.completion.chunk",
-        }
-
-    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        outputs = all_outputs(results)
-        response = {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [self._choice(output) for output in outputs],
-            "usage": usage_of(self._run, outputs),
-        }
-        if self._body.prompt_logprobs is not None:
-            response["prompt_logprobs"] = prompt_logprobs(results[0].prompt_logprobs)
-        return response | self._prompt_tokens(results[0].prompt_token_ids)
-
-    def _prompt_tokens(self, ids: Sequence[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": list(ids)} if self._body.return_token_ids else {}
-
-    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        writer = self._writer()
-        text, calls = writer.add(output.text, ends=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:  # the text of a forced call is its arguments
-            message["content"] = None if self._forced else text.strip() or None
-            message["tool_calls"] = [call.as_dict() for call in calls]
-        return {
-            "index": output.index,
-            "message": message,
-            "logprobs": self._logprobs(output.logprobs),
-            **self._end(
-                output.tokens, output, "tool_calls" if calls and self._forced is None else None
-            ),
-        }
-
-    def _writer(self) -> _Writer:
-        one = self._body.parallel_tool_calls is False
-        return _Writer(self._tools, self._forced, most=1 if one else None)
-
-    def _logprobs(self, found: Any) -> dict[str, Any] | None:
-        if not self._body.logprobs:
-            return None
-        return chat_logprobs(found or (), self._body.top_logprobs or 0, self._state.pieces)
-
-    # In pieces
-
-    def _begun(self) -> Iterator[bytes]:
-        prompt = self._prompt_tokens(self._run.requests[0].job.requests[0].prompt_ids)
-        for index in range(len(self._writers)):
-            delta = {"role": "assistant", "content": ""}
-            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield data({**self._head, "choices": [choice], **({} if index else prompt)})
-
-    def _is_large(self, index: int, chunk: StreamChunk) -> bool:
-        return super()._is_large(index, chunk) or chunk.prompt_logprobs is not None
-
-    def _chunk_data(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        found: dict[str, Any] = {"choices": [self._chunk_choice(chunk)]}
-        if chunk.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs)
-        return found
-
-    def _chunk_choice(self, chunk: StreamChunk) -> dict[str, Any]:
-        writer = self._writers[chunk.index]
-        text, calls = writer.add(chunk.text, ends=chunk.finished)
-        delta: dict[str, Any] = {"content": text} if text or not calls else {}
-        if self._forced is not None:
-            delta = {"tool_calls": [writer.forced_delta(text)]}
-        elif calls:
-            first = writer.num_calls - len(calls)
-            numbered = enumerate(calls, first)
-            delta["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in numbered]
-        made = writer.num_calls and self._forced is None
-        return {
-            "index": chunk.index,
-            "delta": delta,
-            "logprobs": self._logprobs(chunk.logprobs),
-            **self._end(chunk.tokens, chunk.output, "tool_calls" if made else None),
-        }
-
-
 class _Writer:
-    """One output's text, as text and calls; or as the arguments of the function `forced`."""
+    """One output's text, as text and calls; or as the arguments of the function `forced`.
+
+    Attributes:
+        num_calls: calls that were found in it so far, which are at most `most`.
+    """
 
     def __init__(self, tools: Sequence[Tool], forced: str | None, most: int | None) -> None:
-        self._most = most
-        self._finder = CallFinder(tools)
-        self._call = None if forced is None else Call(forced, "")
-        self._told = False
+        self._forced = None if forced is None else Call(forced, "")
+        self._begun = False  # whether a piece of the forced call was sent
+        self._finder, self._most = CallFinder(tools), most
         self.num_calls = 0
 
-    def add(self, text: str, *, ends: bool) -> tuple[str, list[Call]]:
-        """New text and calls; a forced call is complete at the end only (see `forced_delta`)."""
-        if self._call is not None:
-            calls = [Call(self._call.name, text, self._call.id)] if ends else []
-            return text, calls
+    def message(self, text: str) -> dict[str, Any]:
+        """The message with the whole text."""
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._forced is not None:
+            message["content"], calls = None, [replace(self._forced, arguments=text)]
+        else:
+            text, calls = self._read(text, ends=True)
+            message["content"] = (text.strip() or None) if calls else text
+        if calls:
+            message["tool_calls"] = [call.as_dict() for call in calls]
+        return message
+
+    def delta(self, text: str, *, ends: bool) -> dict[str, Any]:
+        """The piece of a message with the next piece of text."""
+        if self._forced is not None:
+            return {"tool_calls": [self._arguments(self._forced, text)]}
+        first = self.num_calls
+        text, calls = self._read(text, ends=ends)
+        delta: dict[str, Any] = {"content": text} if text or not calls else {}
+        if calls:
+            numbered = enumerate(calls, first)
+            delta["tool_calls"] = [{"index": i, **call.as_dict()} for i, call in numbered]
+        return delta
+
+    def _arguments(self, call: Call, text: str) -> dict[str, Any]:
+        """The next piece of a forced call's arguments; the first one has its name and id."""
+        if self._begun:
+            return {"index": 0, "function": {"arguments": text}}
+        self._begun = True
+        return {"index": 0, **replace(call, arguments=text).as_dict()}
+
+    def _read(self, text: str, *, ends: bool) -> tuple[str, list[Call]]:
+        """The new text that is no call, and the new calls."""
         given, calls = self._finder.add(text)
         if ends:
             rest, more = self._finder.finish()
@@ -222,15 +198,6 @@ class _Writer:
             calls = calls[: self._most - self.num_calls]
         self.num_calls += len(calls)
         return given, calls
-
-    def forced_delta(self, arguments: str) -> dict[str, Any]:
-        """The next piece of a forced call's arguments; the first one has its name and id."""
-        assert self._call is not None
-        if self._told:
-            return {"index": 0, "function": {"arguments": arguments}}
-        self._told = True
-        first = self._call.as_dict()
-        return {"index": 0, **first, "function": {"name": self._call.name, "arguments": arguments}}
 
 
 # From the messages and tools of a request to its prompt's token ids. Call it off the loop.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,7 +15,7 @@ from tokenleap.core.distribution import TokenLogprobs
 from tokenleap.core.params import SamplingParams
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
-from tokenleap.serve.body import APIError, invalid, read, takes
+from tokenleap.serve.body import APIError, invalid, takes
 from tokenleap.serve.chat import chat_ids, text_ids
 from tokenleap.serve.fields import (
     OF_RESPONSES,
@@ -32,15 +31,11 @@ from tokenleap.serve.running import (
     Choices,
     Run,
     ServerState,
-    all_outputs,
     answered,
     completion_logprobs,
     event,
-    new_id,
     prompt_logprobs,
     refuse_stream_options,
-    state_of,
-    usage_of,
 )
 
 router = APIRouter()
@@ -51,18 +46,112 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions", **takes(CompletionBody))
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
-    state = state_of(request)
-    body = await read(request, CompletionBody, state.settings)
-    prompts = _prompts(body, state)
-    _check(body)
-    return await answered(
-        request,
-        body,
-        partial(_prepared, body, prompts, state),
-        lambda run: _Answer(body, run, state, prompts),
-        prompt_field="prompt",
-        sequences=len(prompts) * (body.n or 1),
-    )
+    return await answered(request, CompletionBody, _Completion)
+
+
+class _Completion(Choices[CompletionBody]):
+    prompt_field = "prompt"
+    prefix = "cmpl-"
+    object = "text_completion"
+
+    def __init__(self, body: CompletionBody, state: ServerState) -> None:
+        self._prompts = _prompts(body, state)
+        _check(body)
+        super().__init__(body, state, len(self._prompts) * (body.n or 1))
+        self._lengths: dict[int, int] = {}  # of the text of each choice that was sent
+        self._echoes: dict[int, tuple[list[int], list[str]]] = {}  # of each prompt
+
+    def prepare(self) -> list[JobSpec]:
+        body, defaults = self.body, self.state.llm.llm.engine.sampling_defaults
+        params = params_of(
+            body,
+            self.state.settings,
+            defaults,
+            max_tokens=body.max_tokens,
+            most=DEFAULT_MAX_TOKENS,
+            logprobs=body.logprobs,
+            form=form_of(body, body.response_format),
+        )
+        if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+            params = SamplingParams.model_validate(
+                {**params.model_dump(exclude_unset=True), "prompt_logprobs": body.logprobs}
+            )
+        config, trace = body.speculative_config, body.wants_trace
+        return [JobSpec(self._ids(each), params, config, trace=trace) for each in self._prompts]
+
+    def _ids(self, prompt: str | list[int]) -> str | list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        llm, limit = self.state.llm.llm, self.state.limit_of(self.body)
+        special = self.body.add_special_tokens is not False
+        if llm.engine.target.reads_source and special:
+            limit.check(prompt)
+            return prompt
+        return text_ids(prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
+
+    def is_large(self, prompt: int, chunk: StreamChunk) -> bool:
+        of_prompt = self.body.echo or self.body.prompt_logprobs is not None
+        begins = self._place(prompt, chunk.index) not in self._lengths
+        return super().is_large(prompt, chunk) or (of_prompt and begins)
+
+    def _place(self, prompt: int, index: int) -> int:
+        """The number of a choice among those of all prompts."""
+        return prompt * (self.body.n or 1) + index
+
+    def choice(
+        self,
+        prompt: int,
+        index: int,
+        tokens: Sequence[StreamedToken],
+        output: CompletionOutput | None,
+    ) -> dict[str, Any]:
+        """The first piece has what belongs to the prompt."""
+        body, request = self.body, self.run.requests[prompt].job.requests[0]
+        place = self._place(prompt, index)
+        begins, offset = place not in self._lengths, self._lengths.get(place, 0)
+        prompt_ids, prompt_texts = self._echoed(prompt) if body.echo and begins else ([], [])
+        texts = [*prompt_texts, *(token.text for token in tokens)]
+        logprobs = None
+        if body.logprobs is not None:
+            known: list[TokenLogprobs | None] = [token.logprobs for token in tokens]
+            if prompt_ids:
+                known = [None, *(request.prompt_scores or ()), *known]
+            ids = [*prompt_ids, *(token.token_id for token in tokens)]
+            logprobs = completion_logprobs(known, ids, texts, self.state.pieces, offset)
+        text = "".join(texts)
+        self._lengths[place] = offset + len(text)
+        choice: dict[str, Any] = {
+            "index": place,
+            "text": text,
+            "logprobs": logprobs,
+            **self.end(tokens, output),
+        }
+        if body.return_token_ids and begins:
+            choice["prompt_token_ids"] = list(request.prompt_ids)
+        if body.prompt_logprobs is not None and begins:
+            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
+        return choice
+
+    def _echoed(self, prompt: int) -> tuple[list[int], list[str]]:
+        """Ids of the prompt, and texts that make its text together; made once for all outputs."""
+        if prompt not in self._echoes:
+            self._echoes[prompt] = self._echo(prompt)
+        return self._echoes[prompt]
+
+    def _echo(self, prompt: int) -> tuple[list[int], list[str]]:
+        request = self.run.requests[prompt].job.requests[0]
+        given, ids = self._prompts[prompt], list(request.prompt_ids)
+        tokenizer, most = self.state.llm.llm.tokenizer, self.body.truncate_prompt_tokens
+        if not isinstance(given, str):
+            return ids, _texts_of(ids, tokenizer, skip_special_tokens=False)
+        if most is not None and len(ids) >= most:  # only its end was read
+            return ids, _texts_of(ids, tokenizer, skip_special_tokens=True)
+        # The text may have special tokens itself, or the tokenizer has put them in.
+        for skip in (True, False):
+            texts = _texts_of(ids, tokenizer, skip_special_tokens=skip)
+            if "".join(texts) == given:
+                return ids, texts
+        return ids, _cut(given, texts)
 
 
 def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:
@@ -83,139 +172,6 @@ def _check(body: CompletionBody) -> None:
         raise invalid(
             "add_special_tokens", "add_special_tokens is for text, and these are token ids."
         )
-
-
-def _prepared(
-    body: CompletionBody, prompts: Sequence[str | list[int]], state: ServerState
-) -> list[JobSpec]:
-    llm = state.llm.llm
-    special = body.add_special_tokens is not False
-    limit = state.limit_of(body)
-
-    def ids(prompt: str | list[int]) -> str | list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        if llm.engine.target.reads_source and special:
-            limit.check(prompt)
-            return prompt
-        return text_ids(prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
-
-    params = params_of(
-        body,
-        state.settings,
-        llm.engine.sampling_defaults,
-        max_tokens=body.max_tokens,
-        most=DEFAULT_MAX_TOKENS,
-        logprobs=body.logprobs,
-        form=form_of(body, body.response_format),
-    )
-    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
-        params = SamplingParams.model_validate(
-            {**params.model_dump(exclude_unset=True), "prompt_logprobs": body.logprobs}
-        )
-    config, trace = body.speculative_config, body.wants_trace
-    return [JobSpec(ids(prompt), params, config, trace=trace) for prompt in prompts]
-
-
-class _Answer(Choices):
-    def __init__(
-        self,
-        body: CompletionBody,
-        run: Run,
-        state: ServerState,
-        prompts: Sequence[str | list[int]],
-    ) -> None:
-        super().__init__(body, run, state)
-        self._prompts = prompts
-        self._head = {
-            "id": run.named("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": state.settings.model,
-        }
-        self._lengths: dict[int, int] = {}  # of the text of each choice that was sent
-        self._echoes: dict[int, tuple[list[int], list[str]]] = {}  # of each prompt
-
-    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = [
-            self._choice(index, output.index, output.tokens, output)
-            for index, result in enumerate(results)
-            for output in result.outputs
-        ]
-        return {
-            **self._head,
-            "choices": choices,
-            "usage": usage_of(self._run, all_outputs(results)),
-        }
-
-    def _chunk_data(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        return {"choices": [self._choice(index, chunk.index, chunk.tokens, chunk.output)]}
-
-    def _is_large(self, index: int, chunk: StreamChunk) -> bool:
-        of_prompt = self._body.echo or self._body.prompt_logprobs is not None
-        begins = self._place(index, chunk.index) not in self._lengths
-        return super()._is_large(index, chunk) or (of_prompt and begins)
-
-    def _place(self, prompt_index: int, index: int) -> int:
-        """The number of a choice among those of all prompts."""
-        return prompt_index * (self._body.n or 1) + index
-
-    def _choice(
-        self,
-        prompt_index: int,
-        index: int,
-        tokens: Sequence[StreamedToken],
-        output: CompletionOutput | None,
-    ) -> dict[str, Any]:
-        """A choice with these tokens; the first piece has what belongs to the prompt."""
-        body, request = self._body, self._run.requests[prompt_index].job.requests[0]
-        place = self._place(prompt_index, index)
-        begins = place not in self._lengths
-        text, logprobs = "".join(token.text for token in tokens), None
-        offset = self._lengths.get(place, 0)
-        echoed = self._echoed(prompt_index) if body.echo and begins else ([], [])
-        prompt_ids, prompt_texts = echoed
-        if body.logprobs is not None:
-            known: list[TokenLogprobs | None] = [token.logprobs for token in tokens]
-            if prompt_ids:
-                known = [None, *(request.prompt_scores or ()), *known]
-            ids = [*prompt_ids, *(token.token_id for token in tokens)]
-            texts = [*prompt_texts, *(token.text for token in tokens)]
-            logprobs = completion_logprobs(known, ids, texts, self._state.pieces, offset)
-        text = "".join(prompt_texts) + text
-        self._lengths[place] = offset + len(text)
-        choice: dict[str, Any] = {
-            "index": place,
-            "text": text,
-            "logprobs": logprobs,
-            **self._end(tokens, output),
-        }
-        if body.return_token_ids and begins:
-            choice["prompt_token_ids"] = list(request.prompt_ids)
-        if body.prompt_logprobs is not None and begins:
-            choice["prompt_logprobs"] = prompt_logprobs(request.prompt_logprobs)
-        return choice
-
-    def _echoed(self, prompt_index: int) -> tuple[list[int], list[str]]:
-        """Ids of the prompt, and texts that make its text together; made once for all outputs."""
-        if prompt_index not in self._echoes:
-            self._echoes[prompt_index] = self._echo(prompt_index)
-        return self._echoes[prompt_index]
-
-    def _echo(self, prompt_index: int) -> tuple[list[int], list[str]]:
-        request = self._run.requests[prompt_index].job.requests[0]
-        given, ids = self._prompts[prompt_index], list(request.prompt_ids)
-        tokenizer, most = self._state.llm.llm.tokenizer, self._body.truncate_prompt_tokens
-        if not isinstance(given, str):
-            return ids, _texts_of(ids, tokenizer, skip_special_tokens=False)
-        if most is not None and len(ids) >= most:  # only its end was read
-            return ids, _texts_of(ids, tokenizer, skip_special_tokens=True)
-        # The text may have special tokens itself, or the tokenizer has put them in.
-        for skip in (True, False):
-            texts = _texts_of(ids, tokenizer, skip_special_tokens=skip)
-            if "".join(texts) == given:
-                return ids, texts
-        return ids, _cut(given, texts)
 
 
 def _texts_of(
@@ -248,15 +204,7 @@ _CUT = {"length": "max_output_tokens", "abort": "cancelled"}
 @router.post("/v1/responses", **takes(ResponseBody))
 async def create_response(request: Request) -> Response:
     """Answer a text or a conversation."""
-    state = state_of(request)
-    body = await read(request, ResponseBody, state.settings)
-    return await answered(
-        request,
-        body,
-        partial(_prepared_response, body, state),
-        lambda run: _ResponseAnswer(body, run, state),
-        prompt_field="input",
-    )
+    return await answered(request, ResponseBody, _Response)
 
 
 def _messages(body: ResponseBody) -> list[Message]:
@@ -268,35 +216,38 @@ def _messages(body: ResponseBody) -> list[Message]:
     return [*given, *(Message(role=each.role, content=each.content) for each in body.input)]
 
 
-def _prepared_response(body: ResponseBody, state: ServerState) -> list[JobSpec]:
-    text = dict(body.text or {})
-    response_format = text.pop("format", None)
-    if text.pop("verbosity", None) is not None or text:
-        raise invalid("text", "text: only 'format' is supported.")
-    if response_format is not None and not isinstance(response_format, dict):
-        raise invalid("text", "text: format must be an object.")
-    fields = SamplingBody(**{name: getattr(body, name) for name in ("model", *OF_RESPONSES)})
-    params: SamplingParams = params_of(
-        fields,
-        state.settings,
-        state.llm.llm.engine.sampling_defaults,
-        max_tokens=body.max_output_tokens,
-        logprobs=None,
-        form=form_of(fields, response_format, "text"),
-    )
-    ids = chat_ids(_messages(body), state.llm.llm.tokenizer, limit=state.text_limit)
-    return [JobSpec(ids, params, body.speculative_config)]
+class _Response(Answer[ResponseBody]):
+    prompt_field = "input"
+    prefix = "resp_"
 
+    def prepare(self) -> list[JobSpec]:
+        body, llm = self.body, self.state.llm.llm
+        text = dict(body.text or {})
+        response_format = text.pop("format", None)
+        if text.pop("verbosity", None) is not None or text:
+            raise invalid("text", "text: only 'format' is supported.")
+        if response_format is not None and not isinstance(response_format, dict):
+            raise invalid("text", "text: format must be an object.")
+        fields = SamplingBody(**{name: getattr(body, name) for name in ("model", *OF_RESPONSES)})
+        params = params_of(
+            fields,
+            self.state.settings,
+            llm.engine.sampling_defaults,
+            max_tokens=body.max_output_tokens,
+            logprobs=None,
+            form=form_of(fields, response_format, "text"),
+        )
+        ids = chat_ids(_messages(body), llm.tokenizer, limit=self.state.text_limit)
+        return [JobSpec(ids, params, body.speculative_config)]
 
-class _ResponseAnswer(Answer):
-    def __init__(self, body: ResponseBody, run: Run, state: ServerState) -> None:
-        super().__init__(body, run, state)
-        self._item = new_id("msg_")
+    def begin(self, run: Run) -> None:
+        super().begin(run)
+        body, self._item = self.body, f"msg_{uuid.uuid4().hex}"
         self._head: dict[str, Any] = {
-            "id": run.named("resp_"),
+            "id": self.id,
             "object": "response",
-            "created_at": int(time.time()),
-            "model": state.settings.model,
+            "created_at": self.created,
+            "model": self.state.settings.model,
             "instructions": body.instructions,
             "metadata": {},
             "parallel_tool_calls": True,
@@ -314,7 +265,7 @@ class _ResponseAnswer(Answer):
         return self._ended(results[0].outputs[0])
 
     def _ended(self, output: CompletionOutput) -> dict[str, Any]:
-        usage, cut = usage_of(self._run, [output]), _CUT.get(output.finish_reason or "")
+        usage, cut = self.run.usage(), _CUT.get(output.finish_reason or "")
         return {
             **self._head,
             "status": "incomplete" if cut else "completed",
@@ -364,7 +315,7 @@ class _ResponseAnswer(Answer):
         yield made("response.content_part.added", **place, part=_part(""))
         output: CompletionOutput | None = None
         try:
-            async for _, chunk in self._run.chunks():
+            async for _, chunk in self.run.chunks():
                 output = chunk.output
                 if chunk.text:
                     yield made("response.output_text.delta", **place, delta=chunk.text, logprobs=[])

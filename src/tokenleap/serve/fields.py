@@ -365,6 +365,7 @@ class DetokenizeBody(Body):
 # From a request's fields to `SamplingParams`, and which speculation a request may ask for.
 
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _WORDS = ("method", "acceptance", "controller", "rule")
 _OWN = frozenset({"model", "draft_tokenizer", "online", "expected"})
 """Fields of speculation that load a model, write files, or make the engine compile a form."""
@@ -418,10 +419,11 @@ def form_of(
     body: SamplingBody, response_format: Mapping[str, Any] | None, param: str = "response_format"
 ) -> dict[str, Any] | None:
     """The form that a request wants its output to have, as fields of `StructuredOutputs`."""
-    found: dict[str, dict[str, Any]] = {}
-    for kind in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(body, f"guided_{kind}")) is not None:
-            found[f"guided_{kind}"] = {kind: value}
+    found: dict[str, dict[str, Any]] = {
+        name: {name.removeprefix("guided_"): value}
+        for name in _GUIDED
+        if (value := getattr(body, name)) is not None
+    }
     if body.structured_outputs is not None:
         found["structured_outputs"] = body.structured_outputs
     if response_format is not None and (form := _of_format(response_format, param)) is not None:
@@ -435,8 +437,7 @@ def form_of(
 
 def form_field(body: SamplingBody | ResponseBody) -> str | None:
     """The field that says which form the output has."""
-    kinds = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
-    names = ("structured_outputs", *kinds, "response_format", "text", "tools")
+    names = ("structured_outputs", *_GUIDED, "response_format", "text", "tools")
     return next((name for name in names if getattr(body, name, None) is not None), None)
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -35,11 +35,13 @@ from tokenleap.core.sequence import Scope
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.errors import RequestError, TokenleapError
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
-from tokenleap.serve.body import APIError, invalid, of_engine, of_output, unknown_response
+from tokenleap.request import Request as OutputRequest
+from tokenleap.serve.body import APIError, invalid, of_engine, of_output, read, unknown_response
 from tokenleap.serve.fields import (
     Details,
     ResponseBody,
     SamplingBody,
+    StreamOptions,
     check_speculation,
     form_field,
     wants_form,
@@ -49,6 +51,8 @@ from tokenleap.serve.settings import Settings
 from tokenleap.serve.text_limit import TextLimit
 
 T = TypeVar("T")
+AnyBody = TypeVar("AnyBody", bound=SamplingBody | ResponseBody)
+Sampled = TypeVar("Sampled", bound=SamplingBody)
 
 GONE = Response(status_code=499)
 """Placeholder response: the client disconnected."""
@@ -62,6 +66,7 @@ class Run:
     Attributes:
         log: what the request's log line says of it, when it has ended.
         preparing: the task that queues the prompts, as long as it does.
+        refusal: why it was cut off.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class Run:
         self.entered = False
         self.response_id: str | None = None
         self.preparing: asyncio.Task[Any] | None = None
-        self._refusal: APIError | None = None
+        self.refusal: APIError | None = None
         state.runs.add(self)
 
     async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
@@ -94,7 +99,7 @@ class Run:
                 self._watch(*item)
                 yield item
         except RequestError as error:
-            raise self._refusal or APIError(500, str(error)) from error
+            raise self.refusal or APIError(500, str(error)) from error
 
     async def _joined(self) -> AsyncIterator[tuple[int, StreamChunk]]:
         if len(self.requests) == 1:
@@ -138,21 +143,11 @@ class Run:
 
     def cut_off(self, error: APIError) -> None:
         """End all outputs, with this error for the client."""
-        self._refusal = error
+        self.refusal = error
         for request in self.requests:
             request.abort(error)
         if self.preparing is not None:
             self.preparing.cancel()
-
-    def named(self, kind: str) -> str:
-        """A new id of the response, such as "cmpl-..."; clients may stop it by this id."""
-        self.response_id = f"{kind}{uuid.uuid4().hex}"
-        return self.response_id
-
-    @property
-    def refusal(self) -> APIError | None:
-        """Why it was cut off; None if it was not."""
-        return self._refusal
 
     def close(self) -> None:
         """End what still runs; nothing happens if it has ended."""
@@ -168,18 +163,16 @@ class Run:
             for output in request.job.requests:
                 if (index, output.index) not in self._counted:
                     self._state.metrics.finished(output, seconds)
-        outputs = [r for request in self.requests for r in request.job.requests]
         self.log |= {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sum(each.metrics.generated_tokens for each in outputs),
-            "finish_reasons": [each.finish_reason or "abort" for each in outputs],
+            "completion_tokens": sum(each.metrics.generated_tokens for each in self._outputs),
+            "finish_reasons": [each.finish_reason or "abort" for each in self._outputs],
         }
 
     @property
     def ended(self) -> bool:
         """Whether the engine has ended all outputs; the client may still read them."""
-        outputs = (each for request in self.requests for each in request.job.requests)
-        return self.entered and all(each.finished for each in outputs)
+        return self.entered and all(each.finished for each in self._outputs)
 
     def leave(self) -> None:
         """Give the places of the outputs to others; nothing happens the second time."""
@@ -188,8 +181,35 @@ class Run:
             self._state.leave(self._sequences)
 
     @property
+    def _outputs(self) -> list[OutputRequest]:
+        return [output for request in self.requests for output in request.job.requests]
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object, of what was generated so far."""
+        metrics = [output.metrics for output in self._outputs]
+        firsts = [request.job.requests[0] for request in self.requests]
+        prompt, written = self.prompt_tokens, sum(each.generated_tokens for each in metrics)
+        cached = sum(
+            each.metrics.cached_prompt_tokens + each.metrics.cached_source_tokens for each in firsts
+        )
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if any(each.prediction for each in firsts):
+            usage["completion_tokens_details"] = {
+                f"{kind}_prediction_tokens": sum(
+                    getattr(each, f"{kind}_prediction_tokens") for each in metrics
+                )
+                for kind in ("accepted", "rejected")
+            }
+        return usage
 
     def _watch(self, index: int, chunk: StreamChunk) -> None:
         """Measure a chunk, and refuse a failed output."""
@@ -202,37 +222,26 @@ class Run:
             output = self.requests[index].job.requests[chunk.index]
             self._state.metrics.finished(output, now - self._began)
             self._counted.add(place)
-            _refuse_failed(chunk.output, output.failure)
+            if chunk.output.finish_reason == "error":
+                raise of_output(output.failure, str(chunk.output.error))
 
 
-def _refuse_failed(output: CompletionOutput, failure: Exception | None) -> None:
-    if output.finish_reason == "error":
-        raise of_output(failure, str(output.error))
-
-
-async def started(
-    request: Request,
-    state: ServerState,
-    body: SamplingBody | ResponseBody,
-    sequences: int,
-    prepare: Callable[[], list[JobSpec]],
-    prompt_field: str,
-) -> Run:
+async def _started(request: Request, answer: Answer[Any]) -> Run:
     """Admit a request, prepare it off the loop, and queue its prompts."""
-    began = time.perf_counter()
+    began, state, body = time.perf_counter(), answer.state, answer.body
     state.check_model(body.model)
     check_speculation(body.speculative_config, state.llm.llm.speculative_config)
     if isinstance(body, SamplingBody) and body.wants_trace and not state.settings.traces:
         raise invalid("tokenleap", "tokenleap.trace: this server shows no traces (--no-traces).")
     scope = state.scope_of(request, body.cache_salt)
-    state.enter(sequences)
+    state.enter(answer.sequences)
     requests: list[AsyncRequest] = []
-    run = Run(state, requests, sequences, began, scope)
+    run = Run(state, requests, answer.sequences, began, scope)
     request.state.log = run.log
     run.preparing = task = asyncio.current_task()
     try:
         client = state.client_of(request)
-        specs = await state.llm.prepare(prepare, client=client, compiles=wants_form(body))
+        specs = await state.llm.prepare(answer.prepare, client=client, compiles=wants_form(body))
         scoped = [replace(spec, scope=scope) for spec in specs]
         requests += await state.llm.submit(scoped, client)
     except BaseException as error:
@@ -243,7 +252,7 @@ async def started(
             raise run.refusal from None
         if isinstance(error, TokenleapError):
             state.check_open()  # if it was closed meanwhile, nothing is wrong with the request
-            refused = of_engine(error, type(body).model_fields, prompt_field)
+            refused = of_engine(error, type(body).model_fields, answer.prompt_field)
             if refused.param == "structured_outputs":
                 refused.param = form_field(body)
             raise refused from error
@@ -398,18 +407,17 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        def decoded(tokens: list[int]) -> str:
-            assert tokenizer is not None
-            return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        self._tokenizer = tokenizer
+        self.of = cache(self._piece)
 
-        @cache
-        def piece(token: int) -> str:
-            if tokenizer is None:
-                return ""
-            alone, twice = decoded([token]), decoded([token, token])
-            return twice[len(alone) :] if twice.startswith(alone) else alone
-
-        self.of = piece
+    def _piece(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        alone, twice = (
+            str(self._tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
+            for times in (1, 2)
+        )
+        return twice[len(alone) :] if twice.startswith(alone) else alone
 
     def all_of(self, tokens: Sequence[int]) -> list[str]:
         return [self.of(token) for token in tokens]
@@ -424,42 +432,6 @@ def state_of(request: Request) -> ServerState:
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI's API does the same."""
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}{uuid.uuid4().hex}"
-
-
-def usage_of(run: Run, outputs: Sequence[CompletionOutput] | None = None) -> dict[str, Any]:
-    """OpenAI's usage object, of what was generated so far."""
-    if outputs is None:
-        metrics = [r.metrics for request in run.requests for r in request.job.requests]
-    else:
-        metrics = [output.metrics for output in outputs]
-    firsts = [request.job.requests[0].metrics for request in run.requests]
-    prompt, written = run.prompt_tokens, sum(each.generated_tokens for each in metrics)
-    cached = sum(each.cached_prompt_tokens + each.cached_source_tokens for each in firsts)
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    if any(request.job.requests[0].prediction for request in run.requests):
-        usage["completion_tokens_details"] = {
-            "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in metrics),
-            "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in metrics),
-        }
-    return usage
-
-
-def stop_fields(output: CompletionOutput | None, reason: str | None = None) -> dict[str, Any]:
-    """Why an output has ended, with vLLM's `stop_reason`; None while it runs."""
-    if output is None:
-        return {"finish_reason": None}
-    finish = output.finish_reason
-    finish = reason if reason is not None and finish == "stop" else finish
-    return {"finish_reason": finish, "stop_reason": output.stop_reason}
 
 
 # Log-probabilities
@@ -532,49 +504,36 @@ def _finite(value: float) -> float:
     return max(value, _LEAST)
 
 
-# Speculation
+# Answers: what an endpoint makes of a body, and of the outputs.
 
 
-def details_of(
-    wanted: Details | None,
-    tokens: Sequence[StreamedToken],
-    output: CompletionOutput | None,
-    scope: Scope,
-) -> Mapping[str, Any]:
-    """The field `tokenleap` of a choice, if the request asks for it.
+class Answer(ABC, Generic[AnyBody]):
+    """The answer of an endpoint to a request, whole or in pieces.
+
+    Making it checks what the body's fields say together.
 
     Args:
-        scope: of its request. If others share its drafts, what was drafted for it and not accepted
-            may be their text: the trace is without it.
+        sequences: outputs that the request asks for.
     """
-    if wanted is None:
-        return {}
-    found: dict[str, Any] = {}
-    if wanted.tokens:
-        found["tokens"] = [
-            {"id": token.token_id, "text": token.text, "origin": str(token.origin)}
-            for token in tokens
-        ]
-    if wanted.metrics and output is not None:
-        found["metrics"] = output.metrics.as_dict()
-    if wanted.trace and output is not None:
-        trace = output.trace if scope.private else output.trace.withheld()
-        found["trace"] = trace.as_dict()
-    return {"tokenleap": found}
 
+    prompt_field: ClassVar[str]
+    prefix: ClassVar[str]
+    """How the id of a response begins."""
 
-def all_outputs(results: Sequence[RequestOutput]) -> list[CompletionOutput]:
-    return [output for result in results for output in result.outputs]
+    run: Run
+    """Since `begin`."""
 
+    def __init__(self, body: AnyBody, state: ServerState, sequences: int = 1) -> None:
+        self.body, self.state, self.sequences = body, state, sequences
 
-# `responded`: sends a run's answer, in pieces or whole, and closes the run however that ends.
+    @abstractmethod
+    def prepare(self) -> list[JobSpec]:
+        """Its prompts; made off the loop."""
 
-
-class Answer(ABC):
-    """The response of an endpoint to a run, whole or in pieces."""
-
-    def __init__(self, body: Any, run: Run, state: ServerState) -> None:
-        self._body, self._run, self._state = body, run, state
+    def begin(self, run: Run) -> None:
+        """Its prompts are queued: from now on, clients may stop the response by its id."""
+        self.run, self.created = run, int(time.time())
+        run.response_id = self.id = f"{self.prefix}{uuid.uuid4().hex}"
 
     @abstractmethod
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -585,74 +544,125 @@ class Answer(ABC):
         """The response in pieces."""
 
 
-class Choices(Answer):
+class Choices(Answer[Sampled]):
     """A response with a choice for each output, as completions and chats have it."""
 
-    _head: Mapping[str, Any]
-    """The fields of every chunk besides its choices."""
+    object: ClassVar[str]
+    """The type of a response in pieces."""
 
-    def _begun(self) -> Iterator[bytes]:
+    @property
+    def head(self) -> dict[str, Any]:
+        """The fields of every chunk besides its choices."""
+        model = self.state.settings.model
+        return {"id": self.id, "object": self.object, "created": self.created, "model": model}
+
+    @abstractmethod
+    def choice(
+        self,
+        prompt: int,
+        index: int,
+        tokens: Sequence[StreamedToken],
+        output: CompletionOutput | None,
+    ) -> dict[str, Any]:
+        """A choice, or the next piece of it, with these tokens.
+
+        Args:
+            prompt: number of the prompt.
+            index: number of the output among those of its prompt.
+            output: the output if it has ended.
+        """
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = [
+            self.choice(prompt, output.index, output.tokens, output)
+            for prompt, result in enumerate(results)
+            for output in result.outputs
+        ]
+        return {**self.head, "choices": choices, "usage": self.run.usage()}
+
+    def begun(self) -> Iterator[bytes]:
         """Chunks before the first output's."""
         yield from ()
 
-    @abstractmethod
-    def _chunk_data(self, index: int, chunk: StreamChunk) -> Mapping[str, Any]:
-        """The fields of a chunk besides the head and the usage; `index` is the prompt's."""
+    def chunk(self, prompt: int, chunk: StreamChunk) -> dict[str, Any]:
+        """A chunk without its usage."""
+        choice = self.choice(prompt, chunk.index, chunk.tokens, chunk.output)
+        return {**self.head, "choices": [choice]}
 
-    def _is_large(self, index: int, chunk: StreamChunk) -> bool:
+    def is_large(self, prompt: int, chunk: StreamChunk) -> bool:
         """Whether the chunk is better made off the loop: it may have a trace."""
-        return chunk.finished and self._body.tokenleap is not None
+        return chunk.finished and self.body.tokenleap is not None
 
     async def events(self) -> AsyncIterator[bytes]:
         """The chunks, the usage of all outputs if the request wants it, and the end."""
-        for begun in self._begun():
+        options = self.body.stream_options or StreamOptions()
+        for begun in self.begun():
             yield begun
-        async for index, chunk in self._run.chunks():
-            make = partial(self._chunk, index, chunk, self._usage_so_far())
-            large = self._is_large(index, chunk)
-            yield await self._state.llm.off_loop(make) if large else make()
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield data({**self._head, "choices": [], "usage": usage_of(self._run)})
+        async for prompt, chunk in self.run.chunks():
+            usage = {"usage": self.run.usage()} if options.continuous_usage_stats else {}
+            make = partial(self._event, prompt, chunk, usage)
+            large = self.is_large(prompt, chunk)
+            yield await self.state.llm.off_loop(make) if large else make()
+        if options.include_usage:
+            yield data({**self.head, "choices": [], "usage": self.run.usage()})
         yield DONE
 
-    def _chunk(self, index: int, chunk: StreamChunk, usage: Mapping[str, Any]) -> bytes:
-        return data({**self._head, **self._chunk_data(index, chunk), **usage})
+    def _event(self, prompt: int, chunk: StreamChunk, usage: Mapping[str, Any]) -> bytes:
+        return data({**self.chunk(prompt, chunk), **usage})
 
-    def _usage_so_far(self) -> dict[str, Any]:
-        options = self._body.stream_options
-        wanted = options is not None and options.continuous_usage_stats
-        return {"usage": usage_of(self._run)} if wanted else {}
-
-    def _end(
+    def end(
         self,
         tokens: Sequence[StreamedToken],
         output: CompletionOutput | None,
         reason: str | None = None,
     ) -> dict[str, Any]:
-        """The last fields of a choice or of a piece of it."""
-        ids = {"token_ids": [token.token_id for token in tokens]}
-        return {
-            **stop_fields(output, reason),
-            **details_of(self._body.tokenleap, tokens, output, self._run.scope),
-            **(ids if self._body.return_token_ids else {}),
-        }
+        """The last fields of a choice or of a piece of it.
+
+        Args:
+            reason: why an output has ended that stopped by itself, if it is another than "stop".
+        """
+        found: dict[str, Any] = {"finish_reason": None}
+        if output is not None:
+            stopped = output.finish_reason == "stop"
+            finish = reason if reason and stopped else output.finish_reason
+            found = {"finish_reason": finish, "stop_reason": output.stop_reason}
+        if self.body.tokenleap is not None:
+            found["tokenleap"] = self._details(self.body.tokenleap, tokens, output)
+        if self.body.return_token_ids:
+            found["token_ids"] = [token.token_id for token in tokens]
+        return found
+
+    def _details(
+        self, wanted: Details, tokens: Sequence[StreamedToken], output: CompletionOutput | None
+    ) -> dict[str, Any]:
+        """Speculation, as far as the request asks for it.
+
+        If others share the request's drafts, what was drafted and not accepted may be their text:
+        the trace is without it.
+        """
+        found: dict[str, Any] = {}
+        if wanted.tokens:
+            found["tokens"] = [
+                {"id": token.token_id, "text": token.text, "origin": str(token.origin)}
+                for token in tokens
+            ]
+        if wanted.metrics and output is not None:
+            found["metrics"] = output.metrics.as_dict()
+        if wanted.trace and output is not None:
+            trace = output.trace if self.run.scope.private else output.trace.withheld()
+            found["trace"] = trace.as_dict()
+        return found
 
 
 async def answered(
-    request: Request,
-    body: SamplingBody | ResponseBody,
-    prepare: Callable[[], list[JobSpec]],
-    answer: Callable[[Run], Answer],
-    *,
-    prompt_field: str,
-    sequences: int = 1,
+    request: Request, kind: type[AnyBody], answer: Callable[[AnyBody, ServerState], Answer[AnyBody]]
 ) -> Response:
     """Run a request, and answer it whole or in pieces; its run ends with the answer."""
     state = state_of(request)
-    run = await started(request, state, body, sequences, prepare, prompt_field)
-    made = answer(run)
-    if body.stream:
+    made = answer(await read(request, kind, state.settings), state)
+    run = await _started(request, made)
+    made.begin(run)
+    if made.body.stream:
         return EventStream(run, made.events(), state.settings.write_timeout)
     try:
         results = await while_connected(request, run.results())
