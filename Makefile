@@ -36,10 +36,10 @@ demo: model ## the same text, sooner: three prompts with and without speculation
 	$(BIN)/tokenleap demo
 
 test: model ## all tests but the slow and GPU ones, in random order
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 coverage: model ## the same, half as fast, and which lines it never ran
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --cov
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --cov
 
 test-slow: model ## tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -463,7 +463,7 @@ def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> 
     wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
     takes = f"give {wanted} as its first argument."
     for name in unknown:
-        if name in CallOptions.__annotations__:
+        if method != "beam_search" and name in CallOptions.__annotations__:
             continue
         if _is_of(SamplingParams, name):
             own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")

@@ -3,11 +3,11 @@ from __future__ import annotations
 import gc
 import json
 import random
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from math import exp
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -145,7 +145,7 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
 
 def test_time_that_is_left_goes_to_open_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10**6))
-    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(contract, "time", SimpleNamespace(monotonic=lambda: next(now)))
     run = Fake({CELLS[0]: 1.2, CELLS[1]: 0.97, CELLS[2]: 0.8}, swing=0.02)
     found = measure(CELLS, journal(), 3, run, seconds=30)
     assert [r.state for r in found] == ["shown", "open", "broken"]

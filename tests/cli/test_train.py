@@ -70,10 +70,7 @@ def files_in(folder: Path) -> set[str]:
 )
 def test_train_and_use(run: Run, tiny: Path, tmp_path: Path, trained: str, method: str) -> None:
     out = tmp_path / "head"
-    own = ["--set", "answers=mixed", "--set", "refresh_every=2"] if trained == "distill" else []
-    result = run.done("train", trained, "-m", tiny, "-o", out, *QUICK, *SHORT, *own)
-    for step in (0, 2) if own else ():
-        assert f"Step {step}: the draft model answers " in result.stderr
+    result = run.done("train", trained, "-m", tiny, "-o", out, *QUICK, *SHORT)
     if trained == "pass":  # with as many nodes as the blocks of its training need
         assert f'"method": "pass", "model": "{out}", "num_speculative_tokens": 24' in result.stdout
     else:
@@ -335,6 +332,13 @@ def test_two_processes(tiny: Path, tmp_path: Path) -> None:
         with (out / "training/curves.csv").open() as file:
             steps[processes] = int(list(csv.DictReader(file))[-1]["step"])
     assert steps[2] == 3 * (steps[1] // 3 // 2)  # of three epochs
+
+
+def test_answers_of_the_draft_model(run: Run, tiny: Path, tmp_path: Path) -> None:
+    own = ["--set", "answers=mixed", "--set", "refresh_every=2", "--set", "epochs=1"]
+    result = run.done("train", "distill", "-m", tiny, "-o", tmp_path / "draft", *QUICK, *own)
+    for step in (0, 2):
+        assert f"Step {step}: the draft model answers " in result.stderr
 
 
 def test_draft_models_whose_drafts_are_merged(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -77,19 +77,21 @@ def test_outputs_have_the_form(model: Any, form: str, temperature: float) -> Non
 
 
 PROMPTS = ["one prompt", "another, much longer prompt {}", "x"]
+MOST = 48
 
 
 @pytest.fixture(scope="module")
 def plain(model: Any) -> dict[tuple[str, float], list[tuple[int, ...]]]:
     """Outputs of `none`, by form and temperature."""
-    return {
-        (form, temperature): [
-            output.token_ids
-            for output in llm_of(model).generate(PROMPTS, params(form, temperature, 5, 48))
-        ]
+    found = {
+        (form, temperature): llm_of(model).generate(PROMPTS, params(form, temperature, 5, MOST))
         for form in ("json", "regex")
         for temperature in (0, 1.0)
     }
+    for form in ("json", "regex"):
+        results = (*found[form, 0], *found[form, 1.0])
+        assert "stop" in {result.outputs[0].finish_reason for result in results}, form
+    return {key: [result.token_ids for result in results] for key, results in found.items()}
 
 
 @pytest.mark.parametrize("method", SPECULATIVE)
@@ -109,7 +111,7 @@ def test_every_drafter_gives_the_output_of_none(
     temperature: float,
     method: str,
 ) -> None:
-    outputs = llm_of(model, method).generate(PROMPTS, params(form, temperature, 5, 48))
+    outputs = llm_of(model, method).generate(PROMPTS, params(form, temperature, 5, MOST))
     assert [output.token_ids for output in outputs] == plain[form, temperature]
 
 

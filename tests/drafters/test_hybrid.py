@@ -198,9 +198,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
 SEEDED = SamplingParams(temperature=1.1, top_k=12, seed=4, max_tokens=24, logprobs=1)
 CASES = [
     *(({"method": "eagle"}, each) for each in (None, "fixed", "heuristic", "confidence")),
-    (TREE, None),
-    ({"method": "draft_model"}, None),
-    ({"method": "draft_model"}, "fixed"),
+    *((TREE, each) for each in (None, "fixed", "confidence")),
+    *(({"method": "draft_model"}, each) for each in (None, "fixed", "confidence")),
 ]
 
 

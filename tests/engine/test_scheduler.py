@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,27 @@ def test_several_are_aborted_at_once(llm: LLM) -> None:
     llm.engine.abort(ids[1:])
     assert list(run(llm.engine)) == ids[:1]
     assert_empty(llm)
+
+
+def test_chunks_of_interrupted_steps_are_kept_unless_their_request_is_aborted(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, given_up = (llm.engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+    verify = llm.engine.target.verify
+
+    def interrupted(*arguments: Any, **fields: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return verify(*arguments, **fields)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.target, "verify", interrupted)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                llm.engine.step()
+    llm.engine.abort(given_up)
+    chunks = llm.engine.step()
+    assert {chunk.request_id for chunk in chunks} == {kept}
+    assert sum(len(chunk.tokens) for chunk in chunks) >= 3
 
 
 def test_aborted_before_admission_took_no_time(model: PreTrainedModel) -> None:

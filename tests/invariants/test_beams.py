@@ -146,6 +146,15 @@ def test_a_beam_of_one_is_greedy_decoding() -> None:
     assert only.score == only.cum_logprob == sum(each.logprob for each in result.logprobs or ())
 
 
+@pytest.mark.parametrize("name", ["trace", "references", "prediction", "max_tokens"])
+def test_what_vllms_method_does_not_take(name: str) -> None:
+    unknown: dict[str, Any] = {name: 1}
+    with pytest.raises(
+        ConfigError, match=rf"beam_search\(\) takes (no argument '{name}'|{name} in)"
+    ):
+        llm_of().beam_search(PROMPTS[0], {"beam_width": 2, "max_tokens": 3}, **unknown)
+
+
 def test_vllms_method() -> None:
     """The sequences begin with the prompt."""
     width = 3

@@ -24,7 +24,8 @@ from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
 
-TOKENS = 12
+TOKENS = 18
+"""So that drafts of 16 tokens fit."""
 DTYPES = [torch.float32, torch.bfloat16]
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=3),

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tests.drafting import RandomTrees, scheduler_of
+from tests.matrix import tiny_llm
 from tests.tiny import CONTEXT, tiny_model
 from tests.tiny_seq2seq import tiny_seq2seq
 from tests.windowed import windowed_model
@@ -39,6 +40,13 @@ def test_trees_with_a_rule_for_chains() -> None:
     drafter = RandomTrees(lambda _: [], 8)
     with pytest.raises(CompatibilityError, match=r"'block' takes chains only.*RandomTrees"):
         scheduler_of(Target(tiny_model()), drafter, "block", 3)
+
+
+@pytest.mark.parametrize("method", ["rest", "suffix"])
+def test_branching_lookups_with_a_rule_for_chains(method: str) -> None:
+    tiny_llm(tiny_model(), method, "block")
+    with pytest.raises(CompatibilityError, match=r"'block' takes chains only"):
+        tiny_llm(tiny_model(), method, "block", branching=True)
 
 
 @pytest.mark.parametrize(

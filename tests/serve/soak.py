@@ -320,7 +320,7 @@ class Soak:
         """An answer, whole or in pieces: its outputs, or the message of its error."""
         stream = chance.random() < 0.5
         response = await self._get(client, path, {**_full(path, fields), "stream": stream})
-        if response.status_code == 500:
+        if response.status_code == 500 and not stream:
             return response.json()["error"]["message"]
         assert response.status_code == 200, response.text
         return _of_events(response.text.splitlines()) if stream else _of_whole(response.json())

@@ -53,6 +53,7 @@ def strict() -> Iterator[Served]:
         max_body_bytes=2000,
         body_timeout=0.3,
         header_timeout=0.3,
+        max_n=2,
     ) as running:
         running.http.headers["Authorization"] = f"Bearer {KEYS[1]}"
         yield running
@@ -248,6 +249,10 @@ def test_a_large_body(strict: Served) -> None:
     pieces = (b"a" * 500 for _ in range(10))  # without its length
     assert strict.http.post("/v1/completions", content=pieces).status_code == 413
     assert strict.complete()["choices"]
+
+
+def test_too_many_outputs(strict: Served) -> None:
+    assert strict.refused("/v1/completions", prompt="a", n=3)["param"] == "n"
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

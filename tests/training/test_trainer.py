@@ -23,7 +23,7 @@ from tests.training.world import SHORT, Run, World, assert_alike, assert_same, r
 from tokenleap import ConfigError
 from tokenleap.errors import TrainingError
 from tokenleap.training import trainer as trainers
-from tokenleap.training.method import TrainingSettings
+from tokenleap.training.method import TrainingSettings, training_methods
 from tokenleap.training.report import save_curves
 from tokenleap.training.trainer import (
     Acceptance,
@@ -56,6 +56,12 @@ LEARNING: dict[str, dict[str, Any]] = {
     "distill": {"hidden_size": 64, "num_heads": 2},
 }
 """The options with which methods learn here; `boost` trains the drafters of `distill`."""
+
+
+def test_no_method_is_left_out() -> None:
+    tested = {"pass", "boost", *LEARNING}
+    for name, kind in training_methods().items():
+        assert (name in tested) is not (kind.tunes_target or kind.for_sources), name
 
 
 @pytest.mark.parametrize(

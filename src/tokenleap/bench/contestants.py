@@ -116,7 +116,7 @@ def _method(given: str, text: str, draft_model: str | None, quantization: str | 
             raise ConfigError(f"{given}: not JSON ({error}).") from None
     fields = dict(with_method(fields))
     if not isinstance(fields.get("method"), str):
-        raise ConfigError(f'{given}: give "method", the name of one.')
+        raise ConfigError(f'{given}: give "method", the name of one, or "model".')
     name = fields["method"]
     own = {key: value for key, value in fields.items() if key != "method"}
     quantization = fields.pop("quantization", quantization)

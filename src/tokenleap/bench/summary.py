@@ -636,7 +636,7 @@ def bleu_metric(name: str = "BLEU") -> Any:
         return getattr(importlib.import_module("sacrebleu.metrics"), name)()
     except ImportError as error:
         raise TokenleapError(
-            "relative BLEU needs sacreBLEU: pip install 'tokenleap[bench]'."
+            "BLEU and chrF need sacreBLEU: pip install 'tokenleap[bench]'."
         ) from error
 
 

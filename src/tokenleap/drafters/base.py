@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator
 
 from tokenleap.core.config import Config
-from tokenleap.core.per_request import PerRequest as PerRequest
+from tokenleap.core.per_request import PerRequest as PerRequest  # for drafters of others, too
 from tokenleap.core.per_request import drop_request
 
 if TYPE_CHECKING:

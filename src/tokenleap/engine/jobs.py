@@ -192,9 +192,9 @@ class AddedJobs:
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
-        self._taking = Lock()
         self._outbox = Outbox()
-        self._collected: deque[StreamChunk] = deque()  # appending and taking are atomic
+        self._collecting = Lock()
+        self._collected: list[StreamChunk] = []  # none of a job that was aborted
         self._known_ids: dict[str, None] = {}  # the latest ids, in order of arrival
         self._next_id = count()
 
@@ -220,7 +220,9 @@ class AddedJobs:
             if self.jobs.get(request_id) is not job:  # it was aborted
                 continue
             try:
-                self._collected += job.take()
+                chunks = job.take()
+                with self._collecting:
+                    self._collected += chunks if request_id in self.jobs else ()
                 ended = job.all_taken
             except Exception as error:
                 failed, ended = failed or error, True
@@ -231,14 +233,17 @@ class AddedJobs:
 
     def take(self) -> list[StreamChunk]:
         """The chunks that were collected since the last call."""
-        with self._taking:
-            return [self._collected.popleft() for _ in range(len(self._collected))]
+        with self._collecting:
+            taken, self._collected = self._collected, []
+        return taken
 
     def forget(self, request_id: str) -> Job | None:
         """Report no more of a job, which the caller ends; None if it has ended."""
         if request_id not in self._known_ids:
             raise ConfigError(f"request_id: no request has the id {request_id!r}.")
-        return self.jobs.pop(request_id, None)
+        with self._collecting:
+            self._collected = [each for each in self._collected if each.request_id != request_id]
+            return self.jobs.pop(request_id, None)
 
     def _remember(self, request_id: str) -> None:
         """Record an id as taken. If there are too many, forget the oldest that is not in use."""

@@ -1,10 +1,10 @@
 """`Worker`: one thread at a time owns an engine; others send it commands.
 
 Whoever waits for something drives: its thread obeys the commands of all threads in their order, and
-steps, until it has what it waits for. Meanwhile other threads wait for theirs, and one of them goes
-on when the first is done. So a caller that is alone steps in its own thread, without a hop. Where
-an `AsyncLLM` has a thread of its own, only that one drives, because OpenMP keeps a pool of threads
-for each thread that computes.
+steps, until it has what it waits for. A command that finds nobody driving runs in its own thread.
+Meanwhile other threads wait for theirs, and one of them goes on when the first is done. So a caller
+that is alone steps in its own thread, without a hop. Where an `AsyncLLM` has a thread of its own,
+only that one drives, because OpenMP keeps a pool of threads for each thread that computes.
 
 Ctrl-C does not interrupt a change: a SIGINT is delivered between two steps. A process that was
 forked after loading is refused, because the threads of the native runtime and of PyTorch do not

@@ -83,7 +83,7 @@ class Layers:
         return self._with(self._layers[:count])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Self:
-        """An encoder-decoder's layer skips its two attentions together."""
+        """What is left out stays so. A layer's attention to a source goes with its other one."""
         return self._with(
             [
                 replace(

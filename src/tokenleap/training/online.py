@@ -397,7 +397,7 @@ class _Text:
     @torch.inference_mode()
     def keep(self, count: int, hidden: Mapping[int, Tensor]) -> None:
         """Append tokens with their hidden states, [n, E] of each layer."""
-        for layer, states in hidden.items():
+        for layer, states in hidden.items() if count else ():
             self._hidden.setdefault(layer, States()).keep(len(self), states)
         self.stop += count
 

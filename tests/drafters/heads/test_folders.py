@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -83,6 +84,8 @@ def test_what_is_written_is_read(method: str, fields: dict[str, Any], tmp_path: 
     for name, tensor in wanted.items():
         assert torch.equal(found.tensors[name], tensor.bfloat16())
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    for name in {"d2t", "t2d"} & net.state_dict().keys():  # for other programs
+        assert torch.equal(load_file(folder / "model.safetensors")[name], net.state_dict()[name])
     assert any(name.startswith("lm_heads") for name in wanted) == bool(fields)
 
 
