@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import gguf
@@ -83,6 +84,7 @@ class Run:
 
     def __call__(self, *arguments: object, stdin: str | bytes | None = None) -> Result:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+        logging.getLogger("tokenleap.serve.requests").handlers.clear()  # their stream is closed
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result

@@ -242,8 +242,9 @@ Merged = TypeVar("Merged")
 class DecoderLayer(Generic[Linear, Merged]):
     """The parts of one decoder layer, in one of several forms.
 
-    A new part is a field here, a row of `linear_modules` or `norm_modules`, and a field of `Layer`
-    in native/pass.h with the code that reads it. E is the hidden size, H the number of query heads,
+    A new norm is a field here and a row of `norm_modules`, a new number a field here and in
+    `LlamaWeights.numbers`. Each has a field of the same name of `Layer` in native/pass.h, with the
+    code that reads it. E is the hidden size, H the number of query heads,
     G that of key heads, D the width of a head, and I the intermediate size. Linear layers with the
     same input are merged. Norms that an architecture does not have are None.
     """
@@ -339,8 +340,8 @@ class LlamaWeights:
         self.head = LinearWeights.of(head)
         self.num_layers = len(body.layers)
         self._layers = body.layers
-        self.windows = layer_windows(config)
-        self.rotates = tuple(getattr(each.self_attn, "use_rope", True) for each in body.layers)
+        self._windows = layer_windows(config)
+        self._rotates = tuple(getattr(each.self_attn, "use_rope", True) for each in body.layers)
         kinds = sorted(getattr(body.rotary_emb, "layer_types", ())) or [None]  # Gemma 3 has two
         rotaries = [Rotary(body.rotary_emb, self.embedding.device, kind) for kind in kinds]
         self.rotary = rotaries[0]
@@ -349,8 +350,11 @@ class LlamaWeights:
 
     def layer(self, index: int) -> LayerWeights:
         """The weights of a layer; the merged ones are new copies."""
-        parts = self.family.parts(self._layers[index])
-        return LayerWeights(**parts, window=self.windows[index], rotates=self.rotates[index])
+        return LayerWeights(**self.family.parts(self._layers[index]), **self.numbers(index))
+
+    def numbers(self, index: int) -> dict[str, Any]:
+        """The fields of a layer that are no tensors. They come from the model's configuration."""
+        return {"window": self._windows[index], "rotates": self._rotates[index]}
 
 
 class Rotary:

@@ -40,7 +40,7 @@ PackedLayer: TypeAlias = DecoderLayer[PackedWeights, tuple[PackedWeights, ...]]
 
 Query, key and value are one matrix, or several with a format each, one below the other. Gate and up
 are one with their panels in turns, or two. Formats of floats do not occur beside others: they read
-other inputs. Files do not hold `window` and `rotates`.
+other inputs. Files do not hold `LlamaWeights.numbers`.
 """
 
 
@@ -264,8 +264,7 @@ class MappedDecoder(PackedDecoder):
     def mix(self) -> None: ...
 
     def layer(self, index: int) -> PackedLayer:
-        windows, rotates = self.sizes.windows, self.sizes.rotates
-        return replace(self._layers[index], window=windows[index], rotates=rotates[index])
+        return replace(self._layers[index], **self.sizes.numbers(index))
 
 
 def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:

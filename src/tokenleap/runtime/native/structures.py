@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
-from tokenleap.runtime.inputs import PassInputs
-from tokenleap.runtime.llama import LAYER_NORMS, JointInput, Rotary
+from tokenleap.runtime.inputs import PassInputs, Window
+from tokenleap.runtime.llama import LAYER_NORMS, DecoderLayer, JointInput, Rotary
 from tokenleap.runtime.native.pack import Format, PackedWeights
 from tokenleap.runtime.native.packed import PackedDecoder, PackedLayer
 from tokenleap.runtime.network import GrownTree, GrowthLimit, Need
@@ -201,8 +201,6 @@ class _Structures:
 
     def layer(self, index: int) -> CLayer:
         weights = self._packed.layer(index)
-        window = weights.window
-        assert window is None or not window.chunked, "no model of the Llama family has chunks"
         return layer_of(
             index,
             self._beside(weights.qkv),
@@ -210,7 +208,7 @@ class _Structures:
             self._beside(weights.gate_up),
             self._kept.linear(weights.down),
             **{name: self._norm(name, getattr(weights, name)) for name in LAYER_NORMS},
-            window=0 if window is None else window.size,
+            **{name: _number(getattr(weights, name)) for name in _NUMBERS},
             angles=self._angles(weights),
         )
 
@@ -232,6 +230,22 @@ class _Structures:
         for layer in made:
             layer.rows = rows
         return made
+
+
+_NUMBERS = [
+    name
+    for name, kind in CLayer._fields_
+    if name in DecoderLayer.__dataclass_fields__ and kind in _C_TYPES.values()
+]
+"""The fields of a decoder layer and of `CLayer` that are numbers."""
+
+
+def _number(value: Window | float | None) -> float:
+    """A field of a decoder layer as C has it; 0 is none."""
+    if isinstance(value, Window):
+        assert not value.chunked, "no model of the Llama family has chunks"
+        return value.size
+    return value or 0
 
 
 # The memory of a network's weights. What has the same bits in another network is in memory once.
