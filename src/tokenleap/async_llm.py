@@ -167,7 +167,7 @@ class AsyncLLM:
         Closing the generator, or cancelling the task that reads it, ends the request and frees its
         memory at once.
         """
-        refuse_unknown("generate", options, prompt)
+        refuse_unknown("generate", options, prompt, RequestOptions.__annotations__)
         (request,) = await self.submit([JobSpec(prompt, sampling_params, **options)])
         try:
             async for chunk in request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -346,7 +346,7 @@ class LLM:
             RequestError: a request ended with an error while it ran. The others go on to their
                 ends first; `outputs` has all results.
         """
-        refuse_unknown("stream", options, prompts)
+        refuse_unknown("stream", options, prompts, CallOptions.__annotations__)
         jobs = self.engine.jobs(specs_of(prompts, sampling_params, **options))
         return self.engine.stream(jobs)
 
@@ -359,7 +359,7 @@ class LLM:
         **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Generate the next turn of one conversation or of many; arguments as in `generate`."""
-        refuse_unknown("chat", options, messages)
+        refuse_unknown("chat", options, messages, CallOptions.__annotations__)
         for conversation in as_list(messages):
             if not is_conversation(conversation):
                 raise PromptError(
@@ -458,12 +458,14 @@ def check_at_least_1(**values: int) -> None:
             raise ConfigError(f"{name}: must be at least 1, got {value}.")
 
 
-def refuse_unknown(method: str, unknown: Mapping[str, Any], prompts: object) -> None:
-    """Say where an argument that `generate` does not take belongs."""
+def refuse_unknown(
+    method: str, given: Iterable[str], prompts: object, known: Container[str] = ()
+) -> None:
+    """Say where an argument that the method does not take belongs."""
     wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
     takes = f"give {wanted} as its first argument."
-    for name in unknown:
-        if method != "beam_search" and name in CallOptions.__annotations__:
+    for name in given:
+        if name in known:
             continue
         if _is_of(SamplingParams, name):
             own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
