@@ -35,7 +35,7 @@ from tokenleap.errors import TokenleapError
 from tokenleap.serve import chat, completions
 from tokenleap.serve.body import APIError, describe, fails, invalid, of_engine, read, refuse, takes
 from tokenleap.serve.chat import chat_ids, refuse_special_tokens, text_ids
-from tokenleap.serve.fields import DetokenizeBody, Templated, TokenizeBody
+from tokenleap.serve.fields import DetokenizeBody, Templated, TokenizeBody, methods_of_requests
 from tokenleap.serve.running import MAX_CONTEXTS, ServerState, answer_of, state_of
 from tokenleap.serve.settings import Settings
 
@@ -126,6 +126,7 @@ _KINDS = {
     "css": "text/css; charset=utf-8",
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
+    "txt": "text/plain; charset=utf-8",  # licences
 }
 _HEADERS = {
     "Cache-Control": "no-cache",  # ask again, with the tag below
@@ -393,6 +394,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
+    speculation = state.llm.llm.speculative_config
     return {
         "id": name,
         "object": "model",
@@ -401,6 +403,8 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.settings.model,
         "parent": None,
         "max_model_len": state.llm.llm.max_model_len,
+        "default_sampling_params": dict(state.llm.llm.engine.sampling_defaults),
+        "speculation": {"method": speculation.method_name, "methods": methods_of_requests()},
         "traces": state.settings.traces,
         "shares_drafts": state.settings.share_drafts,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import (
     Annotated,
@@ -24,6 +25,7 @@ from tokenleap.control import CONTROLLERS
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.params import SamplingParams
 from tokenleap.drafters.registry import METHODS, file_fields
+from tokenleap.errors import ConfigError
 from tokenleap.serve.body import (
     APIError,
     Body,
@@ -481,6 +483,17 @@ def check_speculation(given: Any, own: SpeculativeConfig) -> None:
     for name, value in _options_in(given):
         if name in limits and isinstance(value, int | float) and value > limits[name]:
             raise _refused(f"{name}: at most {limits[name]} on this server, got {value}.")
+
+
+@cache
+def methods_of_requests() -> dict[str, str]:
+    """Methods that a request can name without further fields, and what they are."""
+    found = {}
+    for name, spec in METHODS.items():
+        with suppress(ConfigError):  # it needs a model, a file or other drafters
+            SpeculativeConfig(method=name)
+            found[name] = spec.summary
+    return found
 
 
 def _refused(message: str) -> APIError:

@@ -41,16 +41,9 @@ async function refusal(response) {
   return new ServerError(`${kind}: ${told}`, response.status, retry);
 }
 
-/** What the server does, known once it has told the name of its model. */
-export const server = { traces: true, sharesDrafts: false };
-
-/** The name of the model that is served. */
-export async function modelName(key) {
-  const response = await asked("v1/models", key);
-  const { id, traces, shares_drafts } = (await response.json()).data[0];
-  server.traces = traces !== false;
-  server.sharesDrafts = shares_drafts === true;
-  return id;
+/** What the server says of its model, see `_model` in app.py. */
+export async function servedModel(key) {
+  return (await (await asked("v1/models", key)).json()).data[0];
 }
 
 const LAST = 3000; // milliseconds that a stopped answer has for its end
@@ -89,16 +82,17 @@ export class Stopper {
  * @param {Object} body of `/v1/chat/completions`, without `stream` and `tokenleap`.
  * @param {string} key the API key, or "".
  * @param {Stopper} stopper ends the answer.
+ * @param {boolean} trace whether to ask for its trace.
  * @yields {{tokens: Object[], finish: string | null, metrics: Object?, trace: Object?}}
  */
-export async function* answer(body, key, stopper) {
+export async function* answer(body, key, stopper, trace) {
   const response = await asked("v1/chat/completions", key, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({
       ...body,
       stream: true,
-      tokenleap: { tokens: true, metrics: true, trace: server.traces },
+      tokenleap: { tokens: true, metrics: true, trace },
     }),
     signal: stopper.signal,
   });

@@ -1,8 +1,8 @@
 // The page of a server: a chat, and the trace viewer for its answers and for traces from disk.
 
-import { AnswerView } from "./answer_view.js";
-import { ServerError, Stopper, modelName } from "./api.js";
-import { el, hasModifier, helpButton, isTyping, themeButton } from "./dom.js";
+import { AnswerView, PLAIN } from "./answer_view.js";
+import { ServerError, Stopper, servedModel } from "./api.js";
+import { copyButton, el, hasModifier, helpButton, isCovered, isTyping, themeButton } from "./dom.js";
 import { opener } from "./opening.js";
 import { Settings } from "./settings.js";
 import { legend } from "./tokens.js";
@@ -12,16 +12,15 @@ import { VIEWER_KEYS, Viewer } from "./viewer.js";
 const byId = (id) => document.getElementById(id);
 const [chat, tracePage, alert] = ["chat", "trace", "alert"].map(byId);
 const viewer = new Viewer(byId("viewer"));
-const settings = new Settings();
 const traces = new Map(); // "#trace-1" -> {trace, title}
-let model = null;
+let model = null; // what the server says of its model
 let running = null; // Stopper of the answer that is generated
-let messages = [];
+let turns = []; // the conversation: what is shown is what is sent
 
 const KEYS = [
   ["Enter", "send"],
   ["Shift Enter", "a new line"],
-  ["Esc", "from a trace, back to the chat; else stop"],
+  ["Esc", "from a trace, back to the chat; else stop, or end editing"],
   ["/", "write"],
   ...VIEWER_KEYS,
 ];
@@ -36,6 +35,7 @@ const welcome = el(
   el("p", { class: "dim" }, "Every token of an answer has the colour of its origin."),
   legend(),
 );
+const system = el("div", { class: "system card", role: "group", "aria-label": "System prompt" });
 const announced = el("p", { class: "unseen", role: "status" });
 const prompt = el("textarea", {
   class: "prompt",
@@ -46,14 +46,23 @@ const prompt = el("textarea", {
 const send = el("button", { type: "submit", class: "primary" }, "Send");
 const stop = el("button", { type: "button", hidden: true, onclick: () => running?.stop() }, "Stop");
 const fresh = el("button", { type: "button", onclick: startAgain }, "New chat");
+const origins = el("input", { type: "checkbox", onchange: () => showOrigins(origins.checked) });
 const composer = el(
   "form",
   { class: "composer card" },
   prompt,
-  el("div", { class: "actions" }, fresh, el("span", { class: "gap" }), stop, send),
+  el(
+    "div",
+    { class: "actions" },
+    fresh,
+    el("label", { class: "switch", title: "Colour each token by its origin" }, origins, "Origins"),
+    el("span", { class: "gap" }),
+    stop,
+    send,
+  ),
 );
-chat.append(settings.details, log, announced, composer);
-log.append(welcome);
+const settings = new Settings(showSystem, startAgain);
+chat.append(settings.details, system, log, announced, composer);
 byId("tools").append(opener(showFile, tell), themeButton(), helpButton(KEYS));
 
 function tell(message) {
@@ -61,74 +70,239 @@ function tell(message) {
   alert.hidden = !message;
 }
 
-// Asking
+/** The system prompt, which is the first message of what is sent. */
+function showSystem() {
+  const text = settings?.system;
+  system.hidden = !text;
+  const edit = () => settings.focus("system");
+  system.replaceChildren(
+    el("h2", {}, "System prompt"),
+    el("p", { class: "text" }, text),
+    el("button", { type: "button", onclick: edit }, "Edit"),
+  );
+}
+
+const ORIGINS_KEPT = "tokenleap-origins";
+
+function showOrigins(shown) {
+  origins.checked = shown;
+  chat.classList.toggle("no-origins", !shown);
+  try {
+    localStorage.setItem(ORIGINS_KEPT, shown ? "on" : "off");
+  } catch {} // a browser may keep nothing
+}
+
+// The conversation
+
+/** A question and its answer; what can be done with them. */
+class Turn {
+  constructor(question) {
+    this.question = question;
+    this.answer = null; // an AnswerView
+    this.asked = el("div", { class: "question" });
+    this.answers = el("div", { class: "answers" });
+    this.root = el("article", { class: "turn" }, this.asked, this.answers);
+    this.showQuestion();
+  }
+
+  showQuestion() {
+    this.asked.replaceChildren(
+      el("p", { class: "text" }, this.question),
+      el("p", { class: "links" }, idle("Edit", () => this.edit()), copyButton(() => this.question)),
+    );
+  }
+
+  /** Another question in its place; what follows goes when it is sent. */
+  edit() {
+    const text = el("textarea", { class: "prompt", "aria-label": "Edited message" });
+    text.value = this.question;
+    const cancel = () => {
+      this.showQuestion();
+      prompt.focus({ preventScroll: true });
+    };
+    const form = el(
+      "form",
+      { class: "edit card" },
+      text,
+      el(
+        "div",
+        { class: "actions" },
+        el("span", { class: "dim" }, "Later messages will be removed."),
+        el("span", { class: "gap" }),
+        el("button", { type: "button", onclick: cancel }, "Cancel"),
+        idle("Send", () => form.requestSubmit(), "primary"),
+      ),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const edited = text.value.trim();
+      if (!edited || running || !areSettingsValid()) return;
+      turns.splice(turns.indexOf(this) + 1).forEach((turn) => turn.root.remove());
+      this.question = edited;
+      this.showQuestion();
+      this.ask();
+    });
+    sendsOnEnter(text, form);
+    text.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || running) return;
+      event.stopPropagation();
+      cancel();
+    });
+    this.asked.replaceChildren(form);
+    text.focus();
+  }
+
+  /** Generate the answer, in the place of one that is there. It is the last turn. */
+  async ask() {
+    if (running || !areSettingsValid()) return;
+    tell("");
+    const title = settings.values.method === "none" ? PLAIN : "Speculative";
+    const view = new AnswerView(title, null, keepTrace);
+    this.answers.classList.remove("two");
+    this.show(view);
+    keepChat();
+    toBottom();
+    const done = await generate(view);
+    this.offer();
+    if (done && view.trace && title !== PLAIN && view.finish !== "stopped")
+      view.links.append(compareButton(view, this.answers));
+    keepChat();
+  }
+
+  show(view) {
+    this.answer = view;
+    this.answers.replaceChildren(view.root);
+  }
+
+  /** What can be done with the last answer. */
+  offer() {
+    const again = this.answer.finish === "failed" ? "Try again" : "Regenerate";
+    this.answer.links.append(idle(again, () => this.ask(), "again"));
+    if (!this.answer.counted)
+      this.answer.links.append(el("span", { class: "dim" }, "The next message will replace this one."));
+  }
+}
+
+/** A button that does nothing while an answer is generated. */
+function idle(name, act, kind = "") {
+  const onclick = () => running || act();
+  return el("button", { type: "button", class: `idle ${kind}`, onclick, disabled: running }, name);
+}
+
+/** The messages before the answer to the last turn. */
+function conversation() {
+  const first = settings.system ? [{ role: "system", content: settings.system }] : [];
+  const said = turns.flatMap(({ question, answer }, index) => [
+    { role: "user", content: question },
+    ...(index < turns.length - 1 ? [{ role: "assistant", content: answer.text }] : []),
+  ]);
+  return [...first, ...said];
+}
+
+function add(question) {
+  welcome.remove();
+  const turn = new Turn(question);
+  turns.push(turn);
+  log.append(turn.root);
+  return turn;
+}
 
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
   const text = prompt.value.trim();
-  if (!text || running) return;
-  let fields;
+  if (!text || running || !areSettingsValid()) return;
+  prompt.value = "";
+  if (turns.length && !turns.at(-1).answer.counted) turns.pop().root.remove();
+  add(text).ask();
+});
+
+function areSettingsValid() {
   try {
-    fields = settings.fields();
+    settings.fields();
+    return true;
   } catch (error) {
     settings.details.open = true;
     tell(error.message);
-    return;
+    return false;
   }
-  tell("");
-  prompt.value = "";
-  welcome.remove();
-  log.append(el("div", { class: "question" }, el("p", { class: "text" }, text)));
-  ask([...messages, { role: "user", content: text }], fields);
-});
+}
 
-/** Generate the next message, below everything else. */
-async function ask(conversation, fields) {
-  if (running) return;
-  log.querySelectorAll(".retry").forEach((button) => button.remove()); // it would lose this turn
-  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  const pair = el("div", { class: "answers" });
-  const body = { messages: [...system, ...conversation], ...fields };
-  const view = new AnswerView("Speculative", body, keepTrace);
-  pair.append(view.root);
-  log.append(pair);
-  toBottom();
-  const done = await generate(view);
-  if (done) {
-    messages = [...conversation, { role: "assistant", content: view.text }];
-    if (view.trace && view.finish !== "stopped") view.links.append(compareButton(view, pair));
-  } else {
-    const retry = () => {
-      if (running) return;
-      pair.remove();
-      ask(conversation, fields);
-    };
-    view.links.append(el("button", { type: "button", class: "retry", onclick: retry }, "Try again"));
-  }
+async function connect() {
+  if (model) return;
+  model = await servedModel(settings.key);
+  byId("model").textContent = model.id;
+  settings.know(model);
 }
 
 /** Whether the answer came, be it only in part because the user stopped it. */
 async function generate(view) {
   running = new Stopper();
-  [send.disabled, stop.hidden, fresh.disabled] = [true, false, true];
+  showRunning();
   try {
-    model ??= await modelName(settings.key);
-    byId("model").textContent = model;
-    view.body = { model, ...view.body };
-    await view.run(settings.key, running);
-    announced.textContent = `The answer has ended: ${view.counts.tokens} tokens.`;
+    await connect();
+    view.body ??= { model: model.id, messages: conversation(), ...settings.fields() };
+    await view.run(model, settings.key, running);
+    announced.textContent = `The answer has ended: ${view.tokens.length} tokens.`;
     prompt.focus({ preventScroll: true });
     return true;
   } catch (error) {
     if (!view.finish) view.tell(error);
-    if (error instanceof ServerError && error.status === 401) settings.askForKey();
+    if (error instanceof ServerError && error.status === 401) settings.focus("key");
     else prompt.focus({ preventScroll: true });
     return false;
   } finally {
     running = null;
-    [send.disabled, stop.hidden, fresh.disabled] = [false, true, false];
+    showRunning();
   }
 }
+
+function showRunning() {
+  const busy = running !== null;
+  [send.disabled, stop.hidden, fresh.disabled] = [busy, !busy, busy];
+  for (const button of chat.querySelectorAll(".idle")) button.disabled = busy;
+}
+
+function startAgain() {
+  running?.stop();
+  turns = [];
+  log.replaceChildren(welcome);
+  keepChat();
+  tell("");
+  prompt.focus();
+}
+
+// Over a reload, this tab keeps the chat: no server does.
+
+const CHAT_KEPT = "tokenleap-chat";
+const LARGEST_KEPT = 2_000_000; // characters
+
+function keepChat() {
+  const said = (origins) =>
+    JSON.stringify(turns.map(({ question, answer }) => [question, answer.saved(origins)]));
+  try {
+    let kept = said(true);
+    if (kept.length > LARGEST_KEPT) kept = said(false);
+    sessionStorage.removeItem(CHAT_KEPT);
+    if (turns.length && kept.length <= LARGEST_KEPT) sessionStorage.setItem(CHAT_KEPT, kept);
+  } catch {} // a browser may keep nothing
+}
+
+function restoreChat() {
+  log.append(welcome);
+  try {
+    showOrigins(localStorage.getItem(ORIGINS_KEPT) !== "off");
+    for (const [question, saved] of JSON.parse(sessionStorage.getItem(CHAT_KEPT)) ?? []) {
+      const turn = add(question);
+      turn.show(AnswerView.restored(saved));
+      turn.offer();
+    }
+  } catch {
+    showOrigins(true);
+    startAgain();
+  }
+}
+
+window.addEventListener("pagehide", keepChat);
 
 // A reader at the bottom stays there while the answer grows.
 let follows = true;
@@ -147,12 +321,10 @@ new ResizeObserver(() => {
 
 /** Decode the same request without drafts, beside it and after it, so that neither slows the other. */
 function compareButton(view, pair) {
-  const button = el("button", { type: "button" }, "Compare with plain");
-  button.addEventListener("click", async () => {
-    if (running) return;
+  const button = idle("Compare with plain", async () => {
     button.remove();
     const body = { ...view.body, speculative_config: { method: "none" } };
-    const plain = new AnswerView("Plain", body, keepTrace);
+    const plain = new AnswerView(PLAIN, body, keepTrace);
     pair.classList.add("two");
     pair.append(plain.root);
     if (!(await generate(plain)) || !plain.trace) {
@@ -162,7 +334,7 @@ function compareButton(view, pair) {
     const [fast, slow] = [view, plain].map((one) => perToken(summary(one.trace)));
     const same = view.text === plain.text ? "Same text" : "Another text";
     const factor = (slow / fast).toFixed(2);
-    const repeated = view.repeated.hidden ? "" : ", as it repeats earlier answers";
+    const repeated = view.repeated.hidden ? "" : ", as the prompt was repeated";
     plain.links.append(
       el("span", { class: "verdict" }, `${same}; speculative: ${factor} times the speed${repeated}`),
     );
@@ -173,13 +345,6 @@ function compareButton(view, pair) {
 /** Seconds of a token: texts may differ in length. */
 function perToken({ seconds, tokens }) {
   return seconds / Math.max(1, tokens);
-}
-
-function startAgain() {
-  messages = [];
-  log.replaceChildren(welcome);
-  tell("");
-  prompt.focus();
 }
 
 // Traces
@@ -221,14 +386,17 @@ function route() {
 
 // Keys
 
-prompt.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+function sendsOnEnter(area, form) {
+  area.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    composer.requestSubmit();
-  }
-});
+    form.requestSubmit();
+  });
+}
+
+sendsOnEnter(prompt, composer);
 document.addEventListener("keydown", (event) => {
-  if (document.querySelector("dialog[open]")) return;
+  if (isCovered()) return;
   if (event.key === "Escape") {
     if (!tracePage.hidden) location.hash = "";
     else running?.stop();
@@ -239,12 +407,9 @@ document.addEventListener("keydown", (event) => {
   }
 });
 window.addEventListener("hashchange", route);
+showSystem();
+restoreChat();
 route();
+toBottom();
 prompt.focus();
-modelName("").then(
-  (name) => {
-    model = name;
-    byId("model").textContent = name;
-  },
-  (error) => (error.status === 401 ? settings.askForKey() : tell(error.message)),
-);
+connect().catch((error) => (error.status === 401 ? settings.focus("key") : tell(error.message)));

@@ -52,6 +52,59 @@ export function isTyping(target) {
   return Boolean(target.closest?.("textarea, select, input:not([type=range], [type=checkbox])"));
 }
 
+let terms = 0;
+
+/**
+ * A word that tells its meaning when it is pressed: not everyone can point at it.
+ *
+ * @param {string} word the word.
+ * @param {string} meaning a sentence or two.
+ * @param {string} [kind] further classes of the word.
+ */
+export function term(word, meaning, kind = "") {
+  const id = `term-${++terms}`;
+  return el(
+    "span",
+    {},
+    el("button", { type: "button", class: `term ${kind}`, popovertarget: id, title: meaning }, word),
+    el("span", { id, class: "meaning", popover: "auto" }, meaning),
+  );
+}
+
+/** A button that copies what `text` returns. */
+export function copyButton(text, name = "Copy") {
+  const button = el("button", { type: "button" }, name);
+  button.addEventListener("click", async () => {
+    const done = await copied(text());
+    button.textContent = done ? "Copied" : "Select it to copy";
+    setTimeout(() => (button.textContent = name), 1500);
+  });
+  return button;
+}
+
+/** Whether it could be copied. Without TLS, browsers have only the old way. */
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = el("textarea", { class: "unseen", "aria-hidden": "true" });
+    const focused = document.activeElement;
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    focused?.focus();
+    return done;
+  }
+}
+
+/** Whether something is open that Escape closes. */
+export function isCovered() {
+  return document.querySelector("dialog[open], :popover-open") !== null;
+}
+
 const THEMES = ["auto", "light", "dark"];
 
 /** A button that goes through the themes: that of the system, light, dark. */

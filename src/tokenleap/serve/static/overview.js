@@ -1,6 +1,7 @@
 // What a trace comes to: its figures, other draft lengths, acceptance by position.
 
 import { el, seconds } from "./dom.js";
+import { word } from "./tokens.js";
 import { whatIf } from "./what_if.js";
 
 const GAMMAS = [2, 4, 8];
@@ -42,7 +43,7 @@ export function tilesView(trace, sums) {
 /** What other draft lengths would have cost. */
 export function whatIfView(trace, sums) {
   const found = whatIf(trace, [0, ...GAMMAS]);
-  const title = el("h2", { id: "what-if-title" }, "What if gamma were …");
+  const title = el("h2", { id: "what-if-title" }, "What if ", word("gamma"), " were …");
   if (!found)
     return el(
       "section",

@@ -1,52 +1,72 @@
-// Sampling settings: a form whose values go into every request. Empty fields are left out.
+// Settings: a form whose values go into every request. Empty fields are left out.
 
 import { el } from "./dom.js";
 
 const KEPT = "tokenleap-settings";
 
 const NUMBERS = [
-  ["max_tokens", "Most tokens", { min: 1, step: 1, placeholder: "512" }],
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05, placeholder: "default" }],
-  ["top_p", "Top p", { min: 0, max: 1, step: 0.01, placeholder: "1" }],
-  ["top_k", "Top k", { min: 0, step: 1, placeholder: "off" }],
-  ["min_p", "Min p", { min: 0, max: 1, step: 0.01, placeholder: "0" }],
-  ["seed", "Seed", { min: 0, step: 1, placeholder: "random" }],
+  ["max_tokens", "Most tokens", { min: 1, step: 1 }, "512"],
+  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }, "0"],
+  ["top_p", "Top p", { min: 0, max: 1, step: 0.01 }, "1"],
+  ["top_k", "Top k", { min: 0, step: 1 }, "off"],
+  ["min_p", "Min p", { min: 0, max: 1, step: 0.01 }, "0"],
+  ["seed", "Seed", { min: 0, step: 1 }, "random"],
+  ["num_speculative_tokens", "Draft length (gamma)", { min: 1, max: 256, step: 1 }, "the method's"],
 ];
 
-const DEFAULT_MAX_TOKENS = 512;
+/** As in the shell, where the model's generation config says nothing. */
+const OTHERWISE = { max_tokens: 512, temperature: 0 };
+
+const NOTE =
+  "Empty fields take the defaults of the model. This chat and these settings, without the key, " +
+  "are kept in this browser only: the chat until its tab is closed.";
 
 /** The form, and what it says. */
 export class Settings {
-  constructor() {
-    const number = ([name, label, limits]) =>
-      field(label, el("input", { name, type: "number", inputmode: "decimal", ...limits }));
+  /**
+   * @param {() => void} changed called after each change.
+   * @param {() => void} forget called when the user deletes all that is kept.
+   */
+  constructor(changed, forget) {
+    this.defaults = {};
+    const number = ([name, label, limits, placeholder]) =>
+      field(label, el("input", { name, type: "number", inputmode: "decimal", placeholder, ...limits }));
+    const numbers = NUMBERS.map(number);
+    this.method = el("select", { name: "method" }, el("option", { value: "" }, "the server's"));
     this.form = el(
       "form",
       { class: "settings", onsubmit: (event) => event.preventDefault() },
-      ...NUMBERS.map(number),
-      field("System prompt", el("textarea", { name: "system", rows: 2 }), "wide"),
-      field(
-        "Speculation (JSON)",
-        el("input", {
-          name: "speculative_config",
-          placeholder: 'default, or {"method": "ngram"}',
-          spellcheck: "false",
-        }),
-        "wide",
-      ),
+      ...numbers.slice(0, -1),
+      field("Method of speculation", this.method, "wide"),
+      numbers.at(-1),
       field("API key", el("input", { name: "key", type: "password", autocomplete: "off" }), "wide"),
+      field("System prompt", el("textarea", { name: "system", rows: 2 }), "whole"),
     );
     this.note = el("p", { class: "dim", role: "status" });
+    const all = () => {
+      this.form.reset();
+      this.changed();
+      forget();
+      try {
+        localStorage.removeItem(KEPT);
+      } catch {} // a browser may keep nothing
+    };
     this.details = el(
       "details",
       { class: "card" },
       el("summary", {}, "Settings"),
       this.form,
-      this.note,
+      el(
+        "div",
+        { class: "foot" },
+        this.note,
+        el("button", { type: "button", onclick: all }, "Delete chat and settings"),
+      ),
     );
     this.restore();
     this.form.addEventListener("input", () => this.changed());
     this.changed();
+    this.told = changed;
   }
 
   get values() {
@@ -61,37 +81,52 @@ export class Settings {
     return this.values.system;
   }
 
-  /** Let the user type an API key. */
-  askForKey() {
+  /** Show the defaults of a model, and the methods that a request may choose. */
+  know({ default_sampling_params: defaults, speculation }) {
+    this.defaults = defaults;
+    for (const [name, , , otherwise] of NUMBERS)
+      this.form.elements[name].placeholder =
+        name in defaults ? `${defaults[name]} (the model's)` : otherwise;
+    const option = (value, text) => el("option", { value }, text);
+    this.method.replaceChildren(
+      option("", `the server's: ${speculation.method}`),
+      ...Object.entries(speculation.methods).map(([name, what]) => option(name, `${name}: ${what}`)),
+    );
+    this.method.value = this.keptMethod;
+    if (this.method.selectedIndex < 0) this.method.value = ""; // of another server
+    this.changed();
+  }
+
+  /** Let the user see a field, and type in it. */
+  focus(name) {
     this.details.open = true;
-    this.form.elements.key.focus();
+    this.form.elements[name].focus();
   }
 
   /** The fields of a request; throws an Error that names what is wrong. */
   fields() {
     const { values } = this;
-    const fields = { max_tokens: DEFAULT_MAX_TOKENS };
+    const fields = {};
     for (const [name, label] of NUMBERS) {
-      if (!this.form.elements[name].validity.valid)
-        throw new Error(`${label}: ${this.form.elements[name].validationMessage}`);
-      if (values[name] !== "") fields[name] = Number(values[name]);
+      const input = this.form.elements[name];
+      if (!input.validity.valid) throw new Error(`${label}: ${input.validationMessage}`);
+      if (values[name]) fields[name] = Number(values[name]);
     }
-    if (values.speculative_config) {
-      try {
-        fields.speculative_config = JSON.parse(values.speculative_config);
-      } catch {
-        throw new Error('Speculation: this is not JSON, such as {"method": "ngram"}.');
-      }
-    }
+    for (const [name, value] of Object.entries(OTHERWISE))
+      if (!(name in this.defaults)) fields[name] ??= value;
+    const { num_speculative_tokens, ...others } = fields;
+    if (values.method) others.speculative_config = { method: values.method, num_speculative_tokens };
     // The same seed lets plain decoding be compared.
-    fields.seed ??= Math.floor(Math.random() * 2 ** 31);
-    return fields;
+    others.seed ??= Math.floor(Math.random() * 2 ** 31);
+    return others;
   }
 
   changed() {
+    // The server's own method has its own length, and "none" has no drafts.
+    this.form.elements.num_speculative_tokens.disabled = ["", "none"].includes(this.method.value);
     try {
       this.fields();
-      this.note.textContent = "Empty fields take the server's defaults.";
+      this.note.textContent = NOTE;
     } catch (error) {
       this.note.textContent = error.message;
     }
@@ -99,11 +134,16 @@ export class Settings {
     try {
       localStorage.setItem(KEPT, JSON.stringify(kept));
     } catch {}
+    this.told?.();
   }
 
   restore() {
+    this.keptMethod = "";
     try {
-      for (const [name, value] of Object.entries(JSON.parse(localStorage.getItem(KEPT)) ?? {}))
+      const kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
+      this.keptMethod = kept.method ?? "";
+      if (this.keptMethod) this.method.append(el("option", { value: kept.method }, kept.method));
+      for (const [name, value] of Object.entries(kept))
         if (this.form.elements[name]) this.form.elements[name].value = value;
     } catch {} // nothing was kept
   }

@@ -2,7 +2,7 @@
 
 import { el, hasModifier, isTyping, probability, seconds, svg, visible } from "./dom.js";
 import { positionsView, tilesView, whatIfView } from "./overview.js";
-import { legend, tokenSpan } from "./tokens.js";
+import { legend, tokenSpan, word } from "./tokens.js";
 import { fate, summary, textOf, written } from "./trace_model.js";
 import { heightOf, rowsOf, treeView, why } from "./tree_view.js";
 
@@ -280,9 +280,7 @@ export class Viewer {
           "tr",
           {},
           el("th", { scope: "col" }, "token"),
-          el("th", { scope: "col", title: "Before temperature, masks and truncation" }, "model"),
-          el("th", { scope: "col", title: "The distribution that is sampled from" }, "p"),
-          el("th", { scope: "col", title: "The drafter's, for the first token drafted here" }, "q"),
+          ...["model", "p", "q"].map((name) => el("th", { scope: "col" }, word(name))),
         ),
       ),
       el("tbody", {}, ...rows),
