@@ -89,6 +89,20 @@ def test_the_openapi_description(server: Served) -> None:
     assert server.http.get("/docs").status_code == 404  # it would load scripts from elsewhere
 
 
+def test_a_request_can_choose_the_methods_that_are_listed(server: Served) -> None:
+    (listed,) = server.http.get("/v1/models").json()["data"]
+    assert listed["default_sampling_params"] == {}
+    speculation = listed["speculation"]
+    assert speculation["method"] == "ngram"
+    assert {"none", "ngram", "suffix"} <= set(speculation["methods"])
+    assert not {"draft_model", "eagle", "hybrid", "rest"} & set(speculation["methods"])
+    texts = {
+        server.complete(speculative_config={"method": name})["choices"][0]["text"]
+        for name in speculation["methods"]
+    }
+    assert len(texts) == 1
+
+
 def test_health_and_version(server: Served) -> None:
     """At the end of a server, too: tests/serve/test_robustness.py."""
     assert server.http.get("/health").status_code == 200

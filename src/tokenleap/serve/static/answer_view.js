@@ -27,7 +27,7 @@ export class AnswerView {
     this.method = el("span", { class: "dim" });
     this.state = el("span", { class: "state" });
     this.markdown = new MarkdownView();
-    this.failed = el("p", { class: "failure", role: "alert", hidden: true });
+    this.failure = "";
     const figures = [word("tokens/s"), word("tokens per pass")];
     if (title !== PLAIN) figures.push(term("against plain", SAVED));
     this.tally = el(
@@ -43,7 +43,6 @@ export class AnswerView {
       { class: "card answer", "aria-label": title },
       el("div", { class: "row" }, el("h2", {}, title), this.method, this.state),
       this.markdown.root,
-      this.failed,
       this.origins,
       this.repeated,
       el("div", { class: "foot" }, this.tally, this.links),
@@ -68,8 +67,8 @@ export class AnswerView {
    */
   async run(server, key, stopper) {
     this.server = server;
-    const { method } = this.body.speculative_config ?? server.speculation;
-    if (method !== "none") this.method.textContent = method;
+    const { method } = this.body.speculative_config ?? server.speculation ?? {};
+    if (method && method !== "none") this.method.textContent = method;
     this.root.setAttribute("aria-busy", "true");
     this.state.textContent = "waiting …";
     try {
@@ -118,6 +117,7 @@ export class AnswerView {
     this.state.textContent = FINISHES[this.finish] ?? "";
     this.markdown.show(this.tokens, true);
     this.origins.replaceChildren(...(this.tokens.length ? [legend(this.tokens)] : []));
+    this.tally.hidden = !this.tokens.length;
     if (this.tokens.length) this.links.prepend(copyButton(() => this.text));
   }
 
@@ -177,25 +177,26 @@ export class AnswerView {
   tell(error) {
     this.finish = "failed";
     this.state.textContent = FINISHES.failed;
+    this.tally.hidden = !this.tokens.length;
     const when = error.retry ? ` Try again in ${error.retry} s.` : "";
     const known = error instanceof ServerError;
     this.fail(known ? `${error.message}${when}` : `This failed: ${error.message}`);
   }
 
   fail(message) {
-    this.failed.textContent = message;
-    this.failed.hidden = false;
+    this.failure = message;
+    this.markdown.root.after(el("p", { class: "failure", role: "alert" }, message));
   }
 
   // Over a reload
 
   /** What `restored` needs; without `origins`, only the text is kept. */
   saved(origins) {
-    const { title, text, finish, facts, metrics } = this;
+    const { title, text, finish, facts, metrics, failure } = this;
     const tokens = origins
       ? this.tokens.map((token) => [token.text, token.origin, token.source])
       : [[text, "", null]];
-    const [method, failure] = [this.method, this.failed].map((node) => node.textContent);
+    const method = this.method.textContent;
     return { title, method, tokens, finish: finish ?? "stopped", facts, metrics, failure };
   }
 

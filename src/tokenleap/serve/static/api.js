@@ -41,9 +41,9 @@ async function refusal(response) {
   return new ServerError(`${kind}: ${told}`, response.status, retry);
 }
 
-/** What the server says of its model, see `_model` in app.py. */
-export async function servedModel(key) {
-  return (await (await asked("v1/models", key)).json()).data[0];
+/** What the server says of its models, see `/v1/models`. */
+export async function servedModels(key) {
+  return (await (await asked("v1/models", key)).json()).data;
 }
 
 const LAST = 3000; // milliseconds that a stopped answer has for its end

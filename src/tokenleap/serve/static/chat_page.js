@@ -1,7 +1,7 @@
 // The page of a server: a chat, and the trace viewer for its answers and for traces from disk.
 
 import { AnswerView, PLAIN } from "./answer_view.js";
-import { ServerError, Stopper, servedModel } from "./api.js";
+import { ServerError, Stopper, servedModels } from "./api.js";
 import { copyButton, el, hasModifier, helpButton, isCovered, isTyping, themeButton } from "./dom.js";
 import { opener } from "./opening.js";
 import { Settings } from "./settings.js";
@@ -13,7 +13,6 @@ const byId = (id) => document.getElementById(id);
 const [chat, tracePage, alert] = ["chat", "trace", "alert"].map(byId);
 const viewer = new Viewer(byId("viewer"));
 const traces = new Map(); // "#trace-1" -> {trace, title}
-let model = null; // what the server says of its model
 let running = null; // Stopper of the answer that is generated
 let turns = []; // the conversation: what is shown is what is sent
 
@@ -61,7 +60,7 @@ const composer = el(
     send,
   ),
 );
-const settings = new Settings(showSystem, startAgain);
+const settings = new Settings(showChosen, startAgain);
 chat.append(settings.details, system, log, announced, composer);
 byId("tools").append(opener(showFile, tell), themeButton(), helpButton(KEYS));
 
@@ -70,9 +69,10 @@ function tell(message) {
   alert.hidden = !message;
 }
 
-/** The system prompt, which is the first message of what is sent. */
-function showSystem() {
-  const text = settings?.system;
+/** The model, and the system prompt, which is the first message of what is sent. */
+function showChosen() {
+  byId("model").textContent = settings.card?.id ?? "";
+  const text = settings.system;
   system.hidden = !text;
   const edit = () => settings.focus("system");
   system.replaceChildren(
@@ -99,7 +99,7 @@ class Turn {
   constructor(question) {
     this.question = question;
     this.answer = null; // an AnswerView
-    this.asked = el("div", { class: "question" });
+    this.asked = el("div", { class: "question", role: "group", "aria-label": "Your message" });
     this.answers = el("div", { class: "answers" });
     this.root = el("article", { class: "turn" }, this.asked, this.answers);
     this.showQuestion();
@@ -127,7 +127,7 @@ class Turn {
       el(
         "div",
         { class: "actions" },
-        el("span", { class: "dim" }, "Later messages will be removed."),
+        el("span", { class: "dim" }, "Its answer and what follows will be replaced."),
         el("span", { class: "gap" }),
         el("button", { type: "button", onclick: cancel }, "Cancel"),
         idle("Send", () => form.requestSubmit(), "primary"),
@@ -227,11 +227,9 @@ function areSettingsValid() {
   }
 }
 
+/** Learn of the models; of one that was not loaded, again. */
 async function connect() {
-  if (model) return;
-  model = await servedModel(settings.key);
-  byId("model").textContent = model.id;
-  settings.know(model);
+  if (!settings.card?.default_sampling_params) settings.know(await servedModels(settings.key));
 }
 
 /** Whether the answer came, be it only in part because the user stopped it. */
@@ -240,8 +238,8 @@ async function generate(view) {
   showRunning();
   try {
     await connect();
-    view.body ??= { model: model.id, messages: conversation(), ...settings.fields() };
-    await view.run(model, settings.key, running);
+    view.body ??= { model: settings.card.id, messages: conversation(), ...settings.fields() };
+    await view.run(settings.card, settings.key, running);
     announced.textContent = `The answer has ended: ${view.tokens.length} tokens.`;
     prompt.focus({ preventScroll: true });
     return true;
@@ -283,7 +281,8 @@ function keepChat() {
     let kept = said(true);
     if (kept.length > LARGEST_KEPT) kept = said(false);
     sessionStorage.removeItem(CHAT_KEPT);
-    if (turns.length && kept.length <= LARGEST_KEPT) sessionStorage.setItem(CHAT_KEPT, kept);
+    if (kept.length > LARGEST_KEPT) tell("This chat is too long to be kept: a reload will lose it.");
+    else if (turns.length) sessionStorage.setItem(CHAT_KEPT, kept);
   } catch {} // a browser may keep nothing
 }
 
@@ -407,7 +406,7 @@ document.addEventListener("keydown", (event) => {
   }
 });
 window.addEventListener("hashchange", route);
-showSystem();
+showChosen();
 restoreChat();
 route();
 toBottom();

@@ -52,7 +52,7 @@ export function isTyping(target) {
   return Boolean(target.closest?.("textarea, select, input:not([type=range], [type=checkbox])"));
 }
 
-let terms = 0;
+let meaningShown = null; // the only one, for all words
 
 /**
  * A word that tells its meaning when it is pressed: not everyone can point at it.
@@ -62,18 +62,21 @@ let terms = 0;
  * @param {string} [kind] further classes of the word.
  */
 export function term(word, meaning, kind = "") {
-  const id = `term-${++terms}`;
-  return el(
-    "span",
-    {},
-    el("button", { type: "button", class: `term ${kind}`, popovertarget: id, title: meaning }, word),
-    el("span", { id, class: "meaning", popover: "auto" }, meaning),
-  );
+  const onclick = (event) => {
+    if (!meaningShown) {
+      meaningShown = el("p", { class: "meaning", popover: "auto" });
+      document.body.append(meaningShown);
+    }
+    meaningShown.hidePopover();
+    meaningShown.textContent = meaning;
+    meaningShown.showPopover({ source: event.currentTarget });
+  };
+  return el("button", { type: "button", class: `term ${kind}`, title: meaning, onclick }, word);
 }
 
 /** A button that copies what `text` returns. */
 export function copyButton(text, name = "Copy") {
-  const button = el("button", { type: "button" }, name);
+  const button = el("button", { type: "button", class: "copy" }, name);
   button.addEventListener("click", async () => {
     const done = await copied(text());
     button.textContent = done ? "Copied" : "Select it to copy";

@@ -11,9 +11,15 @@ import { tokenSpan } from "./tokens.js";
 const ENTITY = /(&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z\d]{2,32});)/i;
 const ADDRESS = /^(?:https?:\/\/|mailto:)/i;
 
+// A text that is longer, deeper or slower to read than answers are stays as it is.
+const LONGEST = 50_000; // characters
+const DEEPEST = 50; // elements in elements
+const SLOWEST = 300; // milliseconds
+
 /** A text that grows: `show` draws it, and keeps the blocks that are as they were. */
 export class MarkdownView {
   #blocks = []; // {raw, nodes}
+  #slow = false;
 
   constructor() {
     this.root = el("div", { class: "text markdown" });
@@ -29,7 +35,7 @@ export class MarkdownView {
     const starts = [0];
     for (const piece of pieces) starts.push(starts.at(-1) + piece.length);
     let start = 0;
-    const found = blocksOf(source).map((token) => {
+    const found = this.#blocksOf(source).map((token) => {
       const block = { raw: token.raw, start, token };
       start += token.raw.length;
       return block;
@@ -43,27 +49,39 @@ export class MarkdownView {
       this.#blocks.push({ raw, nodes });
     }
   }
-}
 
-/** The blocks of a text: their `raw` texts are the whole text. */
-function blocksOf(source) {
-  const whole = [{ type: "plain", raw: source }];
-  try {
-    const found = new Lexer().lex(source);
-    return found.map(({ raw }) => raw).join("") === source ? found : whole;
-  } catch {
-    return whole; // quotes in quotes in quotes ...
+  /** marked's blocks: their `raw` texts are the whole text. */
+  #blocksOf(source) {
+    const whole = [{ type: "plain", raw: source }];
+    if (source.length > LONGEST || this.#slow) return whole;
+    const began = performance.now();
+    try {
+      const found = new Lexer().lex(source);
+      return found.map(({ raw }) => raw).join("") === source ? found : whole;
+    } catch {
+      return whole; // quotes in quotes in quotes ...
+    } finally {
+      this.#slow = performance.now() - began > SLOWEST;
+    }
   }
 }
 
 /** Makes the elements of a block. Its texts are found in `source` one after the other. */
 class Builder {
   constructor(source, start, tokens, starts) {
-    Object.assign(this, { source, start, tokens, starts, at: 0 });
+    Object.assign(this, { source, start, tokens, starts, at: 0, depth: 0 });
   }
 
   /** The nodes of one of marked's tokens. */
   element(token) {
+    if (this.depth > DEEPEST) return this.place(token.raw);
+    this.depth += 1;
+    const nodes = this.made(token);
+    this.depth -= 1;
+    return nodes;
+  }
+
+  made(token) {
     const within = () => this.inside(token);
     switch (token.type) {
       case "space":
@@ -71,6 +89,8 @@ class Builder {
         return [];
       case "heading":
         return [el(`h${Math.min(6, token.depth + 2)}`, {}, ...within())];
+      case "plain":
+        return [el("p", {}, ...this.place(token.raw))];
       case "paragraph":
         return [el("p", {}, ...within())];
       case "blockquote":

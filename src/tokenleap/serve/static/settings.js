@@ -28,14 +28,19 @@ export class Settings {
    * @param {() => void} forget called when the user deletes all that is kept.
    */
   constructor(changed, forget) {
-    this.defaults = {};
+    this.models = [];
     const number = ([name, label, limits, placeholder]) =>
       field(label, el("input", { name, type: "number", inputmode: "decimal", placeholder, ...limits }));
     const numbers = NUMBERS.map(number);
-    this.method = el("select", { name: "method" }, el("option", { value: "" }, "the server's"));
+    numbers.at(-1).append(el("span", {}, "Most tokens drafted before a pass."));
+    this.model = el("select", { name: "model" });
+    this.modelField = field("Model", this.model, "wide");
+    this.modelField.hidden = true;
+    this.method = el("select", { name: "method" });
     this.form = el(
       "form",
       { class: "settings", onsubmit: (event) => event.preventDefault() },
+      this.modelField,
       ...numbers.slice(0, -1),
       field("Method of speculation", this.method, "wide"),
       numbers.at(-1),
@@ -45,6 +50,7 @@ export class Settings {
     this.note = el("p", { class: "dim", role: "status" });
     const all = () => {
       this.form.reset();
+      this.kept = {};
       this.changed();
       forget();
       try {
@@ -81,20 +87,33 @@ export class Settings {
     return this.values.system;
   }
 
-  /** Show the defaults of a model, and the methods that a request may choose. */
-  know({ default_sampling_params: defaults, speculation }) {
-    this.defaults = defaults;
+  /** What the server says of the model that is chosen; undefined until it has said so. */
+  get card() {
+    return this.models.find(({ id }) => id === this.model.value) ?? this.models[0];
+  }
+
+  /** Show the models, the defaults of the chosen one, and the methods that a request may choose. */
+  know(models) {
+    this.models = models;
+    const own = models.filter(({ id, root }) => id === root || !models.some((one) => one.id === root));
+    choose(this.model, own.map(({ id }) => [id, id]), this.kept.model);
+    this.modelField.hidden = own.length < 2;
+    this.changed();
+  }
+
+  showCard() {
+    this.shown = this.card;
+    const { default_sampling_params: defaults = {}, speculation } = this.card;
     for (const [name, , , otherwise] of NUMBERS)
       this.form.elements[name].placeholder =
         name in defaults ? `${defaults[name]} (the model's)` : otherwise;
-    const option = (value, text) => el("option", { value }, text);
-    this.method.replaceChildren(
-      option("", `the server's: ${speculation.method}`),
-      ...Object.entries(speculation.methods).map(([name, what]) => option(name, `${name}: ${what}`)),
+    const own = speculation ? `the server's: ${speculation.method}` : "the server's";
+    const methods = Object.entries(speculation?.methods ?? {});
+    choose(
+      this.method,
+      [["", own], ...methods.map(([name, what]) => [name, `${name}: ${what}`])],
+      this.kept.method,
     );
-    this.method.value = this.keptMethod;
-    if (this.method.selectedIndex < 0) this.method.value = ""; // of another server
-    this.changed();
   }
 
   /** Let the user see a field, and type in it. */
@@ -112,8 +131,10 @@ export class Settings {
       if (!input.validity.valid) throw new Error(`${label}: ${input.validationMessage}`);
       if (values[name]) fields[name] = Number(values[name]);
     }
+    const unknown = { temperature: null }; // the model is not loaded, and may have its own
+    const defaults = this.card?.default_sampling_params ?? unknown;
     for (const [name, value] of Object.entries(OTHERWISE))
-      if (!(name in this.defaults)) fields[name] ??= value;
+      if (!(name in defaults)) fields[name] ??= value;
     const { num_speculative_tokens, ...others } = fields;
     if (values.method) others.speculative_config = { method: values.method, num_speculative_tokens };
     // The same seed lets plain decoding be compared.
@@ -122,6 +143,9 @@ export class Settings {
   }
 
   changed() {
+    const { key, ...kept } = this.values; // keys are not written to disk
+    this.kept = { ...this.kept, ...kept };
+    if (this.card !== this.shown) this.showCard();
     // The server's own method has its own length, and "none" has no drafts.
     this.form.elements.num_speculative_tokens.disabled = ["", "none"].includes(this.method.value);
     try {
@@ -130,23 +154,33 @@ export class Settings {
     } catch (error) {
       this.note.textContent = error.message;
     }
-    const { key, ...kept } = this.values; // keys are not written to disk
     try {
-      localStorage.setItem(KEPT, JSON.stringify(kept));
-    } catch {}
+      localStorage.setItem(KEPT, JSON.stringify(this.kept));
+    } catch {} // a browser may keep nothing
     this.told?.();
   }
 
   restore() {
-    this.keptMethod = "";
     try {
-      const kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
-      this.keptMethod = kept.method ?? "";
-      if (this.keptMethod) this.method.append(el("option", { value: kept.method }, kept.method));
-      for (const [name, value] of Object.entries(kept))
-        if (this.form.elements[name]) this.form.elements[name].value = value;
-    } catch {} // nothing was kept
+      this.kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
+    } catch {
+      this.kept = {};
+    }
+    // Until the server tells its models and methods, what was chosen is the only choice.
+    choose(this.model, [[this.kept.model ?? ""]]);
+    choose(this.method, [["", "the server's"], [this.kept.method || "none"]], this.kept.method);
+    for (const [name, value] of Object.entries(this.kept))
+      if (this.form.elements[name]) this.form.elements[name].value = value;
   }
+}
+
+/** Fill a select with values and texts, and choose one; the first if there is no such. */
+function choose(select, options, value) {
+  select.replaceChildren(
+    ...options.map(([value, text]) => el("option", { value }, text ?? value)),
+  );
+  select.value = value ?? "";
+  if (select.selectedIndex < 0) select.selectedIndex = 0;
 }
 
 function field(label, input, kind = "") {
