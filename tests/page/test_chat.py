@@ -535,7 +535,7 @@ def test_one_of_several_models_is_chosen(page: Page) -> None:
     expect(page.locator(".answer .text")).to_have_text("yes")
     page.locator("summary").click()
     expect(page.locator("[name=top_k]")).to_have_attribute("placeholder", "7 (the model's)")
-    page.get_by_label("Model", exact=True).select_option("b")
+    page.locator("[name=model]").select_option("b")
     expect(page.locator("#model")).to_have_text("b")
     expect(page.locator("[name=top_k]")).to_have_attribute("placeholder", "off")
     page.reload()
