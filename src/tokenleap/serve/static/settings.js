@@ -18,7 +18,7 @@ const NUMBERS = [
 const OTHERWISE = { max_tokens: 512, temperature: 0 };
 
 const NOTE =
-  "Empty fields take the defaults of the model. This chat and these settings, without the key, " +
+  "Empty fields take the values that they show. This chat and these settings, without the key, " +
   "are kept in this browser only: the chat until its tab is closed.";
 
 /** The form, and what it says. */
