@@ -12,7 +12,7 @@ export const MEANINGS = {
     "Bonus: the target accepted a whole draft. The same pass gave this token as well, for free.",
   "target alone": "By the target alone: nothing had been drafted for this pass.",
   model: "The target's probability of a token, before temperature, masks and truncation.",
-  p: "p: the probability of a token under the target, the model that is accelerated, as it is sampled from.",
+  p: "p: the probability of a token under the target, the accelerated model, as it is sampled from.",
   q: "q: the probability that the drafter gave to the token which it drafted.",
   gamma: "Gamma: the draft length, the most tokens that are drafted before a pass of the target.",
   "tokens per pass":
