@@ -41,6 +41,7 @@ def page(server: Served, open_page: Open) -> Page:
 
 def copied(page: Page, button: Locator) -> str:
     """What a button copies."""
+    expect(button).to_have_text("Copy")
     button.click()
     expect(button).to_have_text("Copied")
     return str(page.evaluate("navigator.clipboard.readText()"))

@@ -244,7 +244,7 @@ async function generate(view) {
     prompt.focus({ preventScroll: true });
     return true;
   } catch (error) {
-    if (!view.finish) view.tell(error);
+    if (!view.failure) view.tell(error);
     if (error instanceof ServerError && error.status === 401) settings.focus("key");
     else prompt.focus({ preventScroll: true });
     return false;
