@@ -10,7 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import nbformat
 import pytest
+from ipykernel.kernelspec import install
+from nbclient import NotebookClient
 
 import tokenleap
 from tests.spec_drafters import random_spec_drafter
@@ -89,6 +92,37 @@ class TestOnTheDefaultModel:
     def test_custom_drafter(self, capsys: pytest.CaptureFixture[str]) -> None:
         run(EXAMPLES / "custom_drafter.py", "--max-tokens", "12")
         assert "second time" in capsys.readouterr().out
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("smollm2_path")
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel of this interpreter. Nothing warns, and a bar is one of characters."""
+    install(prefix=str(tmp_path))
+    for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share/jupyter"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(tokenleap.__file__).parents[1]))
+    notebook = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
+    for cell in notebook.cells:
+        assert cell.cell_type == "markdown" or cell.outputs, "`make notebook` stores them"
+    bar = "_ = llm.generate([[1], [2]], SamplingParams(max_tokens=1), use_tqdm=True)"
+    notebook.cells.insert(-1, nbformat.v4.new_code_cell(bar))
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+
+    outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    (progress,) = outputs.pop(bar)
+    assert progress.name == "stderr"
+    assert "Processed prompts: 100%" in progress.text
+    assert "Warning" not in progress.text
+    shown = [output for each in outputs.values() for output in each]
+    assert all(output.get("name") != "stderr" for output in shown)
+    pages = [output.data["text/html"] for output in shown if "data" in output]
+    assert '<span title="draft"' in pages[0]
+    assert "64 tokens in 64 passes" in pages[1]  # without speculation
+    freed = re.search(r"(\d+) MiB were freed", shown[-1].text)
+    assert freed is not None
+    assert int(freed[1]) > 300
 
 
 @pytest.mark.parametrize("drafter", [None, "spec_drafter"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -148,6 +149,9 @@ class AsyncLLM:
         self._preparing = Pool(_PREPARING, "tokenleap-prepare")
         self._compiling = Pool(_COMPILING, "tokenleap-compile")
         self._rendering = Pool(_RENDERING, "tokenleap-render")
+        self._pools = (self._preparing, self._compiling, self._rendering)
+        # The threads of one that is dropped would keep the model in memory.
+        weakref.finalize(self, _close, self._pools, self.thread, 0).atexit = False
 
     @property
     def alive(self) -> bool:
@@ -235,10 +239,7 @@ class AsyncLLM:
         Returns:
             Whether the engine's thread has ended. If not, it ends after the step.
         """
-        self._preparing.close()
-        self._compiling.close()
-        self._rendering.close()
-        return self.thread.close(timeout)
+        return _close(self._pools, self.thread, timeout)
 
     async def __aenter__(self) -> AsyncLLM:
         """The `AsyncLLM` itself."""
@@ -247,6 +248,12 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         """Close it, off the loop."""
         await asyncio.to_thread(self.close)
+
+
+def _close(pools: Sequence[Pool], thread: WorkerThread, timeout: float | None) -> bool:
+    for pool in pools:
+        pool.close()
+    return thread.close(timeout)
 
 
 def _has_form(params: Sampling) -> bool:
@@ -421,6 +428,8 @@ class Pool:
 
     def close(self) -> None:
         """Refuse all that has not begun, and return without waiting for what runs."""
+        if not self._process.here:  # another thread may have held the lock when it was forked
+            return
         with self._news:
             self._closed = True
             waiting = [run for queue in self._waiting.values() for run in queue]

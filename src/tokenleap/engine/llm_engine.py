@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ class LLMEngine:
         if config is None:
             config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
-        self.worker = Worker(lambda: self.advance(), lambda: self._scheduler.busy)
+        own = weakref.proxy(self)  # without a cycle, memory is free as soon as the `LLM` is dropped
+        self.worker = Worker(lambda: own.advance(), lambda: own._scheduler.busy)
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,
