@@ -30,13 +30,14 @@ def without_collector() -> Iterator[None]:
 
 
 def parts_of(llm: LLM) -> dict[str, weakref.ref[Any]]:
-    engine = llm.engine
+    engine, drafter = llm.engine, llm.engine.strategies.default.drafter
     parts = {
         "engine": engine,
         "target": engine.target,
         "network": engine.target.network,
         "KV": engine.target.slab,
-        "drafter": engine.strategies.default.drafter,
+        "drafter": drafter,
+        "draft model": getattr(drafter, "_scorer", drafter),
     }
     return {name: weakref.ref(part) for name, part in parts.items()}
 
@@ -79,7 +80,7 @@ def test_results_of_a_failed_call_do_not_hold_it(monkeypatch: pytest.MonkeyPatch
     del llm
     gc.collect()
     assert alive(parts) == []
-    assert results[0].outputs[0].error == "no disk"
+    assert results[0].outputs[0].error == "OSError: no disk"
 
 
 def test_an_async_llm_that_nobody_closed_ends_its_threads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -148,6 +149,16 @@ def test_a_notebook(has_widgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", IPython)
     assert module._somebody_looks()
     assert module._tqdm().__module__ == ("tqdm.notebook" if has_widgets else "tqdm.std")
+
+
+def test_a_kernel_gets_no_warning_about_widgets() -> None:
+    """Transformers imports `tqdm.auto`; here it comes with the first import of ours."""
+    code = (
+        "from ipykernel import zmqshell; import tokenleap, sys; assert 'tqdm.auto' in sys.modules"
+    )
+    command = [sys.executable, "-W", "error:IProgress", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_beam_search_takes_it_too(llm: LLM, made: list[Bar]) -> None:

@@ -12,6 +12,8 @@ PyTorch.
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tokenleap.runtime.cores import bound_spinning
@@ -50,6 +52,11 @@ if TYPE_CHECKING:
     from tokenleap.trace import StepTrace, Trace
 
 bound_spinning()  # before PyTorch is loaded
+
+if "ipykernel" in sys.modules:  # Transformers imports it, too, and it asks for ipywidgets
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")
+        import tqdm.auto  # noqa: F401
 
 __version__ = "0.1.0"
 
