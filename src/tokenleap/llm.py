@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenleap.config import SpeculativeConfig
-from tokenleap.core.config import nearest, num_bytes
+from tokenleap.core.config import nearest, num_bytes, return_freed
 from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.drafters.base import VocabularyOverlap
 from tokenleap.drafters.online import OnlineReport
@@ -172,6 +172,11 @@ class LLM:
         self._source = loaded.name if loaded.packed else loaded.path
         self.engine = LLMEngine(loaded, given, options)  # it lets go of the module
         self.speculative_config = self.engine.strategies.config
+
+    def __del__(self) -> None:
+        """Give the model's memory back to the system, unless its engine is still in use."""
+        if vars(self).pop("engine", None) is not None:
+            return_freed()
 
     # What was loaded
 
