@@ -93,10 +93,10 @@ class TestOnTheDefaultModel:
         assert all(row.endswith("True") for row in rows)
 
     def test_the_notebook(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Its code but the last cell, which frees the model."""
+        """Its code but the last cell, which closes the model."""
         cells = nbformat.read(NOTEBOOK, as_version=4).cells
         *sources, last = [cell.source for cell in cells if cell.cell_type == "code"]
-        assert "del llm" in last
+        assert "llm.close()" in last
         names: dict[str, Any] = {}
         for source in sources:
             less = source.replace("max_tokens=64", "max_tokens=8")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
 from tests.programs import Program
 from tests.tiny import tiny_model
 from tokenleap import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, StreamChunk
+from tokenleap.runtime.target import Target
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
@@ -81,6 +84,29 @@ def test_results_of_a_failed_call_do_not_hold_it(monkeypatch: pytest.MonkeyPatch
     gc.collect()
     assert alive(parts) == []
     assert results[0].outputs[0].error == "OSError: no disk"
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["failed", "interrupted"])
+def test_closing_frees_what_the_last_error_holds(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IPython keeps the error of the last cell, with all frames of its traceback."""
+    llm, prefill = tiny_llm(tiny_model(), "ngram"), Target.prefill
+
+    def broken(self: Target, *args: Any, **fields: Any) -> Any:
+        if not interrupted:
+            raise OSError("no disk")
+        signal.raise_signal(signal.SIGINT)
+        return prefill(self, *args, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "prefill", broken)
+        with pytest.raises((RequestError, KeyboardInterrupt)) as raised:
+            llm.generate(PROMPTS, PARAMS)
+    monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
+    parts = parts_of(llm)
+    llm.close()
+    assert alive(parts) == []
 
 
 def test_an_async_llm_that_nobody_closed_ends_its_threads() -> None:

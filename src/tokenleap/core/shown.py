@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 COLOURS = {"draft": 28, "correction": 32, "bonus": None, "plain": None}
 """By origin, of a terminal's 256: readable on black and on white. None is the text's own."""
 
-_TINTS = {"draft": "rgba(0, 160, 60, 0.25)", "correction": "rgba(0, 130, 230, 0.25)"}
+_TINTS = {"draft": "rgba(0, 160, 60, 0.35)", "correction": "rgba(0, 130, 230, 0.35)"}
 """By origin, the colour behind a text in a notebook, whose own colour is that of the theme."""
 
 _BOX = "white-space: pre-wrap; overflow-wrap: anywhere; max-height: 40em; overflow: auto"
