@@ -57,7 +57,7 @@ bound_spinning()  # before PyTorch is loaded
 if "ipykernel" in sys.modules:  # Transformers imports it, too, and it asks for ipywidgets
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
-        import tqdm.auto  # noqa: F401
+        importlib.import_module("tqdm.auto")
 
 __version__ = "0.1.0"
 

@@ -522,8 +522,9 @@ class LLM:
 
 def _forget_last_error() -> None:
     """Clear what was called here in the traceback of the last error, which notebooks keep."""
-    error: BaseException | None = getattr(sys, "last_value", None)
-    while error is not None:
+    error, seen = getattr(sys, "last_value", None), list[BaseException]()
+    while error is not None and error not in seen:  # `raise error from error` is a cycle
+        seen.append(error)
         ours = False
         for frame, _ in walk_tb(error.__traceback__):
             ours = ours or frame.f_globals.get("__name__", "").startswith("tokenleap.")
