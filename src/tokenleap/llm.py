@@ -10,8 +10,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, Unpack
 
 import torch
@@ -521,17 +523,21 @@ class LLM:
 
 
 def _forget_last_error() -> None:
-    """Clear what was called here in the traceback of the last error, which notebooks keep."""
+    """Clear our frames, and those called from them, of the last error, which notebooks keep."""
     error, seen = getattr(sys, "last_value", None), list[BaseException]()
     while error is not None and error not in seen:  # `raise error from error` is a cycle
         seen.append(error)
-        ours = False
-        for frame, _ in walk_tb(error.__traceback__):
-            ours = ours or frame.f_globals.get("__name__", "").startswith("tokenleap.")
-            if ours:
-                with suppress(RuntimeError):  # it still runs
-                    frame.clear()
+        called = [frame for frame, _ in walk_tb(error.__traceback__)]
+        callers = [frame for first in called[:1] for frame, _ in walk_stack(first)]
+        frames = [*filter(_is_ours, callers), *dropwhile(lambda each: not _is_ours(each), called)]
+        for frame in frames:
+            with suppress(RuntimeError):  # it still runs
+                frame.clear()
         error = error.__cause__ or error.__context__
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("tokenleap.")
 
 
 # The progress bar of `LLM.generate`.
