@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -72,7 +72,7 @@ def test_results_of_a_failed_call_do_not_hold_it(monkeypatch: pytest.MonkeyPatch
     def broken(*_: Any) -> None:
         raise OSError("no disk")
 
-    results: list[RequestOutput] = []
+    results: Sequence[RequestOutput] = ()
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.target, "prefill", broken)
         try:
@@ -109,14 +109,25 @@ def test_closing_frees_what_the_last_error_holds(
     assert alive(parts) == []
 
 
+async def generated(llm: AsyncLLM) -> list[StreamChunk]:
+    return [chunk async for chunk in llm.generate([1, 2, 3], PARAMS)]
+
+
+def test_closing_frees_it_while_an_async_llm_is_kept() -> None:
+    server = AsyncLLM(tiny_llm(tiny_model(), "ngram"))
+    chunks = asyncio.run(generated(server))
+    parts = parts_of(server.llm)
+    server.close()
+    server.llm.close()
+    assert alive(parts) == []
+    assert chunks[-1].output is not None
+
+
 def test_an_async_llm_that_nobody_closed_ends_its_threads() -> None:
     before = set(threading.enumerate())
     llm = AsyncLLM(tiny_llm(tiny_model(), "ngram"))
 
-    async def generate(llm: AsyncLLM) -> list[StreamChunk]:
-        return [chunk async for chunk in llm.generate([1, 2, 3], PARAMS)]
-
-    chunks = asyncio.run(generate(llm))
+    chunks = asyncio.run(generated(llm))
     parts, threads = parts_of(llm.llm), set(threading.enumerate()) - before
     assert any(thread.name == "tokenleap-engine" for thread in threads)
     del llm

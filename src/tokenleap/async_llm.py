@@ -338,6 +338,7 @@ class WorkerThread:
         finally:
             self._worker.listeners.remove(self._report)
             self._worker.leave(self._thread)
+            del self._engine  # no job is left; who keeps the `AsyncLLM` does not keep the model
 
     def _go_on(self) -> None:
         try:
