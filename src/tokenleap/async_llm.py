@@ -280,7 +280,7 @@ class WorkerThread:
         self._engine, self._worker = engine, engine.worker
         self._outbox = Outbox()
         self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
-        self._lock = threading.Lock()  # no command comes after the one that closes
+        self._lock = threading.RLock()  # no command comes after the one that closes
         self._closed = False
         self._running = True
         self._process = SameProcess()
@@ -306,13 +306,15 @@ class WorkerThread:
 
     def end(self, job: Job) -> None:
         """Abort a job and deliver no more of it, if it has not ended; returns at once."""
-        if self._jobs.pop(id(job), None) is not None:
-            self._engine.end([job], wait=False)
+        with self._lock:
+            if self._jobs.pop(id(job), None) is not None:
+                self._engine.end([job], wait=False)
 
     def stop(self, job: Job) -> None:
         """End the outputs of a job where they are; their last chunks still come."""
-        if id(job) in self._jobs:
-            self._engine.stop([job])
+        with self._lock:
+            if id(job) in self._jobs:
+                self._engine.stop([job])
 
     def close(self, timeout: float | None = None) -> bool:
         """End all jobs and the thread; returns whether it has ended."""
@@ -338,7 +340,8 @@ class WorkerThread:
         finally:
             self._worker.listeners.remove(self._report)
             self._worker.leave(self._thread)
-            del self._engine  # no job is left; who keeps the `AsyncLLM` does not keep the model
+            with self._lock:  # no job is left; who keeps the `AsyncLLM` does not keep the model
+                del self._engine
 
     def _go_on(self) -> None:
         try:
