@@ -39,6 +39,7 @@ from tokenleap.request import Request as OutputRequest
 from tokenleap.serve.body import APIError, invalid, of_engine, of_output, read, unknown_response
 from tokenleap.serve.fields import (
     Details,
+    EmbeddingBody,
     ResponseBody,
     SamplingBody,
     StreamOptions,
@@ -51,7 +52,7 @@ from tokenleap.serve.settings import Settings
 from tokenleap.serve.text_limit import TextLimit
 
 T = TypeVar("T")
-AnyBody = TypeVar("AnyBody", bound=SamplingBody | ResponseBody)
+AnyBody = TypeVar("AnyBody", bound=SamplingBody | ResponseBody | EmbeddingBody)
 Sampled = TypeVar("Sampled", bound=SamplingBody)
 
 GONE = Response(status_code=499)
