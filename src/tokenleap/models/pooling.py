@@ -29,7 +29,7 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""The older fields and the names that newer files have, in the order in which several are joined."""
+"""The older fields and the names in newer files, in the order in which several are joined."""
 
 
 @dataclass(frozen=True)
