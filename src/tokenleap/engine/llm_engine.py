@@ -152,13 +152,14 @@ class LLMEngine:
         default = self.strategies.default = self.strategies.build(config)
         loaded.forget_module()
         prefixes = options.prefix_cache_bytes
+        self._prefixes = None if prefixes is None else PrefixCache(self.target, prefixes)
         self._speculation = Speculation(default)
         self._scheduler = Scheduler(
             self.target,
             self._speculation,
             options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            prefix_cache=None if prefixes is None else PrefixCache(self.target, prefixes),
+            prefix_cache=self._prefixes,
         )
         _log.info(
             "%s runs on %s in %s, with the runtime %s, method %s and controller %s",
@@ -177,6 +178,11 @@ class LLMEngine:
         """Bytes of the KV and of what is kept of sources, of the target and of all draft models."""
         own, *others = self._kv_budget.held_bytes
         return own, sum(others)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV, of what is kept of sources, and of the prefix cache."""
+        return sum(self.kv_bytes) + (0 if self._prefixes is None else self._prefixes.num_bytes)
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
