@@ -201,7 +201,10 @@ def serve(
     )
     settings = options.settings(*(paths or [target.model]))
     for path in (paths or {"": target.model}).values():
-        settings.check_learning(speculation.config_for(path))
+        config = speculation.config_for(path)
+        settings.check_learning(config)
+        if paths and config is not None and config.online is not None:
+            raise UsageError("online: a drafter learns for one model: serve it alone")
     with bound_socket(options.host, options.port) as at:  # before the model is loaded
         with working("Starting", quiet=quiet):
             _check_libraries()

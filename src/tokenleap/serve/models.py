@@ -235,7 +235,7 @@ class Models:
                 files = partial(_file_bytes, model.path)
                 await self._make_room(model.num_bytes or await self._in_thread(files), model)
                 model.loaded = await self._in_thread(partial(self._made, model))
-                if self._fits(model, time.monotonic() - began):
+                if self._taken_in(model, time.monotonic() - began):
                     self._begin(self._trimmed(model))
                 else:
                     await self._unloaded(model)
@@ -270,8 +270,8 @@ class Models:
             found[_place(loaded.state.llm)] -= loaded.cache_bytes
         return found
 
-    def _fits(self, model: _Model, seconds: float) -> bool:
-        """Whether a model that was loaded now is not too large; one that is too large is refused.
+    def _taken_in(self, model: _Model, seconds: float) -> bool:
+        """Count a model that was loaded now; False if it is too large, and refused from now on.
 
         Args:
             seconds: how long its first request has waited.

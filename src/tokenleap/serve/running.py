@@ -306,7 +306,7 @@ class Server(Protocol):
     def alive(self) -> bool: ...
 
     def using(
-        self, request: Request, model: str | None
+        self, request: Request, model: str | None, /
     ) -> AbstractAsyncContextManager[ServerState]:
         """The state of a model; it stays as long as this or a run of its requests is open."""
         ...
@@ -380,10 +380,9 @@ class ServerState:
 
     def cards(self) -> list[dict[str, Any]]:
         """See `Server`: one for each of its names."""
-        return [self.card(name) for name in self.settings.served_model_names]
-
-    def card(self, name: str) -> dict[str, Any]:
-        return card(self.settings, name, self.created, "loaded", self.llm.llm.max_model_len)
+        settings, length = self.settings, self.llm.llm.max_model_len
+        names = settings.served_model_names
+        return [card(settings, name, self.created, "loaded", length) for name in names]
 
     def scope_of(self, request: Request, cache_salt: str | None) -> Scope:
         """The scope in which a request shares: requests with its API key and its salt."""
