@@ -29,7 +29,7 @@ from starlette.requests import Request
 
 from tokenleap.async_llm import AsyncLLM, Pool
 from tokenleap.core.config import return_freed
-from tokenleap.errors import in_one_line
+from tokenleap.errors import told
 from tokenleap.models.support import default_device
 from tokenleap.runtime.cores import memory_limit
 from tokenleap.serve.body import APIError, invalid, unknown_response
@@ -240,7 +240,7 @@ class Models:
                 else:
                     await self._unloaded(model)
         except Exception as error:  # of this model alone
-            _log.error("the model %s could not be loaded: %s", model.name, in_one_line(error))
+            _log.error("the model %s could not be loaded: %s", model.name, told(error))
             self._refuse(model, "could not be loaded; the server's log says why.", RETRY_SECONDS)
         finally:
             model.bringing = None
