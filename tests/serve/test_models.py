@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import threading
 import weakref
 from collections import Counter
@@ -241,7 +242,7 @@ def test_the_command_serves_several(tmp_path: Path) -> None:
             assert client.get("/metrics").text.count("# HELP vllm:prompt_tokens_total") == 1
             listed = client.get("/v1/models").json()["data"]
         assert [each["status"]["value"] for each in listed] == ["loaded", "loaded"]
-        program.terminate()
+        program.send_signal(signal.SIGTERM)
         assert program.wait() == 0
 
 
