@@ -28,6 +28,7 @@ from tokenleap.serve.models import Models, used_bytes
 from tokenleap.serve.settings import Settings
 
 GIB = 2**30
+LEARNS = '{"model": "no-such-draft-model", "online": {}}'
 ALL: Mapping[str, str] = {"a": "/models/a", "b": "/models/b", "c": "/models/c"}
 
 
@@ -138,7 +139,7 @@ def test_a_model_with_requests_stays_until_they_have_ended(loader: Loader) -> No
             pieces = response.iter_text()
             first = next(pieces)
             other: Future[str] = threads.submit(text_of, running, "b")
-            until(lambda: status_of(running)["b"] == "loading")
+            until(lambda: status_of(running)["a"] == "unloaded")  # for new requests
             again = threads.submit(text_of, running, "a")  # waits, or b would never have its turn
             text = first + "".join(pieces)
         assert text.endswith("data: [DONE]\n\n")
@@ -252,9 +253,13 @@ def test_the_command_serves_several(tmp_path: Path) -> None:
         (["--model", "a"], "--model: expected NAME=PATH, got a"),
         (["--model", "a=no-such-model"], "there is no model 'no-such-model'"),
         (["--model=a=smollm2-135m", "--model=a=smollm2-135m"], "two models with the name a"),
-        (["smollm2-135m", "--model=a=smollm2-135m"], "MODEL and --model NAME=PATH contradict"),
+        (["smollm2-135m", "--model=a=smollm2-135m"], "argument MODEL and --model NAME=PATH"),
         (["--model=a=smollm2-135m", "--replicas=2"], "--replicas and --model NAME=PATH"),
         (["--model=a=smollm2-135m", "--served-model-name=b"], "--served-model-name and --model"),
+        (
+            ["--model=a=smollm2-135m", "--share-drafts", "--speculative-config", LEARNS],
+            "a drafter learns for one model",
+        ),
         (["--models-memory=1GiB"], "add --model NAME=PATH"),
         (["--model=a=smollm2-135m", "--models-memory=some"], "models_memory"),
     ],

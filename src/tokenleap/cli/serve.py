@@ -141,7 +141,7 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
             if self.models_memory is not None:
                 raise UsageError("--models-memory is for several models: add --model NAME=PATH")
             return None
-        given = {"MODEL": model, "--replicas": replicas}
+        given = {"the argument MODEL": model, "--replicas": replicas}
         given["--served-model-name"] = self.served_model_name is not None
         for other in (name for name, there in given.items() if there):
             raise UsageError(f"{other} and --model NAME=PATH contradict each other: leave out one")
