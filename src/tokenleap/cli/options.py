@@ -124,6 +124,16 @@ def resolve(name: str) -> Path:
         raise UsageError(str(error)) from error
 
 
+def check_known(name: str) -> None:
+    """Refuse a model that is neither here nor can be fetched, without fetching it."""
+    from tokenleap import models
+    from tokenleap.models.resolver import is_hub_id, packed_name
+
+    known = name in models.aliases() or name in (each.name for each in models.cached())
+    if not (known or _exists(name) or is_hub_id(name) or packed_name(name)):
+        raise UsageError(f"there is no model '{name}': `tokenleap models` lists the known ones")
+
+
 def _exists(name: str) -> bool:
     try:
         return bool(name) and Path(name).expanduser().exists()
