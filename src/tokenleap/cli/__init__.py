@@ -30,7 +30,7 @@ from tokenleap.cli import (
     tune,
 )
 from tokenleap.cli.generate import check_alone
-from tokenleap.cli.root import RootGroup, examples
+from tokenleap.cli.root import LongCommand, RootGroup, examples
 
 __all__ = ["app", "main"]
 
@@ -57,16 +57,16 @@ app = typer.Typer(
         "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
-app.command(epilog=generate.EXAMPLES)(generate.generate)
-app.command(epilog=chat.EXAMPLES)(chat.chat)
-app.command(epilog=serve.EXAMPLES)(serve.serve)
-app.command(epilog=demo.EXAMPLES)(demo.demo)
+app.command(epilog=generate.EXAMPLES, cls=LongCommand)(generate.generate)
+app.command(epilog=chat.EXAMPLES, cls=LongCommand)(chat.chat)
+app.command(epilog=serve.EXAMPLES, cls=LongCommand)(serve.serve)
+app.command(epilog=demo.EXAMPLES, cls=LongCommand)(demo.demo)
 app.command(epilog=trace.EXAMPLES)(trace.trace)
-app.command(epilog=plan.EXAMPLES)(plan.plan)
-app.command(epilog=bench.EXAMPLES)(bench.bench)
-app.command(epilog=tune.TREE_EXAMPLES)(tune.tree)
-app.command("tune-layers", epilog=tune.LAYERS_EXAMPLES)(tune.tune_layers)
-app.command(epilog=train.TRAIN_EXAMPLES)(train.train)
+app.command(epilog=plan.EXAMPLES, cls=LongCommand)(plan.plan)
+app.command(epilog=bench.EXAMPLES, cls=LongCommand)(bench.bench)
+app.command(epilog=tune.TREE_EXAMPLES, cls=LongCommand)(tune.tree)
+app.command("tune-layers", epilog=tune.LAYERS_EXAMPLES, cls=LongCommand)(tune.tune_layers)
+app.command(epilog=train.TRAIN_EXAMPLES, cls=LongCommand)(train.train)
 app.command(epilog=train.EXPORT_EXAMPLES)(train.export)
 app.command(epilog=train.CHECK_EXAMPLES)(train.check)
 app.add_typer(models.app, name="models")
@@ -74,6 +74,7 @@ app.add_typer(text_files.ngrams_app, name="ngrams")
 app.add_typer(text_files.datastore_app, name="datastore")
 app.command(epilog=about.METHODS_EXAMPLES)(about.methods)
 app.command(epilog=about.DOCTOR_EXAMPLES)(about.doctor)
+app.command(epilog=models.PS_EXAMPLES, hidden=True)(models.ps)
 
 
 def _show_version(wanted: bool) -> None:
@@ -90,7 +91,10 @@ def tokenleap(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Speculative decoding for Hugging Face models: the same output, faster."""
+    """Speculative decoding for Hugging Face models: the same output, faster.
+
+    Ollama's run, pull, list, ps and rm work, too.
+    """
     check_alone(context.invoked_subcommand)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -20,6 +20,7 @@ from tokenleap.cli.options import (
     ModelOptions,
     SamplingOptions,
     SpeculationOptions,
+    few,
     flat,
     in_panel,
     open_llm,
@@ -52,6 +53,9 @@ class ChatSampling(SamplingOptions):
     OTHERWISE: ClassVar[Mapping[str, Any]] = {**SamplingOptions.OTHERWISE, "max_tokens": 512}
 
 
+@few(
+    "model max_model_len quantization device method draft_model temperature max_tokens system quiet"
+)
 @flat
 def chat(
     target: ModelOptions,

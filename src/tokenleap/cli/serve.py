@@ -20,6 +20,7 @@ from tokenleap.cli.options import (
     SpeculationOptions,
     amount,
     arguments_for_replicas,
+    few,
     flat,
     in_panel,
     open_llm,
@@ -125,6 +126,10 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
         )
 
 
+@few(
+    "host port served_model_name api_key max_model_len quantization "
+    "method draft_model max_num_seqs replicas"
+)
 @flat
 def serve(
     target: ServedModel,
