@@ -1,6 +1,6 @@
 """The command line: `tokenleap COMMAND`. Every command has a module of its own.
 
-`main` is the console script and what `python -m tokenleap` calls. The commands import PyTorch and
+`main` is what the console script and `python -m tokenleap` call. The commands import PyTorch and
 Transformers when they run, so that help pages and wrong options are answered at once.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -102,6 +103,9 @@ def tokenleap(
 
 def main() -> None:
     """Set up the process and run the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see `tokenleap.__main__`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = _interrupted_again
     os.environ.update(
         {name: os.environ.get(name, value) for name, value in _QUIET_LIBRARIES.items()}
     )
@@ -110,4 +114,16 @@ def main() -> None:
         # A character that the terminal's encoding lacks must not end a run.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+    try:
+        app()
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to clean up
+
+
+def _interrupted_again(lost: Any, otherwise: Any = sys.unraisablehook) -> None:
+    """Interrupt again where Python has lost a Ctrl-C, as in a destructor."""
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    else:
+        otherwise(lost)

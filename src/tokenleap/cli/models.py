@@ -149,7 +149,8 @@ def ps(
     One server is asked, the default one of `tokenleap serve` unless --url
     names another. Exit status 1 if none answers there.
     """
-    served = _served(url.rstrip("/").removesuffix("/v1"), api_key)
+    url = url.rstrip("/").removesuffix("/v1")
+    served = _served(url, api_key)
     if json_output:
         show_json({"url": url, "models": served})
         return
@@ -162,9 +163,11 @@ def _served(url: str, api_key: str | None) -> list[dict[str, Any]]:
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        with urlopen(Request(f"{url}/v1/models", headers=key), timeout=_ANSWERS_WITHIN) as answer:
+        asked = Request(f"{url}/v1/models")
+        if api_key is not None:
+            asked.add_unredirected_header("Authorization", f"Bearer {api_key}")
+        with urlopen(asked, timeout=_ANSWERS_WITHIN) as answer:
             found = json.load(answer)["data"]
             return [{"id": str(each["id"]), **each} for each in found]
     except HTTPError as error:
