@@ -34,6 +34,35 @@ def test_ctrl_c_in_the_middle_of_a_stream(tiny: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+INTERRUPTED_AT = """
+import runpy, signal, sys
+at = sys.argv.pop(1)
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == at:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("tokenleap", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "told"), [("rich", -signal.SIGINT, ""), ("torch", 130, "interrupted\n")]
+)
+def test_ctrl_c_during_imports(tiny: Path, module: str, code: int, told: str) -> None:
+    """Before anything has begun, the process simply ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT, module, "generate", "hello", "-m", tiny],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
+
+
 def test_a_reader_who_leaves(tiny: Path) -> None:
     with start("generate", "hello", "-m", tiny, *ENDLESS) as process:
         assert process.stdout is not None
