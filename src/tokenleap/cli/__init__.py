@@ -7,6 +7,7 @@ Transformers when they run, so that help pages and wrong options are answered at
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -38,6 +39,7 @@ __all__ = ["app", "main"]
 _QUIET_LIBRARIES = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_VERBOSITY": "error",
 }
 
 EXAMPLES = examples(
@@ -110,6 +112,8 @@ def main() -> None:
         {name: os.environ.get(name, value) for name, value in _QUIET_LIBRARIES.items()}
     )
     warnings.simplefilter("ignore")
+    if logging.lastResort is not None:  # log lines of libraries that have no handler
+        logging.lastResort.addFilter(lambda record: record.name.startswith("tokenleap"))
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal's encoding lacks must not end a run.
         if isinstance(stream, io.TextIOWrapper):

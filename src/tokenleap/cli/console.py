@@ -121,26 +121,30 @@ def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
     shown = console.is_terminal and not quiet
     with (
         console.status(plain(f"{doing} ...", "note")) if shown else nullcontext(),
-        nullcontext() if quiet else _compiling_shown(),
+        nullcontext() if quiet else _compiling_shown(console),
     ):
         yield
 
 
 class _Remarks(logging.Handler):
-    """Log lines as remarks."""
+    """Prints log lines on a console, above its spinner."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        remark(record.getMessage())
+        self._console.print(plain(record.getMessage(), "note"), soft_wrap=True)
 
 
 @contextmanager
-def _compiling_shown() -> Iterator[None]:
+def _compiling_shown(console: Console) -> Iterator[None]:
     """Say on stderr that the native runtime is compiled, unless `TOKENLEAP_LOG` has it said."""
     ours, log = logging.getLogger("tokenleap"), logging.getLogger("tokenleap.runtime.native.build")
     if ours.handlers or log.handlers:
         yield
         return
-    handler, level = _Remarks(), log.level
+    handler, level = _Remarks(console), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:

@@ -40,6 +40,9 @@ class UsageError(typer.TyperException):
     exit_code = 2
 
 
+_FIRST_EXAMPLES = 5
+
+
 class LongCommand(TyperCommand):
     """A command with many options: --help shows those that matter, and --help-all all of them."""
 
@@ -51,17 +54,17 @@ class LongCommand(TyperCommand):
             for each in self.params
             if each.param_type_name == "option" and not each.required and each.name not in shown
         ]
-        # Completion offers all of them.
-        self._hide(more, hidden=HELP_ALL not in ctx.meta)
+        everything, examples = HELP_ALL in ctx.meta, self.epilog
+        if examples and not everything:
+            self.epilog = "\n".join(examples.split("\n")[: 1 + _FIRST_EXAMPLES])
+        for each in more:
+            each.hidden = not everything
         try:
             super().format_help(ctx, formatter)
         finally:
-            self._hide(more, hidden=False)
-
-    @staticmethod
-    def _hide(options: Sequence[Any], *, hidden: bool) -> None:
-        for each in options:
-            each.hidden = hidden
+            self.epilog = examples
+            for each in more:
+                each.hidden = False  # completion offers it
 
 
 class _Group(TyperGroup):
