@@ -189,14 +189,17 @@ def test_a_cache_that_cannot_be_written_is_1(run: Run, cache: Path) -> None:
 # Ollama's words.
 
 
-def test_words_of_ollama(run: Run, tiny: Path) -> None:
+def test_words_of_ollama(run: Run, tiny: Path, tmp_path: Path) -> None:
     folder = cached("mine")
     assert run.done("list").stdout == run.done("models").stdout
     assert run.done("pull", tiny).stdout == f"{tiny} is ready in {tiny}\n"
     assert "add --yes" in run.refused("rm", "mine")
     assert "../x is not in the cache" in run.refused("rm", "../x", "-y")
+    outside = folder.rename(tmp_path / "outside")
+    folder.symlink_to(outside)
     run.done("rm", "mine", "-y")
     assert not folder.exists()
+    assert (outside / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("given", [["Hi there"], ["--max-tokens", 3, "--", "Hi there"]])
@@ -209,7 +212,7 @@ def test_run_with_a_prompt_is_generate(run: Run, tiny: Path, given: list[object]
 
 def test_run_at_a_terminal_is_chat(tiny: Path) -> None:
     with Terminal("run", tiny, "--max-tokens", 3) as terminal:
-        terminal.wait_for("/help for help")
+        terminal.wait_for(r"/help for help[\s\S]*>\x08\x1b\[2C")  # the prompt
         terminal.type("\x04")
         assert terminal.end() == 0
 

@@ -248,7 +248,7 @@ class Conversation:
     def _save(self, name: str) -> None:
         content = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
         write_whole(_file(name), lambda to: to.write_text(content, encoding="utf-8"))
-        note(f"saved in {name}; /load {name} continues it")
+        note(f"saved in {name}, which /load reads")
 
     def keep(self) -> None:
         """Save a conversation that Ctrl-C ends where only this user reads it, and say where."""

@@ -49,7 +49,7 @@ class LongCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help page; see Typer's."""
         shown = {*getattr(self.callback, "first", ()), HELP_ALL}
-        more = [
+        more: list[Any] = [
             each
             for each in self.params
             if each.param_type_name == "option" and not each.required and each.name not in shown
@@ -302,6 +302,8 @@ def instead_of_option(name: str, known: Sequence[str]) -> str:
 
 def instead_of_command(name: str, known: Sequence[str]) -> str:
     """The advice on a command that does not exist: one like it, or all that there are."""
+    if name in _OLLAMA:  # below another command
+        return f"use 'tokenleap {' '.join(_OLLAMA[name])}'."
     return f"use {_COMMANDS[name]}." if name in _COMMANDS else nearest(name, list(known))
 
 
