@@ -38,10 +38,16 @@ DISTURBED = """
 import logging, runpy, signal, sys, warnings
 at, how = sys.argv.pop(1), sys.argv.pop(1)
 
+class Lost:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
 class Disturbance:
     def find_spec(self, name, *_):
         if name == at and how == "interrupt":
             signal.raise_signal(signal.SIGINT)
+        elif name == at and how == "interrupt a destructor":
+            Lost()
         elif name == at:
             logging.getLogger("a_library").warning("a line of a library")
             warnings.warn("a warning of a library")
@@ -58,12 +64,12 @@ def disturbed(*arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "code", "told"), [("rich", -signal.SIGINT, ""), ("torch", 130, "interrupted\n")]
-)
-def test_ctrl_c_during_imports(tiny: Path, module: str, code: int, told: str) -> None:
+def test_ctrl_c_during_imports(tiny: Path) -> None:
     """Before anything has begun, the process simply ends."""
-    assert disturbed(module, "interrupt", "generate", "hello", "-m", tiny) == (code, "", told)
+    given = ("generate", "hello", "-m", tiny)
+    assert disturbed("rich", "interrupt", *given) == (-signal.SIGINT, "", "")
+    assert disturbed("torch", "interrupt", *given) == (130, "", "interrupted\n")
+    assert disturbed("torch", "interrupt a destructor", *given) == (130, "", "interrupted\n")
 
 
 def test_no_warning_of_a_library_stands_above_an_error() -> None:

@@ -6,11 +6,13 @@ Transformers when they run, so that help pages and wrong options are answered at
 
 from __future__ import annotations
 
+import _thread
 import io
 import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from typing import Annotated, Any
 
@@ -126,8 +128,8 @@ def main() -> None:
 
 
 def _interrupted_again(lost: Any, otherwise: Any = sys.unraisablehook) -> None:
-    """Interrupt again where Python has lost a Ctrl-C, as in a destructor."""
+    """Interrupt again, a moment later, where Python has lost a Ctrl-C, as in a destructor."""
     if isinstance(lost.exc_value, KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+        threading.Timer(0.01, _thread.interrupt_main).start()
     else:
         otherwise(lost)
