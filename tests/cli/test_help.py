@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -47,7 +49,9 @@ def test_help_shows_the_options_that_matter(
     run: Run, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    found = get_command(app).commands[command]
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    found: Any = group.commands[command]
     options = {each.opts[0]: each for each in found.params if each.param_type_name == "option"}
     first = {name for name, each in options.items() if each.name in found.callback.first}
     assert len(first) == len(found.callback.first)  # each of them exists

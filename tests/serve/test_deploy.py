@@ -17,7 +17,9 @@ METRIC = re.compile(r"\b(?:vllm|tokenleap):[a-z0-9_]+")
 
 
 def test_each_metric_of_the_dashboard_exists(server: Served) -> None:
-    server.complete("aaaa", max_tokens=20)
+    remembered = {"speculative_config": {"method": "suffix", "controller": "fixed"}}
+    for _ in range(2):  # the second time, drafts are accepted
+        server.complete("aaaa", max_tokens=20, **remembered)
     found = server.http.get("/metrics").text
     known = {line.split("{")[0] for line in found.splitlines() if METRIC.match(line)}
     expressions = [each["expr"] for panel in DASHBOARD["panels"] for each in panel["targets"]]
