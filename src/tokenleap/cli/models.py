@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ import typer
 from tokenleap.cli.console import display, errors, plain, show_json, tell
 from tokenleap.cli.options import JsonOption, resolve
 from tokenleap.cli.root import DefaultGroup, UsageError, examples
+from tokenleap.errors import TokenleapError
 
 if TYPE_CHECKING:
     from tokenleap.models import Alias, CachedModel
@@ -23,7 +25,14 @@ EXAMPLES = examples(
     "tokenleap models remove smollm2-135m --yes",
 )
 
+PS_EXAMPLES = examples(
+    "tokenleap ps",
+    "tokenleap ps --url http://10.0.0.7:8000 --api-key SECRET",
+)
+
 ModelName = Annotated[str, typer.Argument(help="What --model takes.", metavar="NAME")]
+
+_ANSWERS_WITHIN = 10.0  # seconds
 
 app = typer.Typer(cls=DefaultGroup, rich_markup_mode="rich", epilog=EXAMPLES)
 
@@ -122,6 +131,58 @@ def check(
             tell(f"{each} {_condition(damaged)}")
     if any(found.values()):
         raise typer.Exit(1)
+
+
+def ps(
+    url: Annotated[
+        str, typer.Option(help="The server to ask.", metavar="URL")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Its API key.", metavar="KEY", envvar="TOKENLEAP_API_KEY"),
+    ] = None,
+    *,
+    json_output: JsonOption = False,
+) -> None:
+    """Show what a server runs: the names that requests may use.
+
+    One server is asked, the default one of `tokenleap serve` unless --url
+    names another. Exit status 1 if none answers there.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    served = _served(url, api_key)
+    if json_output:
+        show_json({"url": url, "models": served})
+        return
+    for each in served:
+        tell(f"{each['id']} at {url}")
+
+
+def _served(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """What `/v1/models` of a server lists."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    try:
+        asked = Request(f"{url}/v1/models")
+        if api_key is not None:
+            asked.add_unredirected_header("Authorization", f"Bearer {api_key}")
+        with urlopen(asked, timeout=_ANSWERS_WITHIN) as answer:
+            found = json.load(answer)["data"]
+            return [{"id": str(each["id"]), **each} for each in found]
+    except HTTPError as error:
+        advice = ": add --api-key" if error.code in (401, 403) else ""
+        raise TokenleapError(
+            f"the server at {url} refuses to list its models (status {error.code}){advice}"
+        ) from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise TokenleapError(
+            f"no server answers at {url} ({reason}): start `tokenleap serve`, or name another "
+            "one with --url"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise TokenleapError(f"what answers at {url} is no server of OpenAI's API") from None
 
 
 def _cached(name: str | None) -> dict[str, CachedModel]:

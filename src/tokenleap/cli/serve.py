@@ -21,6 +21,7 @@ from tokenleap.cli.options import (
     amount,
     arguments_for_replicas,
     check_known,
+    few,
     flat,
     in_panel,
     open_llm,
@@ -177,6 +178,10 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
         )
 
 
+@few(
+    "host port served_model_name api_key max_model_len quantization "
+    "method draft_model max_num_seqs models"
+)
 @flat
 def serve(
     context: typer.Context,
