@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import display, errors, plain, show_json, tell
+from tokenleap.cli.console import display, errors, plain, remark, show_json, tell
 from tokenleap.cli.options import JsonOption, resolve
 from tokenleap.cli.root import DefaultGroup, UsageError, examples
 
@@ -19,6 +20,7 @@ EXAMPLES = examples(
     "tokenleap models",
     "tokenleap models fetch smollm2-135m",
     "tokenleap models path smollm2-135m --gguf",
+    "tokenleap models convert old-model --output new-model",
     "tokenleap models check",
     "tokenleap models remove smollm2-135m --yes",
 )
@@ -79,6 +81,31 @@ def path(
     else:
         found = resolve(name)
     print(found)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A model's folder, or a .bin, .pt or .pth file.", metavar="FOLDER"),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new folder.")],
+) -> None:
+    """Convert pickle checkpoints to safetensors, in a sandboxed process.
+
+    Configuration and tokenizer are copied. Pickles of more than tensors are
+    refused.
+    """
+    from tokenleap.models.pickles import convert_pickles
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up
+    forbidden = convert_pickles(source, output)
+    tell(f"{output} is ready")
+    if len(forbidden) < 2:
+        remark(
+            "This system has no Landlock or seccomp for the process that read the pickles: its "
+            f"limits were time and memory{' and files' if 'files' in forbidden else ''} only."
+        )
 
 
 @app.command()

