@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tokenleap.cli.console import display, errors, plain, remark, show_json, tell
+from tokenleap.cli.console import display, errors, plain, remark, show, show_json, table_of, tell
 from tokenleap.cli.options import JsonOption, resolve
 from tokenleap.cli.root import DefaultGroup, UsageError, examples
 
@@ -37,14 +38,16 @@ def models() -> None:
 
 @app.command("list")
 def list_models(json_output: JsonOption = False) -> None:
-    """List the aliases, and the models and packed weights in the cache."""
-    from tokenleap.models import aliases, cache_dir, cached
+    """List the short names, and the models and packed weights in the cache."""
+    from tokenleap.models import aliases, cache_dir, cached, short_names
+    from tokenleap.models.store import bytes_text
 
     folders = {model.name: model for model in cached()}
     known = aliases()
     rows = [_row(known.get(name), folders.get(name)) for name in sorted({*known, *folders})]
     if json_output:
-        show_json({"cache_dir": str(cache_dir()), "models": rows})
+        short = [asdict(each) for each in short_names().values()]
+        show_json({"cache_dir": str(cache_dir()), "models": rows, "short_names": short})
         return
     packed = [row for row in rows if row["kind"] == "packed"]
     for row in rows:
@@ -54,6 +57,20 @@ def list_models(json_output: JsonOption = False) -> None:
         display().print(plain("\nPacked weights, which are used when their model is loaded:\n"))
     for row in packed:
         _show(row)
+    display().print(
+        plain("\nShort names of models on the Hugging Face Hub, with their download:\n")
+    )
+    table = [
+        (
+            each.name,
+            each.model.rpartition("/")[0],
+            each.quantization,
+            each.licence,
+            bytes_text(each.download_bytes),
+        )
+        for each in short_names().values()
+    ]
+    show(table_of(("name", "repository", "weights", "licence", "size"), table, left=4))
     tell(f"\nThe cache is {cache_dir()}.", "note")
 
 
@@ -68,15 +85,16 @@ def fetch(name: ModelName) -> None:
 def path(
     name: ModelName,
     gguf: Annotated[
-        bool, typer.Option("--gguf", help="The GGUF file of an alias instead, for other programs.")
+        bool,
+        typer.Option("--gguf", help="The GGUF file of a short name instead, for other programs."),
     ] = False,
 ) -> None:
     """Print where a model is. It is fetched and converted first if needed."""
     if gguf:
-        from tokenleap.models import aliases, gguf_of
+        from tokenleap.models import aliases, gguf_of, short_names
 
-        if name not in aliases():
-            raise UsageError(f"--gguf: {name} is no alias")
+        if name not in {*aliases(), *short_names()}:
+            raise UsageError(f"--gguf: {name} is no alias or short name")
         found = gguf_of(name)
     else:
         found = resolve(name)
@@ -86,8 +104,10 @@ def path(
 @app.command()
 def convert(
     source: Annotated[
-        Path,
-        typer.Argument(help="A model's folder, or a .bin, .pt or .pth file.", metavar="FOLDER"),
+        str,
+        typer.Argument(
+            help="A folder, a .bin, .pt or .pth file, or ORG/NAME on the Hub.", metavar="MODEL"
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The new folder.")],
 ) -> None:
@@ -97,9 +117,13 @@ def convert(
     refused.
     """
     from tokenleap.models.pickles import convert_pickles
+    from tokenleap.models.resolver import hub_pickles, is_hub_id
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up
-    forbidden = convert_pickles(source, output)
+    place = Path(source)
+    if not place.exists() and is_hub_id(source):
+        place = hub_pickles(source)
+    forbidden = convert_pickles(place, output)
     tell(f"{output} is ready")
     if len(forbidden) < 2:
         remark(

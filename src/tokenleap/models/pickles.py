@@ -24,11 +24,10 @@ from tokenleap.core.sandbox import confine, limit
 from tokenleap.errors import ModelError
 from tokenleap.models.folder import PICKLES, header_of, indexed_files, pickle_files, read_config
 from tokenleap.models.load import guarded
-from tokenleap.models.resolver import folder_size, wait
+from tokenleap.models.resolver import BESIDE_WEIGHTS, folder_size, wait
 from tokenleap.models.store import bytes_text, progress, tells_of_full_disk
 
 _INDEX = "pytorch_model.bin.index.json"
-_COPIED = ("*.json", "*.model", "*.spm", "*.jinja", "*.txt")  # and no code
 
 _FORBIDS = ("files", "system calls")
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG")  # and no tokens
@@ -181,7 +180,7 @@ def _finish(folder: Path, targets: Mapping[Path, str], making: Path) -> None:
         total = sum((making / name).stat().st_size for name in targets.values())
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (making / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
-    for pattern in _COPIED:
+    for pattern in BESIDE_WEIGHTS:
         for path in folder.glob(pattern):
             if path.is_file() and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, making / path.name)
