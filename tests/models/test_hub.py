@@ -204,18 +204,15 @@ def test_gguf_files_that_are_not_there(hub: Hub, gguf: str) -> None:
 
 
 def test_short_names() -> None:
-    """Each stands for a GGUF file of a family that runs, and is in the table of docs/models.md."""
+    """Each stands for a GGUF file, and is in the table of docs/models.md."""
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
-    families = {"gemma3", "llama3.2", "qwen3", "smollm2", "smollm3"}
     for name, short in short_names().items():
         assert name == short.name == name.lower()
         assert is_hub_id(short.model)
         assert short.quantization.lower() in short.model.lower()
-        assert name.partition("-")[0] in families
         assert name not in aliases()
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` "))
         assert f"| {short.quantization} | {short.download_bytes / 1e9:.2f} |" in row
-    assert list(short_names()) == sorted(short_names(), key=lambda name: name.replace(".", " "))
 
 
 def test_a_folder_comes_first(hub: Hub, tmp_path: Path) -> None:

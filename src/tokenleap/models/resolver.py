@@ -294,7 +294,7 @@ _SHORT_NAMES = tuple(
 
 
 def short_names() -> dict[str, ShortName]:
-    """Short names of models of the Hub, in alphabetical order."""
+    """Short names of models of the Hub, by family and size."""
     return {each.name: each for each in _SHORT_NAMES}
 
 
@@ -441,14 +441,17 @@ def hub_gguf(name: str) -> Path | None:
     """A GGUF file of the Hub, and all parts of a split one; None if the name has no file."""
     if (found := _ID.fullmatch(name)) is None or (file := found[3]) is None:
         return None
+    from tokenleap.models.gguf import gguf_parts
+
     repository = name.removesuffix(f"/{file}")
     parts = re.sub(r"-\d{5}-of-", "-?????-of-", file)
 
     def check(folder: Path) -> None:
         if not (folder / file).is_file():
             raise ModelError(f"{repository!r} has no file {file}")
+        gguf_parts(folder / file)
 
-    folder = _fetched(repository, [parts], check)
+    folder = _fetched(repository, [parts], check, f"file {name!r}")
     if not (folder / file).is_file():
         held = [each for each in _listed(repository) if each.endswith(".gguf")]
         near = difflib.get_close_matches(file, held, n=1, cutoff=0) + held
@@ -469,7 +472,9 @@ def hub_pickles(name: str) -> Path:
     return folder
 
 
-def _fetched(name: str, patterns: list[str], check: Callable[[Path], None]) -> Path:
+def _fetched(
+    name: str, patterns: list[str], check: Callable[[Path], None], what: str | None = None
+) -> Path:
     """Files of a Hub model, downloaded unless `check` accepts those in the local cache."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -479,7 +484,8 @@ def _fetched(name: str, patterns: list[str], check: Callable[[Path], None]) -> P
         check(folder)
     except (LocalEntryNotFoundError, ModelError):
         _log.info("downloading %s", name)
-        folder = _downloaded(repository, revision or None, patterns)
+        local = what or f"folder {repository!r}"
+        folder = _downloaded(repository, revision or None, patterns, local)
     return folder
 
 
@@ -523,7 +529,7 @@ def _snapshot(repository: str, revision: str | None, patterns: list[str], *, loc
     )
 
 
-def _downloaded(repository: str, revision: str | None, patterns: list[str]) -> Path:
+def _downloaded(repository: str, revision: str | None, patterns: list[str], local: str) -> Path:
     from huggingface_hub import constants, errors
 
     try:
@@ -542,8 +548,7 @@ def _downloaded(repository: str, revision: str | None, patterns: list[str]) -> P
             raise full_disk() from error
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise ModelError(
-        f"there is no folder {repository!r}, and the Hugging Face Hub does not give the model: "
-        f"{why}"
+        f"there is no {local}, and the Hugging Face Hub does not give the model: {why}"
     )
 
 
