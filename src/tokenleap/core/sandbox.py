@@ -37,6 +37,14 @@ def _set(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended, on Linux."""
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 def confine(folder: Path) -> list[str]:
     """Forbid this process, as far as Linux can, to write outside `folder` and to reach others.
 
@@ -50,7 +58,6 @@ def confine(folder: Path) -> list[str]:
     if platform.system() != "Linux" or len([*Path("/proc/self/task").iterdir()]) > 1:
         return []  # it would hold for one thread only
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         return []
     steps = {"files": _confine_files(libc, folder), "system calls": _confine_calls(libc)}

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenleap.core.sandbox import confine, limit
+from tokenleap.core.sandbox import confine, end_with, limit
 from tokenleap.errors import ModelError
 from tokenleap.models.folder import PICKLES, header_of, indexed_files, pickle_files, read_config
 from tokenleap.models.load import guarded
@@ -113,6 +113,7 @@ def _run(
     """Let a sandboxed process convert the files."""
     largest = max(file.stat().st_size for file in targets)
     job = {
+        "parent": os.getpid(),
         "folder": str(making),
         "files": [[str(file.absolute()), name] for file, name in targets.items()],
         "tied": dict(tied),
@@ -213,6 +214,7 @@ def _runs(process: int) -> bool:
 
 
 def main(job: dict[str, Any]) -> None:
+    end_with(job["parent"])
     import torch
     from safetensors.torch import save_file
 
