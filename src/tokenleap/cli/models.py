@@ -119,11 +119,14 @@ def convert(
     from tokenleap.models.pickles import convert_pickles
     from tokenleap.models.resolver import hub_pickles, is_hub_id
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up
     place = Path(source)
     if not place.exists() and is_hub_id(source):
         place = hub_pickles(source)
-    forbidden = convert_pickles(place, output)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:  # so that SIGTERM leaves nothing behind
+        forbidden = convert_pickles(place, output)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     tell(f"{output} is ready")
     if len(forbidden) < 2:
         remark(

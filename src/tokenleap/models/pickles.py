@@ -166,7 +166,7 @@ def _names(targets: Mapping[Path, str]) -> str:
 
 def _finish(folder: Path, targets: Mapping[Path, str], making: Path) -> None:
     """Check the files that were made, and add the index, configuration and tokenizer."""
-    mode = (making.stat().st_mode & 0o666) or 0o600
+    mode = making.stat().st_mode & 0o666  # safetensors' files are readable by their owner only
     index: dict[str, str] = {}
     for name in targets.values():
         path = making / name
