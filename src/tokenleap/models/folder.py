@@ -266,7 +266,7 @@ def indexed_files(folder: Path, index: str, suffixes: tuple[str, ...]) -> list[P
         raise ModelError(f"{folder / index} has no weight_map; get the model again")
     ends = "|".join(map(re.escape, suffixes))
     name = Annotated[str, Field(pattern=rf"^[^/\\\x00]+({ends})$")]
-    _check(dict[str, name], folder / index, shards)  # type: ignore[valid-type]
+    _check(dict[str, name], folder / index, shards)
     files = [folder / name for name in sorted(set(shards.values()))]
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(

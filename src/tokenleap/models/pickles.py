@@ -112,7 +112,7 @@ def _run(
 ) -> list[str]:
     """Let a sandboxed process convert the files."""
     largest = max(file.stat().st_size for file in targets)
-    job = {
+    job: dict[str, Any] = {
         "parent": os.getpid(),
         "folder": str(making),
         "files": [[str(file.absolute()), name] for file, name in targets.items()],
