@@ -105,7 +105,7 @@ class LLM:
             other weights as they are. "none" or None keeps the latter, too, and dequantizes GGUF
             files. "int8" and "int4" (CPU only) make the weights a half and a third as large. Draft
             models have the target's. Speculation is lossless with respect to the weights that run,
-            which `tokenleap models` lists. An alias stands for dequantized weights.
+            which `tokenleap models` lists. `smollm2-135m` stands for dequantized weights.
         runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama
             and its relatives on a CPU, in float32 or bfloat16). "torch" computes with PyTorch's
             operations: those of "lean", for Llama, Mistral and Qwen, or of "module", the

@@ -125,7 +125,8 @@ def resolve(name: str) -> Path:
     try:
         return models.resolve(name)
     except ModelError as error:
-        if name in models.aliases() or _exists(name) or is_hub_id(name):
+        known = {*models.aliases(), *models.short_names()}
+        if name in known or _exists(name) or is_hub_id(name):
             raise
         raise UsageError(str(error)) from error
 
