@@ -107,7 +107,7 @@ def test_a_model_that_is_missing(run: Run) -> None:
     assert "no-such-model" in error_of(result)
 
 
-@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("name", ["fastapi", "fastapi_offline", "uvicorn", "prometheus_client"])
 def test_an_extra_that_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     result = run("serve", "no-such-model", "--port", 0)
