@@ -89,7 +89,7 @@ def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
     """A server on a free port; nothing may be left in the engine when it has ended."""
     llm = llm or tiny_llm()
     asynchronous = AsyncLLM(llm)
-    chosen = Settings(**{"served_model_names": (MODEL,), **settings})
+    chosen = Settings(**{"served_model_names": (MODEL,), "log_format": "json", **settings})
     app = create_app(asynchronous, chosen)
     started = threading.Event()
     server = QuickServer(app, app.state.server, chosen, started.set)
