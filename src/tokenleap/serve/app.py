@@ -174,24 +174,26 @@ _HEADERS = {
 }
 
 
-async def _file(content: bytes, kind: str, policy: str, request: Request) -> Response:
+async def _file(content: bytes, kind: str, headers: dict[str, str], request: Request) -> Response:
     """A file, or 304 if the browser has it."""
-    headers = {
-        **_HEADERS,
-        "Content-Security-Policy": policy,
-        "ETag": f'"{sha256(content).hexdigest()[:32]}"',
-    }
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=kind, headers=headers)
 
 
 page_router = APIRouter()
+
+
+def _add_file(path: str, content: bytes, suffix: str, policy: str = _POLICY) -> None:
+    tag = f'"{sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "Content-Security-Policy": policy, "ETag": tag}
+    respond = partial(_file, content, _KINDS[suffix], headers)
+    page_router.add_route(path, respond, methods=["GET", "HEAD"], include_in_schema=False)
+
+
 for _path, _entry in FILES.items():
-    _respond = partial(_file, _entry.read_bytes(), _KINDS[Path(_entry.name).suffix], _POLICY)
-    page_router.add_route(_path, _respond, methods=["GET", "HEAD"], include_in_schema=False)
-_respond = partial(_file, _DOCS, _KINDS[".html"], _POLICY.replace("script-src", _SCRIPT))
-page_router.add_route("/docs", _respond, methods=["GET", "HEAD"], include_in_schema=False)
+    _add_file(_path, _entry.read_bytes(), Path(_entry.name).suffix)
+_add_file("/docs", _DOCS, ".html", _POLICY.replace("script-src", _SCRIPT))
 
 
 # `POST .../ID/cancel`: a client stops an answer that it reads, and gets its end with the trace.
