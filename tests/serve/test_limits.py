@@ -117,7 +117,8 @@ def test_requests_at_a_time() -> None:
                 assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
             assert running.state.open_sequences <= 2
             assert asked("b").status_code == 200
-            response_id = next(first.iter_text()).split('"id":"')[1].split('"')[0]
+            pieces = first.iter_text()  # kept: without it, the response would be closed
+            response_id = next(pieces).split('"id":"')[1].split('"')[0]
             stop = f"/v1/completions/{response_id}/cancel"
             assert running.http.post(stop, headers=key("a")).status_code == 204
         until(lambda: asked("a").status_code == 200)
