@@ -379,7 +379,10 @@ class _Bench:
         return [
             Generation(
                 output.token_ids,
-                tuple(entry.logprob for entry in output.logprobs or ()),
+                tuple(
+                    entry[token].logprob
+                    for entry, token in zip(output.logprobs or (), output.token_ids, strict=False)
+                ),
                 any(drafts_a_tree(step) for step in output.trace),
             )
             for output in self._llm(method).generate(ids, params)

@@ -143,7 +143,7 @@ def test_defaults_are_vllms(llm: LLM) -> None:
     [
         ({"gpu_memory_utilization": 0.9}, "use 'kv_cache_memory'"),
         ({"load_in_4bit": True}, "use quantization='int4'"),
-        ({"torch_dtype": "auto"}, "use 'dtype'"),
+        ({"torch_dtype": "float16"}, "use 'dtype'"),
         ({"speculative_model": "x"}, "it belongs in `speculative_config`: use 'model'"),
         ({"num_speculative_tokens": 3}, "write {'num_speculative_tokens': ...}"),
         ({"temperature": 0}, "give `SamplingParams` to generate()"),
@@ -172,7 +172,9 @@ def test_a_model_with_arguments_of_other_libraries(arguments: dict[str, Any], me
         ("a\ud800", "prompt: half of a character at position 1 (a lone surrogate, U+D800)"),
         ([{"role": "user", "content": "\udc00"}], "a lone surrogate, U+DC00"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "of type 'image_url' is not text"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "'prompt' or 'prompt_token_ids', not both"),
+        ({"prompt": [1]}, "prompt: expected text; token ids are 'prompt_token_ids'"),
+        ({"messages": "hi"}, 'a conversation is a list of {"role": ..., "content": ...}'),
+        ({"messages": [], "tool": 1}, "a prompt has no 'tool': did you mean 'tools'"),
         ({"input_ids": [1], "attention_mask": [1]}, "ids as {'prompt_token_ids': ids}"),
         ({"prompt": "a", "multi_modal_data": {}}, "this model takes text only"),
         (torch.tensor([1, 2]), "expected text or a list, got Tensor: call its tolist()"),
@@ -354,9 +356,10 @@ def test_logprobs_are_the_models_own(model: PreTrainedModel) -> None:
         expected = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
     for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
         row = expected[len(PROMPT) - 1 + i]
-        assert entry.token_id == token
-        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
-        assert [t for t, _ in entry.top] == row.topk(2).indices.tolist()
+        assert next(iter(entry)) == token
+        assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+        best = {each.rank: t for t, each in entry.items()}
+        assert [best[1], best[2]] == row.topk(2).indices.tolist()
     assert LLM(model).generate([PROMPT], GREEDY)[0].logprobs is None
 
 

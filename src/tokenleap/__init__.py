@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from tokenleap.async_llm import AsyncLLM
     from tokenleap.config import SpeculativeConfig
     from tokenleap.core.acceptance.base import Origin
-    from tokenleap.core.distribution import Logprob, TokenLogprobs
+    from tokenleap.core.distribution import Logprob
     from tokenleap.core.params import SamplingParams
-    from tokenleap.core.structured import StructuredOutputs
+    from tokenleap.core.structured import StructuredOutputsParams
     from tokenleap.drafters.base import VocabularyOverlap
     from tokenleap.engine.llm_engine import LLMEngine
+    from tokenleap.engine.prompts import TextPrompt, TokensPrompt
     from tokenleap.errors import (
         CompatibilityError,
         ConfigError,
@@ -56,9 +57,9 @@ __version__ = "0.1.0"
 _MODULES = {
     "tokenleap.async_llm": ["AsyncLLM"],
     "tokenleap.core.acceptance.base": ["Origin"],
-    "tokenleap.core.distribution": ["Logprob", "TokenLogprobs"],
+    "tokenleap.core.distribution": ["Logprob"],
     "tokenleap.core.params": ["SamplingParams"],
-    "tokenleap.core.structured": ["StructuredOutputs"],
+    "tokenleap.core.structured": ["StructuredOutputsParams"],
     "tokenleap.drafters.online": ["OnlineReport"],
     "tokenleap.drafters.base": ["VocabularyOverlap"],
     "tokenleap.errors": [
@@ -73,6 +74,7 @@ _MODULES = {
     ],
     "tokenleap.llm": ["LLM"],
     "tokenleap.engine.llm_engine": ["LLMEngine"],
+    "tokenleap.engine.prompts": ["TextPrompt", "TokensPrompt"],
     "tokenleap.outputs": [
         "BeamOutput",
         "BeamSearchOutput",
@@ -114,9 +116,10 @@ __all__ = [
     "StepTrace",
     "StreamChunk",
     "StreamedToken",
-    "StructuredOutputs",
-    "TokenLogprobs",
+    "StructuredOutputsParams",
+    "TextPrompt",
     "TokenleapError",
+    "TokensPrompt",
     "Trace",
     "TrainingError",
     "VocabularyOverlap",

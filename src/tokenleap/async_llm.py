@@ -19,13 +19,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, Unpack
 
+from tokenleap.arguments import REQUIRED, known_options
 from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.engine.jobs import Job, JobSpec, Outbox, RequestOptions
 from tokenleap.engine.llm_engine import LLMEngine
 from tokenleap.engine.prompts import Prompt
 from tokenleap.engine.worker import SameProcess
 from tokenleap.errors import ConfigError, RequestError, TokenleapError, in_one_line
-from tokenleap.llm import LLM, REQUIRED, refuse_unknown
+from tokenleap.llm import LLM
 from tokenleap.outputs import RequestOutput, StreamChunk
 
 _log = logging.getLogger(__name__)
@@ -167,8 +168,8 @@ class AsyncLLM:
         Closing the generator, or cancelling the task that reads it, ends the request and frees its
         memory at once.
         """
-        refuse_unknown("generate", options, prompt, RequestOptions.__annotations__)
-        (request,) = await self.submit([JobSpec(prompt, sampling_params, **options)])
+        known = known_options("generate", options, prompt, RequestOptions.__annotations__)
+        (request,) = await self.submit([JobSpec(prompt, sampling_params, **known)])
         try:
             async for chunk in request:
                 yield chunk

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tokenleap.arguments import (
+    ATTRIBUTES,
+    REQUIRED,
+    check_at_least_1,
+    known_options,
+    refuse_unknown_engine,
+)
 from tokenleap.config import SpeculativeConfig
-from tokenleap.core.config import nearest, num_bytes
+from tokenleap.core.config import num_bytes
 from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.drafters.base import VocabularyOverlap
 from tokenleap.drafters.online import OnlineReport
@@ -23,15 +31,17 @@ from tokenleap.drafters.vocabulary import DraftModel
 from tokenleap.engine.jobs import CallOptions, Job, specs_of
 from tokenleap.engine.llm_engine import AfterStep, EngineOptions, LLMEngine
 from tokenleap.engine.prompts import (
+    NO_CONVERSATION,
     GivenPrediction,
     GivenReferences,
     Message,
     Prompt,
     as_list,
     is_conversation,
+    needed,
 )
 from tokenleap.engine.strategies import Speculative
-from tokenleap.errors import ConfigError, PromptError
+from tokenleap.errors import PromptError, TokenleapError
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.models.resolver import as_packed
 from tokenleap.outputs import (
@@ -44,10 +54,7 @@ from tokenleap.outputs import (
 from tokenleap.runtime.choose import check_sharding
 from tokenleap.runtime.packed import open_packed
 
-__all__ = ["LLM", "REQUIRED", "Message", "Prompt", "UseTqdm", "progress_of", "refuse_unknown"]
-
-REQUIRED: Any = None
-"""The default of prompts: without them, an error of ours says what to write."""
+__all__ = ["LLM", "Message", "Prompt", "UseTqdm", "progress_of"]
 
 UseTqdm: TypeAlias = bool | Callable[..., Any] | None
 """Whether there is a bar, or what makes it (a class with tqdm's interface); see `LLM.generate`."""
@@ -104,10 +111,14 @@ class LLM:
             is its own `generation_config.json`, and a folder has another. "none" (vLLM's "vllm")
             reads only special tokens from it. Defaults hold for sampling parameters that are not
             given; rules, such as `no_repeat_ngram_size`, hold for all outputs.
+        seed: seed of the requests that have none of their own, so that a script repeats its
+            outputs; None draws new ones in every run.
         tensor_parallel_size: number of processes that `torchrun` has started, over which the
             model's weights are spread, for models too large for one device. All of them run the
             same script and get the same outputs. It takes "torch" as the runtime.
-        **unknown: refused, with what to write instead.
+        **unknown: refused, with what to write instead, unless the value asks for nothing (None).
+
+    The weights' memory is freed by `close`, or at the end of `with LLM(...) as llm:`.
 
     Attributes:
         tokenizer: the tokenizer, or None.
@@ -140,6 +151,7 @@ class LLM:
         quantization: str | None = "auto",
         runtime: str = "auto",
         generation_config: str | Path = "auto",
+        seed: int | None = None,
         tensor_parallel_size: int = 1,
         **unknown: Any,
     ) -> None:
@@ -164,6 +176,7 @@ class LLM:
             prefix_cache_bytes=prefix_bytes if enable_prefix_caching else None,
             quantization=quantization,
             runtime=runtime,
+            seed=seed,
         )
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
@@ -176,6 +189,8 @@ class LLM:
 
     def __repr__(self) -> str:
         """One line about what runs."""
+        if "engine" not in vars(self):
+            return f"LLM({self._name!r}, closed)"
         shown = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": self.engine.target.quantization,
@@ -310,7 +325,7 @@ class LLM:
                 references.
             RequestError: a request ended with an error while it ran; `outputs` has all results.
         """
-        refuse_unknown("generate", unknown, prompts)
+        known_options("generate", unknown, prompts)
         specs = specs_of(
             prompts,
             sampling_params,
@@ -346,8 +361,8 @@ class LLM:
             RequestError: a request ended with an error while it ran. The others go on to their
                 ends first; `outputs` has all results.
         """
-        refuse_unknown("stream", options, prompts, CallOptions.__annotations__)
-        jobs = self.engine.jobs(specs_of(prompts, sampling_params, **options))
+        known = known_options("stream", options, prompts, CallOptions.__annotations__)
+        jobs = self.engine.jobs(specs_of(prompts, sampling_params, **known))
         return self.engine.stream(jobs)
 
     def chat(
@@ -356,16 +371,46 @@ class LLM:
         sampling_params: Sampling | Sequence[Sampling] = None,
         *,
         use_tqdm: UseTqdm = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Generate the next turn of one conversation or of many; arguments as in `generate`."""
-        refuse_unknown("chat", options, messages, CallOptions.__annotations__)
-        for conversation in as_list(messages):
+        """Generate the next turn of one conversation or of many.
+
+        `RequestOutput.prompt` is the text that the chat template made.
+
+        Args:
+            messages: a conversation, which is a list of messages, or a list of conversations.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
+            chat_template: a Jinja template to use instead of the model's.
+            add_generation_prompt: end the prompt with the beginning of the assistant's turn; None
+                does so unless the final message is continued.
+            continue_final_message: let the output continue the final message.
+            tools: functions that the model may call, as in OpenAI's API. A template without tools
+                gets them in a system message. A call is part of the output's text.
+            chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+            **options: as in `generate`.
+        """
+        known = known_options("chat", options, messages, CallOptions.__annotations__)
+        template = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        asked = {name: value for name, value in template.items() if value is not None}
+        prompts: list[Prompt] = as_list(messages)
+        for index, conversation in enumerate(prompts):
             if not is_conversation(conversation):
-                raise PromptError(
-                    'messages: a conversation is a list of {"role": ..., "content": ...}.'
-                )
-        return self.generate(messages, sampling_params, use_tqdm=use_tqdm, **options)
+                raise PromptError(NO_CONVERSATION)
+            if asked:
+                prompts[index] = {"messages": conversation, **asked}
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **known)
 
     def beam_search(
         self,
@@ -381,7 +426,7 @@ class LLM:
         It is `generate` with `SamplingParams(beam_width=...)`. Arguments and errors are the same,
         except that all prompts have the same `params`. The sequences begin with the prompt.
         """
-        refuse_unknown("beam_search", unknown, prompts)
+        known_options("beam_search", unknown, prompts)
         if isinstance(params, Mapping):
             params = BeamSearchParams(**params)
         given, config = params.sampling_params, speculative_config
@@ -389,7 +434,7 @@ class LLM:
         return [sequences_of(each, params, self.tokenizer, self.eos_token_ids) for each in found]
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own sampling parameters, as its generation config has them (vLLM's method).
+        """The model's own sampling parameters, as its generation config has them.
 
         These are temperature, top_p, top_k, min_p, repetition_penalty and max_tokens, if set there.
         """
@@ -405,6 +450,22 @@ class LLM:
         """
         return self.engine.encode(prompt)
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            PromptError: the model has none.
+        """
+        return needed(self.tokenizer)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of earlier prompts, and what encoders have read; returns True, as in vLLM.
+
+        This changes speed, and never outputs.
+        """
+        self.engine.reset_prefix_cache()
+        return True
+
     def reset_drafter_memory(self) -> None:
         """Make drafters forget what they learnt from earlier outputs.
 
@@ -414,93 +475,40 @@ class LLM:
         """
         self.engine.reset_drafter_memory()
 
+    # The end
 
-# Arguments of `LLM` and its methods: checks of numbers, and where unknown ones belong.
+    def close(self) -> None:
+        """End all requests with a `RequestError`, and free the memory of the model.
 
+        Results stay. What other objects hold of the model stays in memory as long as they do, such
+        as another `LLM` that drafts with it. Closing twice does nothing.
+        """
+        engine: LLMEngine | None = vars(self).pop("engine", None)
+        if engine is None:
+            return
+        engine.close()
+        on_gpu = engine.target.device.type == "cuda"
+        del engine
+        gc.collect()  # engine and worker know each other
+        if on_gpu:
+            torch.cuda.empty_cache()
 
-_INPUTS = (
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "inputs",
-    "inputs_embeds",
-    "prompt",
-    "prompt_token_ids",
-    "text",
-)
-"""Other libraries' names for a prompt, or for what their tokenizers make of it."""
+    def __enter__(self) -> Self:
+        """The `LLM` itself."""
+        return self
 
-_ENGINE = {
-    "assistant_model": "use speculative_config={'model': ...}.",
-    "n_ctx": "use 'max_model_len'.",
-    "max_seq_len": "use 'max_model_len'.",
-    "n_threads": "call torch.set_num_threads(), or set OMP_NUM_THREADS.",
-    "n_gpu_layers": "use 'device'.",
-    "torch_dtype": "use 'dtype'.",
-    "device_map": "use 'device'.",
-    "load_in_8bit": "use quantization='int8'.",
-    "load_in_4bit": "use quantization='int4'.",
-    "quantization_config": "use 'quantization'.",
-    "revision": "write it after the id: 'ORG/NAME@REVISION'.",
-    "gpu_memory_utilization": "use 'kv_cache_memory'.",
-    "kv_cache_memory_bytes": "use 'kv_cache_memory'.",
-    "enforce_eager": "use runtime='torch'.",
-    "trust_remote_code": "code that comes with a model never runs here; leave it out.",
-    "hf_token": "log in with `hf auth login`.",
-}
-"""Arguments of other libraries' constructors, and what to write for `LLM` instead."""
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
+    if not TYPE_CHECKING:
 
-def check_at_least_1(**values: int) -> None:
-    """Refuse arguments that are too small."""
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name}: must be at least 1, got {value}.")
-
-
-def refuse_unknown(
-    method: str, given: Iterable[str], prompts: object, known: Container[str] = ()
-) -> None:
-    """Say where an argument that the method does not take belongs."""
-    wanted = "a conversation" if method == "chat" else "text, or a list of token ids,"
-    takes = f"give {wanted} as its first argument."
-    for name in given:
-        if name in known:
-            continue
-        if _is_of(SamplingParams, name):
-            own = SamplingParams.foreign_names.get(name, f"use SamplingParams({name}=...).")
-            raise ConfigError(f"{method}() takes {name} in `sampling_params`: {own}")
-        if _is_of(SpeculativeConfig, name):
-            raise ConfigError(f"{method}() takes {name} in `speculative_config`: {_drafting(name)}")
-        if name in _INPUTS:
-            raise ConfigError(f"{method}() takes no argument {name!r}: {takes}")
-        raise ConfigError(f"{method}() takes no argument {name!r}.")
-    if prompts is REQUIRED:
-        raise ConfigError(f"{method}() has no prompt: {takes}")
-
-
-def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Say what to write in place of an argument that `LLM` does not take."""
-    for name in unknown:
-        if name in _ENGINE:
-            advice = _ENGINE[name]
-        elif _is_of(SpeculativeConfig, name):
-            advice = f"it belongs in `speculative_config`: {_drafting(name)}"
-        elif _is_of(SamplingParams, name):
-            advice = "give `SamplingParams` to generate()."
-        else:
-            advice = nearest(name, list(known))
-        raise ConfigError(f"LLM() takes no argument {name!r}: {advice}")
-
-
-def _is_of(options: type[SamplingParams] | type[SpeculativeConfig], name: str) -> bool:
-    """Whether this is an option of these, or what another library calls one."""
-    return name in options.field_names() or name in options.foreign_names
-
-
-def _drafting(name: str) -> str:
-    """The advice on an option of `SpeculativeConfig`."""
-    return SpeculativeConfig.foreign_names.get(name, f"write {{'{name}': ...}}.")
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to write for vLLM's attributes that are not there."""
+            if name == "engine":
+                raise TokenleapError("this LLM was closed: make a new one.")
+            hint = f": {ATTRIBUTES[name]}" if name in ATTRIBUTES else "."
+            raise AttributeError(f"LLM has no attribute {name!r}{hint}")
 
 
 # The progress bar of `LLM.generate`.

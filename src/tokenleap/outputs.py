@@ -150,7 +150,7 @@ class BeamOutput:
 class StreamedToken:
     """A committed token; `text` is empty while a character or stop string may be incomplete.
 
-    `logprobs` are there if `SamplingParams.logprobs` asks for them.
+    `logprobs` are there if `SamplingParams.logprobs` asks for them: `Logprob`s by token id.
     """
 
     token_id: int
@@ -181,7 +181,9 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
-    logprobs: tuple[TokenLogprobs, ...] | None
+    logprobs: list[TokenLogprobs] | None
+    """Per token, the `Logprob` of the token and of the most likely ones by token id. None without
+    `SamplingParams.logprobs`."""
     metrics: Metrics
     trace: Trace
     beams: tuple[BeamOutput, ...] = ()
@@ -197,7 +199,14 @@ class CompletionOutput:
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum of the tokens' log-probabilities; None without `SamplingParams.logprobs`."""
-        return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.logprobs, self.token_ids, strict=True)
+        return sum(found[token].logprob for found, token in pairs)
+
+    def finished(self) -> bool:
+        """Whether the output has ended."""
+        return self.finish_reason is not None
 
     def __repr__(self) -> str:
         """The text, and what it took, in one line."""
@@ -226,7 +235,7 @@ class CompletionOutput:
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "error": self.error,
-            "logprobs": None if self.logprobs is None else [asdict(x) for x in self.logprobs],
+            "logprobs": None if self.logprobs is None else list(map(_as_dict, self.logprobs)),
             **({"beams": [asdict(beam) for beam in self.beams]} if self.beams else {}),
             "metrics": self.metrics.as_dict(),
         }
@@ -270,16 +279,18 @@ class RequestOutput:
         told: dict[str, Any] = {} if source is None else {"encoder_prompt_token_ids": list(source)}
         told["prompt_token_ids"] = list(self.prompt_token_ids)
         if scores is not None:
-            told["prompt_logprobs"] = [
-                None if each is None else {token: asdict(found) for token, found in each.items()}
-                for each in scores
-            ]
+            told["prompt_logprobs"] = [None if each is None else _as_dict(each) for each in scores]
         return told
 
     @property
     def finished(self) -> bool:
         """Whether all outputs have ended."""
-        return all(output.finish_reason is not None for output in self.outputs)
+        return all(output.finished() for output in self.outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt whose KV came from the prefix cache."""
+        return self.metrics.cached_prompt_tokens
 
     @property
     def text(self) -> str:
@@ -297,7 +308,7 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
     @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+    def logprobs(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of the first output."""
         return self.outputs[0].logprobs
 
@@ -310,6 +321,10 @@ class RequestOutput:
     def trace(self) -> Trace:
         """Trace of the first output."""
         return self.outputs[0].trace
+
+
+def _as_dict(found: TokenLogprobs) -> dict[int, Any]:
+    return {token: asdict(each) for token, each in found.items()}
 
 
 @dataclass(frozen=True)
@@ -344,10 +359,9 @@ class StreamChunk:
         return "".join(token.text for token in self.tokens)
 
     @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+    def logprobs(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of the chunk's tokens, as `CompletionOutput` has them; None without."""
-        found = tuple(token.logprobs for token in self.tokens if token.logprobs is not None)
-        return found or None
+        return [token.logprobs for token in self.tokens if token.logprobs is not None] or None
 
 
 class BeamSearchParams(Config):
@@ -434,6 +448,6 @@ def sequences_of(
 
 def _greedy(output: CompletionOutput, length_penalty: float) -> BeamOutput:
     """A greedy output as that of a search with one beam."""
-    total = sum(each.logprob for each in output.logprobs or ())
+    total = output.cumulative_logprob or 0.0
     score = total / len(output.token_ids) ** length_penalty
     return BeamOutput(output.token_ids, output.text, score, total)

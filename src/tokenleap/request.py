@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from tokenleap.core import clock
 from tokenleap.core.acceptance.base import Accepted, Origin
 from tokenleap.core.beams import BeamDraft, Beams, BeamSettings, Hypothesis, Searched
-from tokenleap.core.detokenizer import Detokenizer
-from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
+from tokenleap.core.detokenizer import Detokenizer, Pieces
+from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs, token_logprobs
 from tokenleap.core.grammar import Grammar
 from tokenleap.core.noise import Noise, fresh_seed
 from tokenleap.core.params import SamplingParams
@@ -41,6 +41,7 @@ class Request(SequenceState):
         most_kept: the same, as far as `kv_cache_memory` allows. An output that needs more ends with
             an error there; None is no limit.
         tokenizer: makes text and finds stop strings; with None the text stays empty.
+        pieces: the texts of its tokens, which all requests may share; None makes them.
         index: which of the prompt's n outputs this is, from 0.
         trace_all: record p of every drafted token, also of those that the rule did not reach.
         grammar: the compiled `params.structured_outputs`, for this request alone (it has state).
@@ -71,6 +72,7 @@ class Request(SequenceState):
         max_model_len: int,
         most_kept: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        pieces: Pieces | None = None,
         index: int = 0,
         trace_all: bool = False,
         grammar: Grammar | None = None,
@@ -106,7 +108,8 @@ class Request(SequenceState):
         )
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
-        self._written = Written(params, tokenizer)
+        self._pieces = pieces or Pieces(tokenizer)
+        self._written = Written(params, tokenizer, self._pieces)
         self._fresh: deque[StreamedToken] = deque()  # one thread takes while another publishes
         # All outputs of a prompt would have the same.
         scored = params.prompt_logprobs is not None and index == 0
@@ -149,7 +152,7 @@ class Request(SequenceState):
         other._eos = frozenset()
         other._max_tokens, other._too_long = max_model_len - len(self.token_ids), False
         other.trace_all = False
-        other._written, other._fresh = Written(other.params, None), deque()
+        other._written, other._fresh = Written(other.params, None, self._pieces), deque()
         return other
 
     # The prompt
@@ -208,7 +211,11 @@ class Request(SequenceState):
     def _logprobs(self, p: TreeDistributions, node: int, token: int) -> TokenLogprobs | None:
         """Log-probabilities of a token that follows a node, if the user wants them."""
         top = self.params.logprobs
-        return None if top is None else TokenLogprobs.of(p.log_probs(node), token, top)
+        return None if top is None else token_logprobs(p.log_probs(node), token, top, self.piece)
+
+    def piece(self, token: int) -> str | None:
+        """A token's own text; None if the output is no text."""
+        return self._written.piece(token)
 
     def _publish(self, tokens: Sequence[StreamedToken]) -> None:
         self._fresh.extend(tokens)
@@ -343,7 +350,7 @@ class Request(SequenceState):
         """Log-probabilities of the prompt, if they were asked for and are complete."""
         if self.prompt_scores is None or self.num_unscored:
             return None
-        return (None, *(each.by_token(self._written.piece) for each in self.prompt_scores))
+        return [None, *self.prompt_scores]
 
     def output(self) -> CompletionOutput:
         """The output with the tokens generated so far."""
@@ -364,7 +371,7 @@ class Request(SequenceState):
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
-            logprobs=tuple(t.logprobs for t in tokens if t.logprobs) if wanted else None,
+            logprobs=[t.logprobs for t in tokens if t.logprobs] if wanted else None,
             metrics=metrics,
             trace=written.trace,
             beams=self._beam_outputs,
@@ -386,10 +393,12 @@ class Written:
         trace: what every step did.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None, pieces: Pieces
+    ) -> None:
         self.tokens: list[StreamedToken] = []
         self.trace = Trace()
-        self._params = params
+        self._params, self._pieces = params, pieces
         self._tokenizer = tokenizer if params.detokenize else None
         self._detokenizer = Detokenizer(
             self._tokenizer,
@@ -447,13 +456,8 @@ class Written:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip))
 
     def piece(self, token: int) -> str | None:
-        """A token's own text, empty if the tokenizer cannot decode it; None without a tokenizer."""
-        if self._tokenizer is None:
-            return None
-        try:
-            return str(self._tokenizer.decode([token]))
-        except Exception:  # a rejected token must not fail the output
-            return ""
+        """A token's own text; None without a tokenizer."""
+        return None if self._tokenizer is None else self._pieces.of(token)
 
     def name_tokens(self) -> None:
         """Give the trace the texts of its tokens."""

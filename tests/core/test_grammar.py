@@ -12,7 +12,7 @@ import torch
 
 from tests.matrix import LOSSLESS, SPECULATIVE, fits, speculative_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
-from tokenleap import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputs
+from tokenleap import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from tokenleap.core.grammar import Grammars
 
 EOS = 95
@@ -125,7 +125,7 @@ def test_every_lossless_rule_stays_in_the_form(model: Any, rule: str) -> None:
 
 
 def test_the_distribution_is_p_restricted_to_what_is_allowed() -> None:
-    outputs = StructuredOutputs(regex="[a-c]x")
+    outputs = StructuredOutputsParams(regex="[a-c]x")
     grammar = Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS]).compile(outputs)
     allowed = grammar.allowed([])
     assert allowed is not None
@@ -143,7 +143,7 @@ def test_the_distribution_is_p_restricted_to_what_is_allowed() -> None:
 
 def test_a_grammar_goes_to_wherever_it_is_asked() -> None:
     grammars = Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS])
-    outputs = StructuredOutputs(regex="(ab|ac)*d")
+    outputs = StructuredOutputsParams(regex="(ab|ac)*d")
     walking = grammars.compile(outputs)
     a, b, c, d = 65, 66, 67, 68
     for path in ([a, b], [a, c, a], [], [d], [a, b, a, b, d], [a, b], [b], [a, b, d, EOS], [a]):
@@ -235,7 +235,7 @@ def test_many_choices_are_kept_to(model: Any) -> None:
 def test_a_form_that_is_too_complex_is_refused() -> None:
     names = {f"name{number}": {"type": "integer"} for number in range(2000)}
     with pytest.raises(ConfigError, match=r"json: too complex: .*items"):
-        StructuredOutputs(json={"properties": names, "additionalProperties": False})
+        StructuredOutputsParams(json={"properties": names, "additionalProperties": False})
 
 
 AMBIGUOUS: dict[str, Any] = {"grammar": 'start: s\ns: s s s | s s | "a"'}
@@ -248,7 +248,7 @@ def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("few_items")
 def test_a_limit_reached_later_is_an_error_and_not_the_end_of_the_form() -> None:
-    grammar = grammars().compile(StructuredOutputs(**AMBIGUOUS))
+    grammar = grammars().compile(StructuredOutputsParams(**AMBIGUOUS))
     (a,) = tiny_tokenizer().encode("a", add_special_tokens=False)
     with pytest.raises(RequestError, match=r"structured_outputs: .*items"):
         grammar.allowed([a] * 60)
@@ -260,7 +260,7 @@ def test_a_limit_reached_later_is_an_error_and_not_the_end_of_the_form() -> None
 def test_the_work_for_a_mask_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial ends before the expression becomes expensive."""
     monkeypatch.setattr("tokenleap.core.trial.MAX_FUEL", 200)
-    grammar = grammars().compile(StructuredOutputs(regex="a{70}(.*a.{40}b.{40})*"))
+    grammar = grammars().compile(StructuredOutputsParams(regex="a{70}(.*a.{40}b.{40})*"))
     (a,) = tiny_tokenizer().encode("a", add_special_tokens=False)
     assert grammar.allowed([a] * 60) is not None
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
-from tokenleap import ConfigError, SamplingParams, StructuredOutputs
+from tokenleap import ConfigError, SamplingParams, StructuredOutputsParams
 from tokenleap.core import structured, trial
 from tokenleap.core.grammar import Grammars
 from tokenleap.core.structured import MAX_LENGTH
@@ -111,7 +111,9 @@ def test_what_is_no_text_and_no_json(fields: dict[str, Any]) -> None:
     ],
 )
 def test_large_forms_of_real_use_are_compiled(fields: dict[str, Any]) -> None:
-    grammar = Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS]).compile(StructuredOutputs(**fields))
+    grammar = Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS]).compile(
+        StructuredOutputsParams(**fields)
+    )
     allowed = grammar.allowed([])
     assert allowed is not None
     assert allowed.any()
@@ -147,29 +149,29 @@ def test_a_trial_is_made_once(asked: list[int]) -> None:
 def test_a_process_that_crashed_is_replaced(asked: list[int]) -> None:
     for _ in range(2):  # the answer is kept, too
         with pytest.raises(ConfigError, match="overflows its stack"):
-            StructuredOutputs(**DEEP)
-    StructuredOutputs(regex="[ab]d")
-    StructuredOutputs(regex="[ab]e")
+            StructuredOutputsParams(**DEEP)
+    StructuredOutputsParams(regex="[ab]d")
+    StructuredOutputsParams(regex="[ab]e")
     assert len(asked) == 3
     assert asked[0] != asked[1] == asked[2]
 
 
 def test_a_process_that_was_ended_by_others_is_replaced(asked: list[int]) -> None:
-    StructuredOutputs(regex="[ab]f")
+    StructuredOutputsParams(regex="[ab]f")
     (process,) = structured._trials._idle
     process._popen.kill()
     process._popen.wait()
-    StructuredOutputs(regex="[ab]g")
+    StructuredOutputsParams(regex="[ab]g")
     assert asked[0] != asked[1]
 
 
 def test_a_trial_ends(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    StructuredOutputs(regex="[ab]h")
+    StructuredOutputsParams(regex="[ab]h")
     monkeypatch.setattr(structured, "_PATIENCE", 0.01)
     with pytest.raises(ConfigError, match=r"it took more than 0\.01 s to try it out"):
-        StructuredOutputs(regex="a{90000}")
+        StructuredOutputsParams(regex="a{90000}")
     monkeypatch.undo()
-    StructuredOutputs(regex="[ab]i")
+    StructuredOutputsParams(regex="[ab]i")
 
 
 def test_time_is_limited_where_the_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +183,7 @@ def test_time_is_limited_where_the_process_goes_on(monkeypatch: pytest.MonkeyPat
 def test_an_answer_that_was_not_waited_for_is_nobody_elses(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    StructuredOutputs(regex="[ab]j")
+    StructuredOutputsParams(regex="[ab]j")
 
     def interrupted(_: Any) -> bytes | None:
         raise KeyboardInterrupt
@@ -189,14 +191,14 @@ def test_an_answer_that_was_not_waited_for_is_nobody_elses(
     with monkeypatch.context() as patch:
         patch.setattr(structured._Process, "_answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            StructuredOutputs(regex="[ab")
-    StructuredOutputs(regex="[ab]k")
+            StructuredOutputsParams(regex="[ab")
+    StructuredOutputsParams(regex="[ab]k")
     assert asked[-1] != asked[0]
 
 
 def test_compiled_grammars_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(tiny_tokenizer(), VOCAB_SIZE, [EOS])
-    form = StructuredOutputs(regex="(ab|cd)e")
+    form = StructuredOutputsParams(regex="(ab|cd)e")
     first = grammars.compile(form)
     monkeypatch.setattr(grammars, "_compiled", None)
     second = grammars.compile(form)
@@ -210,15 +212,15 @@ def test_compiled_grammars_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FORKING = """
 import os
-from tokenleap import StructuredOutputs
+from tokenleap import StructuredOutputsParams
 
-StructuredOutputs(regex="[ab]")
+StructuredOutputsParams(regex="[ab]")
 child = os.fork()
-StructuredOutputs(regex="[cd]")
+StructuredOutputsParams(regex="[cd]")
 if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-StructuredOutputs(regex="[ef]")
+StructuredOutputsParams(regex="[ef]")
 """
 
 

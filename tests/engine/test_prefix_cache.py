@@ -207,7 +207,7 @@ def cached(llm: LLM, salt: str | None) -> tuple[int, int]:
     """Cached tokens of an output: of its prompt, and of its source."""
     prompt: dict[str, object] = {"prompt_token_ids": tokens_of(5, 2 * BLOCK + 1)}
     if llm.engine.target.reads_source:
-        start = [llm.engine.read([1])[1][0]]
+        start = [llm.engine.read([1]).ids[0]]
         ids = [*start, *tokens_of(4, BLOCK)]
         prompt = {"encoder_prompt": {"prompt_token_ids": tokens_of(3, 9)}, "decoder_prompt": ids}
     (output,) = llm.generate([prompt if salt is None else {**prompt, "cache_salt": salt}], PARAMS)

@@ -107,7 +107,13 @@ def test_batches_do_not_show(model: PreTrainedModel, llm: LLM) -> None:
     """Sources of different lengths, few rows, and requests that come and go."""
     alone = [bits(llm.generate([source], SAMPLED)[0]) for source in SOURCES]
     assert [bits(output) for output in llm.generate(SOURCES, SAMPLED)] == alone
-    few = LLM(model, max_num_seqs=2, max_num_batched_tokens=5, speculative_config=NGRAM)
+    few = LLM(
+        model,
+        tokenizer=tiny_tokenizer(),
+        max_num_seqs=2,
+        max_num_batched_tokens=5,
+        speculative_config=NGRAM,
+    )
     assert [bits(output) for output in few.generate(SOURCES, SAMPLED)] == alone
     engine = few.engine
     ids = [engine.add_request(source, SAMPLED) for source in SOURCES[:3]]

@@ -49,7 +49,7 @@ def assert_whole(chunks: list[StreamChunk], results: list[Any]) -> None:
         assert last.index == index
         assert "".join(piece.text for piece in pieces) == whole.text
         assert tuple(t for piece in pieces for t in piece.tokens) == whole.tokens
-        assert tuple(each for piece in pieces for each in piece.logprobs or ()) == whole.logprobs
+        assert [each for piece in pieces for each in piece.logprobs or ()] == whole.logprobs
         assert {piece.request_id for piece in pieces} == {None}
 
 

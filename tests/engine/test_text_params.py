@@ -23,7 +23,8 @@ def test_without_text(llm: LLM) -> None:
     assert {token.text for token in result.outputs[0].tokens} == {""}
     assert result.token_ids == whole.token_ids
     assert not result.trace.pieces
-    *_, last = result.prompt_logprobs or ()
+    assert result.prompt_logprobs
+    last = result.prompt_logprobs[-1]
     assert last is not None
     assert [each.decoded_token for each in last.values()] == [None]
     with pytest.raises(ConfigError, match="stop strings are found in text"):
@@ -54,6 +55,7 @@ def test_the_sum_of_log_probabilities(llm: LLM) -> None:
     (with_them,) = llm.generate("hello", SamplingParams(seed=1, max_tokens=5, logprobs=0))
     (without,) = llm.generate("hello", SamplingParams(seed=1, max_tokens=5))
     assert with_them.logprobs is not None
-    total = sum(each.logprob for each in with_them.logprobs)
+    pairs = zip(with_them.logprobs, with_them.token_ids, strict=True)
+    total = sum(each[token].logprob for each, token in pairs)
     assert with_them.outputs[0].cumulative_logprob == total
     assert without.outputs[0].cumulative_logprob is None

@@ -143,7 +143,7 @@ def test_a_beam_of_one_is_greedy_decoding() -> None:
     )
     (only,) = found.sequences
     assert only.tokens == (*PROMPTS[0], *result.token_ids)
-    assert only.score == only.cum_logprob == sum(each.logprob for each in result.logprobs or ())
+    assert only.score == only.cum_logprob == result.outputs[0].cumulative_logprob
 
 
 @pytest.mark.parametrize("name", ["trace", "references", "prediction", "max_tokens"])

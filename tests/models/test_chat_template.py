@@ -8,7 +8,7 @@ import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
 from tests.cli.conftest import ascii_tokenizer
-from tokenleap.engine.prompts import conversation_ids
+from tokenleap.engine.prompts import conversation_text
 from tokenleap.errors import PromptError
 from tokenleap.models import chat_template
 from tokenleap.models.chat_template import rendered
@@ -79,7 +79,7 @@ def test_texts_that_would_be_huge_are_refused(template: str) -> None:
 
 def test_the_refusal_of_a_huge_text_is_that_of_a_prompt() -> None:
     with pytest.raises(PromptError, match="the model's chat template refuses this: it makes a"):
-        conversation_ids(MESSAGES, ascii_tokenizer(HUGE[0]))
+        conversation_text(MESSAGES, ascii_tokenizer(HUGE[0]))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,10 @@ def test_log_probabilities(server: Served) -> None:
     (expected,) = server.llm.generate("hello", GREEDY.model_copy(update={"logprobs": 2}))
     assert expected.logprobs is not None
     found = server.complete("hello", logprobs=2)["choices"][0]["logprobs"]
-    assert found["token_logprobs"] == [each.logprob for each in expected.logprobs]
+    assert found["token_logprobs"] == [
+        each[token].logprob
+        for each, token in zip(expected.logprobs, expected.token_ids, strict=True)
+    ]
     assert "".join(found["tokens"]) == expected.text
     assert found["text_offset"] == list(range(8))
     for token, top, value in zip(

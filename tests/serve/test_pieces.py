@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from tokenleap.core.detokenizer import Pieces
 from tokenleap.serve.completions import _texts_of
-from tokenleap.serve.running import Pieces
 
 BYTES = {f"<0x{byte:02X}>": 5 + n for n, byte in enumerate("é".encode())}
 WORDS = {"<s>": 0, "\u2581The": 1, "\u2581sky": 2, "s": 3, "<unk>": 4, **BYTES}

@@ -75,7 +75,8 @@ def mean_logprob(llm: LLM, prompt: Sequence[int], token_ids: Sequence[int]) -> f
     (output,) = llm.generate([list(prompt)], params, speculative_config=config)
     assert output.token_ids == tuple(token_ids)
     assert output.logprobs is not None
-    return fmean(each.logprob for each in output.logprobs)
+    pairs = zip(output.logprobs, token_ids, strict=True)
+    return fmean(each[token].logprob for each, token in pairs)
 
 
 CONTROL_TOKENS = 128

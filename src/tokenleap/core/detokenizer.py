@@ -7,19 +7,20 @@ borders.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import cache
+from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _INCOMPLETE = "\ufffd"
 
-Pieces = dict[int, str]
-_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, Pieces]] = WeakKeyDictionary()
+_Texts: TypeAlias = dict[int, str]
+_PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, _Texts]] = WeakKeyDictionary()
 """Cache of the text of single tokens, by tokenizer and by whether special tokens are skipped."""
 
 
-def _pieces_of(tokenizer: PreTrainedTokenizerBase | None, skip_special_tokens: bool) -> Pieces:
+def _pieces_of(tokenizer: PreTrainedTokenizerBase | None, skip_special_tokens: bool) -> _Texts:
     if tokenizer is None:
         return {}
     return _PIECES.setdefault(tokenizer, {}).setdefault(skip_special_tokens, {})
@@ -69,6 +70,33 @@ class _Beginning:
         while size and self._stop[size] != char:
             size = self._shorter[size - 1]
         return size + (self._stop[size] == char)
+
+
+class Pieces:
+    """The text that each token adds inside a text.
+
+    Some tokenizers, such as Llama's, leave out the space at the beginning of a text. Here tokens
+    have it. The text is empty without a tokenizer, and of tokens that it cannot decode.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self.of = cache(self._piece)
+
+    def all_of(self, tokens: Sequence[int]) -> list[str]:
+        return [self.of(token) for token in tokens]
+
+    def _piece(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        try:
+            alone, twice = (
+                str(self._tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
+                for times in (1, 2)
+            )
+        except Exception:  # a rejected token must not fail the output
+            return ""
+        return twice[len(alone) :] if twice.startswith(alone) else alone
 
 
 class Detokenizer:

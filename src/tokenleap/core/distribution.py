@@ -331,8 +331,12 @@ def nucleus(distribution: Distribution, top_p: float) -> Distribution:
     return Distribution(probs / probs.sum(), distribution.tokens[kept])
 
 
-PromptLogprobs = tuple[dict[int, "Logprob"] | None, ...]
-"""Per prompt token, the log-probabilities at its position by token id; None for the first token."""
+TokenLogprobs: TypeAlias = dict[int, "Logprob"]
+"""Log-probabilities at one position by token id, as vLLM has them: the token itself comes first,
+then the most likely ones, best first."""
+
+PromptLogprobs: TypeAlias = list[TokenLogprobs | None]
+"""Those of each token of a prompt; None for the first token."""
 
 
 @dataclass(frozen=True)
@@ -350,48 +354,27 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one position, under the model itself.
+def token_logprobs(
+    log_probs: Tensor,
+    token: int,
+    num_top: int,
+    text: Callable[[int], str | None] = lambda token: None,
+) -> TokenLogprobs:
+    """The log-probabilities of a token and of the most likely ones.
 
     Args:
-        token_id: the generated token, or that of the prompt.
-        logprob: its log-probability.
-        top: the most likely tokens and their log-probabilities, best first.
-        rank: how many tokens are at least as likely as it, itself included.
+        log_probs: [V] log-probabilities at the token's position.
+        token: the token.
+        num_top: number of most likely tokens; -1 is all.
+        text: a token's text, or None.
     """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    rank: int
-
-    @staticmethod
-    def of(log_probs: Tensor, token: int, num_top: int) -> TokenLogprobs:
-        """Look a token up.
-
-        Args:
-            log_probs: [V] log-probabilities at its position.
-            token: the token.
-            num_top: number of most likely tokens; -1 is all.
-        """
-        size = len(log_probs)
-        best = log_probs.topk(size if num_top < 0 else min(num_top, size))
-        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        rank = int((log_probs >= log_probs[token]).sum())
-        return TokenLogprobs(token, float(log_probs[token]), tuple(top), rank)
-
-    def by_token(
-        self, text: Callable[[int], str | None] = lambda token: None
-    ) -> dict[int, Logprob]:
-        """The same by token id, as vLLM has it: the token itself first, then the most likely ones.
-
-        Args:
-            text: a token's text, or None.
-        """
-        own = (self.token_id, self.logprob, self.rank)
-        best = ((token, value, place) for place, (token, value) in enumerate(self.top, 1))
-        return {token: Logprob(value, rank, text(token)) for token, value, rank in (own, *best)}
+    size = len(log_probs)
+    best = log_probs.topk(size if num_top < 0 else min(num_top, size))
+    places = enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), 1)
+    rank = int((log_probs >= log_probs[token]).sum())
+    found = [(token, float(log_probs[token]), rank)]
+    found += [(each, value, place) for place, (each, value) in places]
+    return {each: Logprob(value, place, text(each)) for each, value, place in found}
 
 
 def log_probs_of(logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenleap.core.references import common_prefix
-from tokenleap.core.structured import StructuredOutputs, checked_source, library
+from tokenleap.core.structured import StructuredOutputsParams, checked_source, library
 from tokenleap.core.trial import first_line, matcher_of, on_stack
 from tokenleap.errors import ConfigError, RequestError
 
@@ -50,7 +50,7 @@ class Grammars:
         self._indexing = threading.Lock()
         self._matcher = lru_cache(maxsize=KEPT)(self._compiled)
 
-    def compile(self, outputs: StructuredOutputs) -> Grammar:
+    def compile(self, outputs: StructuredOutputsParams) -> Grammar:
         try:
             matcher = self._matcher(checked_source(outputs))
         except ConfigError as error:

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, FiniteFloat, field_validator, model_validator
 
 from tokenleap.core.config import Config
-from tokenleap.core.structured import Structured, StructuredOutputs
+from tokenleap.core.structured import Structured, StructuredOutputsParams
 from tokenleap.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
@@ -81,6 +81,7 @@ class SamplingParams(Config):
         "thinking_token_budget": "there is no such limit.",
         "repetition_detection": "there is no such end; 'frequency_penalty' makes it rare.",
         "trace_decode_token_ids": "use 'prompt_logprobs' to score a given text.",
+        "watermarking": "outputs are the model's own.",
         "extra_args": "write a drafter or a rule of your own: docs/extending.md.",
         "guided_decoding": f"{_STRUCTURED}.",
         **{
@@ -161,8 +162,8 @@ class SamplingParams(Config):
     """Keep the stop string or stop token in the text."""
     structured_outputs: Structured | None = None
     """Constrain the output: {"json": schema}, {"regex": ...}, {"choice": [...]} or others. In
-    Python also `StructuredOutputs`. Only outputs of this form are possible, and the output ends
-    where the form is complete.
+    Python also `StructuredOutputsParams`. Only outputs of this form are possible, and the output
+    ends where the form is complete.
     """
     beam_width: Annotated[int, Ge(1), Le(64)] = 1
     """Search for the best answer with this many beams. With 2 or more, it takes the place of
@@ -301,8 +302,8 @@ class SamplingParams(Config):
         return self.stop
 
     @property
-    def form(self) -> StructuredOutputs | None:
-        """`structured_outputs` as `StructuredOutputs`, or None."""
+    def form(self) -> StructuredOutputsParams | None:
+        """`structured_outputs` as `StructuredOutputsParams`, or None."""
         assert not isinstance(self.structured_outputs, Mapping), "the validator converts it"
         return self.structured_outputs
 

@@ -1,4 +1,4 @@
-"""`StructuredOutputs`: the form that an output must have. `grammar.py` applies it."""
+"""`StructuredOutputsParams`: the form that an output must have. `grammar.py` applies it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenleap.core.files import levels
 from tokenleap.errors import ConfigError, in_one_line
 
 
-class StructuredOutputs(Config):
+class StructuredOutputsParams(Config):
     """The form an output must have, under vLLM's names. Exactly one of the first five is given.
 
     Args:
@@ -78,13 +78,13 @@ class StructuredOutputs(Config):
 
 def _structured(value: Any) -> Any:
     # The constructor explains an error in one line; pydantic's own conversion does not.
-    return StructuredOutputs(**value) if isinstance(value, Mapping) else value
+    return StructuredOutputsParams(**value) if isinstance(value, Mapping) else value
 
 
-Structured = Annotated[StructuredOutputs | Mapping[str, Any], BeforeValidator(_structured)]
-"""The type of a field that accepts `StructuredOutputs` or a dict of its fields.
+Structured = Annotated[StructuredOutputsParams | Mapping[str, Any], BeforeValidator(_structured)]
+"""The type of a field that accepts `StructuredOutputsParams` or a dict of its fields.
 
-The field always stores `StructuredOutputs`.
+The field always stores `StructuredOutputsParams`.
 """
 
 
@@ -104,7 +104,7 @@ _TRIVIAL = 1000  # choices that are shorter than this together need no trial
 _DEFINITION = re.compile(r"^[ \t]*[?!]*[A-Za-z_]\w*[^:\n]{0,80}:", re.MULTILINE)
 
 
-def checked_source(outputs: StructuredOutputs) -> str:
+def checked_source(outputs: StructuredOutputsParams) -> str:
     """The grammar of a form in llguidance's own format, within the limits."""
     library()
     try:
@@ -120,7 +120,7 @@ def checked_source(outputs: StructuredOutputs) -> str:
     return made
 
 
-def _source(outputs: StructuredOutputs) -> str:
+def _source(outputs: StructuredOutputsParams) -> str:
     matcher, kind, value = library().LLMatcher, outputs.kind, outputs.value
     compact = {"whitespace_flexible": not outputs.disable_any_whitespace}
     match kind:

@@ -10,24 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
+from random import Random
 from threading import Lock
 from typing import Any, NamedTuple, TypedDict
 
 from tokenleap.config import SpeculativeConfig
+from tokenleap.core.detokenizer import Pieces
 from tokenleap.core.distribution import PromptLogprobs
 from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.noise import fresh_seed
-from tokenleap.core.params import Sampling, SamplingParams
-from tokenleap.core.references import References, Source
+from tokenleap.core.params import MAX_SEED, Sampling, SamplingParams
+from tokenleap.core.references import References
 from tokenleap.core.rules import DecodingRules
 from tokenleap.core.sampler import BadWords, check_token_ids
 from tokenleap.core.sequence import SHARED, Scope
 from tokenleap.engine.prompts import (
     GivenPrediction,
     GivenReferences,
+    Opening,
     Prompt,
     ReferenceReader,
-    SourcePrompt,
     SourceReader,
     as_list,
     cache_salt,
@@ -38,7 +40,7 @@ from tokenleap.engine.prompts import (
     one_per_prompt,
     per_prompt,
     predictions_per_prompt,
-    token_ids,
+    read_prompt,
     tokens_of,
 )
 from tokenleap.engine.strategies import Speculative, StrategyFactory
@@ -60,7 +62,7 @@ class Job:
         queued: the command that queues the requests; None before it is sent.
     """
 
-    prompt: Prompt
+    opening: Opening
     requests: list[Request]
     strategy: Strategy | None
     request_id: str | None = None
@@ -124,19 +126,15 @@ class Job:
 
     def result(self) -> RequestOutput:
         """All outputs with the tokens generated so far."""
-        request, of_source = self.requests[0], dict[str, Any]()
-        text = self.prompt if isinstance(self.prompt, str) else None
-        if request.source is not None:
-            given = SourcePrompt.of(self.prompt)
-            text, of_source["encoder_prompt"] = given.decoder_text, given.text
-            of_source["encoder_prompt_token_ids"] = request.source.tokens
+        request, source = self.requests[0], self.opening.source
         return RequestOutput(
-            text,
+            self.opening.text,
             request.prompt_ids,
             [request.output() for request in self.requests],
             self.request_id,
+            encoder_prompt=self.opening.source_text,
+            encoder_prompt_token_ids=None if source is None else source.tokens,
             prompt_logprobs=request.prompt_logprobs,
-            **of_source,
         )
 
     def _unreported(self) -> list[Request]:
@@ -341,6 +339,7 @@ class JobMaker:
 
     Args:
         chose_drafter: whether the default was chosen by the user, so that it is for beams, too.
+        seed: of the seeds of requests that have none; None draws them.
     """
 
     def __init__(
@@ -352,9 +351,11 @@ class JobMaker:
         worker: Worker,
         *,
         chose_drafter: bool,
+        seed: int | None = None,
     ) -> None:
         self.tokenizer = loaded.tokenizer
         self.sampling_defaults = loaded.sampling_defaults
+        self.pieces = Pieces(loaded.tokenizer)
         self.references = ReferenceReader(target, loaded.tokenizer)
         self._target, self._grammars = target, grammars
         self._strategies, self._worker = strategies, worker
@@ -363,7 +364,8 @@ class JobMaker:
         self._eos_token_ids = eos = loaded.eos_token_ids
         self._reader = SourceReader.of(target, loaded, worker.call_inside)
         self._rules = DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size)
-        self._new_seed = partial(target.peers.from_first, fresh_seed)
+        seeds = fresh_seed if seed is None else partial(Random(seed).randrange, MAX_SEED + 1)
+        self._new_seed = partial(target.peers.from_first, seeds)
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
         """The jobs of some prompts; errors are those of `LLM.generate`.
@@ -379,7 +381,7 @@ class JobMaker:
     def requests(self, spec: JobSpec) -> list[Request]:
         """The requests of a prompt alone, one per output."""
         (read,) = self._read([spec])
-        return self._requests(read)
+        return self._requests(read, self.read(spec.prompt))
 
     def _read(self, specs: Sequence[JobSpec]) -> list[_Read]:
         """Check parameters and read texts; a text that several prompts share is read once."""
@@ -439,7 +441,8 @@ class JobMaker:
         return self._strategies.for_beams(strategy)
 
     def _job(self, spec: _Read, strategy: Strategy | None, index: int) -> Job:
-        requests = self._requests(spec)
+        opening = self.read(spec.given.prompt)
+        requests = self._requests(spec, opening)
         if spec.given.trace:
             for request in requests:
                 request.pass_costs = self._strategies.costs
@@ -448,18 +451,18 @@ class JobMaker:
             default = own if self._chose_drafter or not spec.searches_beams else None
             method = SpeculativeConfig.parse(spec.config or default).method_name
             check_quotes(method, (strategy or self._strategies.default).drafter)
-        return Job(spec.given.prompt, requests, strategy, prompt_index=index)
+        return Job(opening, requests, strategy, prompt_index=index)
 
     # Requests
 
-    def _requests(self, spec: _Read) -> list[Request]:
+    def _requests(self, spec: _Read, opening: Opening) -> list[Request]:
         params, trace = spec.params, spec.given.trace
         bad_words = self._bad_words(params)
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
         if spec.searches_beams:
             params = self._for_beams(params, trace=trace)
-        source, ids = self.read(spec.given.prompt)
+        source, ids = opening.source, opening.ids
         scope, salt = spec.given.scope, cache_salt(spec.given.prompt)
         if salt is not None:
             scope = replace(scope, salt=salt)
@@ -481,6 +484,7 @@ class JobMaker:
                 max_model_len=self._target.max_model_len,
                 most_kept=most,
                 tokenizer=self.tokenizer,
+                pieces=self.pieces,
                 index=index,
                 trace_all=trace,
                 grammar=self._grammar(params),
@@ -495,10 +499,10 @@ class JobMaker:
             for index in range(params.n)
         ]
 
-    def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
+    def read(self, prompt: Prompt) -> Opening:
         """The source, if the model reads one, and the prompt that it continues."""
         if self._reader is None:
-            return None, token_ids(prompt, self.tokenizer)
+            return read_prompt(prompt, self.tokenizer)
         return self._reader.read(prompt)
 
     def _for_beams(self, params: SamplingParams, *, trace: bool) -> SamplingParams:

@@ -25,12 +25,11 @@ from tokenleap.config import SpeculativeConfig
 from tokenleap.core import clock
 from tokenleap.core.grammar import Grammars
 from tokenleap.core.params import Sampling
-from tokenleap.core.references import Source
 from tokenleap.drafters.heads.shipped import shipped_config
 from tokenleap.drafters.online import OnlineReport
 from tokenleap.engine.jobs import AddedJobs, Job, JobMaker, JobSpec, Outbox
 from tokenleap.engine.prefix_cache import PrefixCache
-from tokenleap.engine.prompts import GivenPrediction, GivenReferences, Prompt
+from tokenleap.engine.prompts import GivenPrediction, GivenReferences, Opening, Prompt
 from tokenleap.engine.scheduler import KVBudget, Scheduler
 from tokenleap.engine.strategies import Speculative, StrategyFactory
 from tokenleap.engine.worker import StepReport, Uninterrupted, Worker
@@ -98,6 +97,7 @@ class LLMEngine:
         target: the model being accelerated.
         strategies: builds drafters, controllers and rules for the target.
         references: reads what drafts may quote besides the prompt.
+        pieces: the texts of single tokens.
 
     Raises:
         ConfigError: a parameter is out of range.
@@ -142,8 +142,9 @@ class LLMEngine:
             self.strategies,
             self.worker,
             chose_drafter=chose_drafter,
+            seed=options.seed,
         )
-        self.references = self._maker.references
+        self.references, self.pieces = self._maker.references, self._maker.pieces
         if config.drafter_spec.takes_model:  # heads may read the module's embedding
             loaded.forget_module()
         default = self.strategies.default = self.strategies.build(config)
@@ -267,6 +268,14 @@ class LLMEngine:
                 if job is not None:
                     self.end([job])
 
+    def close(self) -> None:
+        """End all requests with an error, and take no others."""
+        self.worker.call(lambda: self.give_up(RequestError("the LLM was closed.")))
+        self.worker.close()
+
+    def reset_prefix_cache(self) -> None:
+        self.worker.call(self._scheduler.reset_prefix_cache)
+
     def reset_drafter_memory(self) -> None:
         def forget() -> None:
             for strategy in (self._speculation.default, *self.strategies.kept()):
@@ -383,12 +392,12 @@ class LLMEngine:
         """
         return self.worker.call_inside(self.target.with_own_rows)
 
-    def read(self, prompt: Prompt) -> tuple[Source | None, Sequence[int]]:
+    def read(self, prompt: Prompt) -> Opening:
         return self._maker.read(prompt)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        source, ids = self.read(prompt)
-        return list(ids if source is None else source.tokens)
+        read = self.read(prompt)
+        return list(read.ids if read.source is None else read.source.tokens)
 
     def measure_costs(self) -> None:
         """Time passes now, and not at the first request whose controller decides by their costs.
@@ -417,6 +426,7 @@ class EngineOptions:
     prefix_cache_bytes: int | None  # None caches no prefixes
     quantization: str | None
     runtime: str
+    seed: int | None = None  # None draws the seeds of requests without one
 
 
 def default_config(name: str | None, target: Target) -> SpeculativeConfig:

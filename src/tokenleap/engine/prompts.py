@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenleap.core.config import Config, nearest
 from tokenleap.core.params import SamplingParams
@@ -22,13 +25,43 @@ from tokenleap.core.tree import chain
 from tokenleap.drafters.base import Drafter
 from tokenleap.errors import CompatibilityError, ConfigError, PromptError, in_one_line
 from tokenleap.models.audio import AudioReader, WhisperStart, decoder_start
-from tokenleap.models.chat_template import rendered
+from tokenleap.models.chat_template import knows_tools, rendered, without_tools
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.runtime.passes import INTERNAL_KEY
 from tokenleap.runtime.target import Target
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, under vLLM's names."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    """Requests with different salts share nothing that is kept between requests."""
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, under vLLM's names."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    """Their text, for the result; it is not read."""
+    cache_salt: NotRequired[str]
+
+
+class ChatPrompt(TypedDict):
+    """A conversation and how it is formatted, as `LLM.chat` takes it (see `conversation_text`)."""
+
+    messages: Sequence[Message]
+    tools: NotRequired[Sequence[Mapping[str, Any]] | None]
+    chat_template: NotRequired[str | None]
+    chat_template_kwargs: NotRequired[Mapping[str, Any] | None]
+    add_generation_prompt: NotRequired[bool | None]
+    continue_final_message: NotRequired[bool | None]
+    cache_salt: NotRequired[str]
+
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """Text, token ids, or a conversation. For an encoder-decoder it is the source; a mapping may say
@@ -37,6 +70,8 @@ more (see `SourceReader`)."""
 FORMS = "a prompt is text, a list of token ids, or a list of chat messages"
 """The prompts of decoder-only models, for error messages."""
 
+
+NO_CONVERSATION = 'messages: a conversation is a list of {"role": ..., "content": ...}.'
 
 SALT = "cache_salt"
 """Key of a prompt: requests with different salts share nothing that is kept between requests."""
@@ -92,39 +127,99 @@ def one_per_prompt(name: str, prompts: Sequence[Prompt], given: Any) -> list[Any
     return list(given)
 
 
-def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Token ids of a prompt, including special tokens; the chat template formats conversations."""
-    prompt = _text_of(prompt)
-    if not isinstance(prompt, str) and not is_conversation(prompt):
-        return checked_ids(prompt)
+class Opening(NamedTuple):
+    """A prompt as a request begins with it.
+
+    Args:
+        ids: its tokens; of an encoder-decoder, the decoder's first ones.
+        text: their text, if the prompt is text or a conversation, else None.
+        source: what the encoder reads; None for a decoder-only model.
+        source_text: its text, if it was given as text.
+    """
+
+    ids: Sequence[int]
+    text: str | None = None
+    source: Source | None = None
+    source_text: str | None = None
+
+
+def read_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Opening:
+    """Read a prompt of a decoder-only model; the chat template formats conversations."""
+    if isinstance(prompt, Mapping):
+        return _opening_of(prompt, tokenizer)
     if isinstance(prompt, str):
-        return list(needed(tokenizer).encode(checked_text("prompt", prompt)))
-    return conversation_ids(list(prompt), tokenizer)
+        return Opening(needed(tokenizer).encode(checked_text("prompt", prompt)), prompt)
+    if not is_conversation(prompt):
+        return Opening(checked_ids(prompt))
+    return _of_conversation(prompt, tokenizer)
 
 
-def conversation_ids(
-    messages: Sequence[Any],
+def _of_conversation(
+    messages: Any, tokenizer: PreTrainedTokenizerBase | None, **template: Any
+) -> Opening:
+    text = conversation_text(messages, tokenizer, **template)
+    return Opening(tokens_of(needed(tokenizer), text, in_output=False), text)
+
+
+def conversation_text(
+    messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    add_generation_prompt: bool = True,
-    check_text: Callable[[str], object] = lambda _: None,
-    **template: Any,
-) -> list[int]:
-    """Token ids of a conversation, which the model's chat template formats."""
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+) -> str:
+    """The text of a conversation, which the model's chat template formats.
+
+    A template that has no tools gets them in a system message, and calls and results as text.
+
+    Args:
+        tools: functions that the model may call, as in OpenAI's API.
+        chat_template: another template (Jinja) than the tokenizer's.
+        chat_template_kwargs: variables of the template.
+        add_generation_prompt: end with the beginning of the assistant's turn; None does so unless
+            the final message is continued.
+        continue_final_message: leave the final message open, so that the output continues it.
+    """
     tokenizer = needed(tokenizer)
-    if not tokenizer.chat_template:
+    template = chat_template or tokenizer.chat_template
+    if not template:
         raise PromptError("this model has no chat template: pass text instead of messages.")
-    listed = [_with_text(message) for message in messages]
+    if add_generation_prompt and continue_final_message:
+        raise ConfigError("continue_final_message: it and add_generation_prompt contradict.")
+    generates = (
+        not continue_final_message if add_generation_prompt is None else add_generation_prompt
+    )
+    arguments = dict(chat_template_kwargs or {})
+    _check_template_arguments(arguments, tokenizer)
+    listed = [_as_templates_read(message) for message in messages]
+    if not all(isinstance(tool, Mapping) for tool in tools or ()):
+        raise PromptError('tools: expected a list of {"type": "function", "function": {...}}.')
+    if not knows_tools(template):
+        listed = without_tools(listed, tools or ())
+    elif tools:
+        arguments["tools"] = list(tools)
+    if continue_final_message:
+        arguments["continue_final_message"] = True
+    if chat_template:
+        arguments["chat_template"] = chat_template
     try:
-        text = rendered(tokenizer, listed, add_generation_prompt=add_generation_prompt, **template)
+        return rendered(tokenizer, listed, add_generation_prompt=generates, **arguments)
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # raised inside it
         raise PromptError(
             f"the model's chat template cannot format this: {in_one_line(error)}"
         ) from error
-    check_text(text)
-    return tokens_of(tokenizer, text, in_output=False)
+
+
+def _check_template_arguments(given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    functions = (tokenizer.apply_chat_template, render_jinja_template, rendered)
+    own = {"self", *(name for each in functions for name in inspect.signature(each).parameters)}
+    if taken := sorted(own & set(given)):
+        raise ConfigError(f"chat_template_kwargs: '{taken[0]}' is not a template's.")
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool) -> list[int]:
@@ -141,22 +236,30 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool)
     return ids
 
 
-def _text_of(prompt: Any) -> Any:
-    """The content of vLLM's mappings for decoder-only models; anything else as it is."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    for key in ("prompt", "prompt_token_ids"):
-        if set(prompt) - {SALT} == {key}:
-            return prompt[key]
-    if "input_ids" in prompt:
+def _opening_of(prompt: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Opening:
+    """Read a mapping: `TextPrompt`, `TokensPrompt` or `ChatPrompt`."""
+    given = {key: value for key, value in prompt.items() if key != SALT}
+    if "input_ids" in given:
         raise PromptError("prompts: pass text, or a tokenizer's ids as {'prompt_token_ids': ids}.")
-    if "multi_modal_data" in prompt:
+    if "multi_modal_data" in given:
         raise PromptError("multi_modal_data: this model takes text only.")
-    if {"prompt", "prompt_token_ids"} <= set(prompt):
-        raise PromptError("give 'prompt' or 'prompt_token_ids', not both.")
-    raise PromptError(
-        f"this model has no encoder: {FORMS}, or a mapping with 'prompt' or 'prompt_token_ids'."
-    )
+    if "messages" in given:
+        _check_keys(prompt, (*ChatPrompt.__annotations__, SALT))
+        messages = given.pop("messages")
+        if not is_conversation(messages):
+            raise PromptError(NO_CONVERSATION)
+        return _of_conversation(messages, tokenizer, **given)
+    text, ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
+    if given or (text is None and ids is None):
+        raise PromptError(
+            f"this model has no encoder: {FORMS}, or a mapping with 'prompt', 'prompt_token_ids' "
+            "or 'messages'."
+        )
+    if not isinstance(text, str | None):
+        raise PromptError("prompt: expected text; token ids are 'prompt_token_ids'.")
+    if ids is not None:
+        return Opening(checked_ids(ids), text)
+    return read_prompt(text or "", tokenizer)
 
 
 def checked_text(name: str, text: str) -> str:
@@ -171,9 +274,32 @@ def checked_text(name: str, text: str) -> str:
     return text
 
 
+def _as_templates_read(message: Message) -> dict[str, Any]:
+    """A message with one text; developers are systems, and arguments of calls are objects."""
+    message = _with_text(message)
+    if message["role"] == "developer":
+        message["role"] = "system"
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_with_arguments(call) for call in calls]
+    return message
+
+
+def _with_arguments(call: Any) -> dict[str, Any]:
+    """A call whose arguments are an object, unless the model wrote what is no JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise PromptError("messages: a tool call has a 'function' with a name and arguments.")
+    arguments: Any = function.get("arguments")
+    with suppress(ValueError, TypeError, RecursionError):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def _with_text(message: Message) -> dict[str, Any]:
     """A message whose content is one text; content may be a list of parts, as in OpenAI's API."""
     content = message.get("content")
+    if content is None:
+        return {**message, "content": ""}
     if isinstance(content, str):
         return {**message, "content": checked_text("messages", content)}
     if not isinstance(content, Sequence):
@@ -449,14 +575,16 @@ class SourceReader:
         speech = WhisperStart.of(start, loaded.settings, loaded.module.config)
         return SourceReader(target, loaded.tokenizer, start, audio, speech, between_steps)
 
-    def read(self, prompt: Prompt) -> tuple[Source, tuple[int, ...]]:
-        """The source and the decoder's first tokens."""
+    def read(self, prompt: Prompt) -> Opening:
+        """The source, and the decoder's first tokens."""
         parts = SourcePrompt.of(prompt)
         source = self._source(parts)
         check_source(source, self.target)
         if self.speech is None:
-            return source, self._decoder_ids(parts)
-        return source, self._speech_ids(parts, source, self.speech)
+            ids = self._decoder_ids(parts)
+        else:
+            ids = self._speech_ids(parts, source, self.speech)
+        return Opening(ids, parts.decoder_text, source, parts.text)
 
     def timestamps(self, prompt: Prompt) -> Timestamps | None:
         """The rule of timestamps, if the output of a prompt has them."""
@@ -486,7 +614,7 @@ class SourceReader:
         if parts.source_language is not None:
             raise PromptError("source_language: it marks text, and this source is no text.")
         if is_conversation(parts.source):
-            return token_ids(parts.source, self.tokenizer)
+            return read_prompt(parts.source, self.tokenizer).ids
         return checked_ids(parts.source)
 
     def _text_ids(self, text: str, language: Any) -> Sequence[int]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tokenleap.core import clock
 from tokenleap.core.config import MIB
-from tokenleap.core.distribution import TokenLogprobs, log_probs_of
+from tokenleap.core.distribution import TokenLogprobs, log_probs_of, token_logprobs
 from tokenleap.core.sampler import check_finite
 from tokenleap.decode import Outcome, step
 from tokenleap.engine.prefix_cache import Beginning, PrefixCache
@@ -107,6 +107,11 @@ class Scheduler:
         """End these requests, whether they wait or run; those that have ended are not changed."""
         for request in requests:
             self._end(request, request.abort)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV of earlier prompts and what was kept of sources."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def give_up(self, error: Exception) -> None:
         """End all requests because of an error that is not of one of them."""
@@ -416,7 +421,7 @@ class _ScoreReader:
         assert request.params.prompt_logprobs is not None
         self._known = request.prompt_scores
         self._tokens = request.prompt_ids[1:]  # position i predicts the token at i
-        self._num_top = request.params.prompt_logprobs
+        self._num_top, self._piece = request.params.prompt_logprobs, request.piece
         self._position = start
         self._found: list[TokenLogprobs] = []
 
@@ -427,7 +432,7 @@ class _ScoreReader:
                 log_probs = log_probs_of(row)
                 check_finite(log_probs.max())
                 token = self._tokens[self._position]
-                self._found.append(TokenLogprobs.of(log_probs, token, self._num_top))
+                self._found.append(token_logprobs(log_probs, token, self._num_top, self._piece))
             self._position += 1
 
     def keep(self) -> None:

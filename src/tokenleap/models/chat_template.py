@@ -8,6 +8,7 @@ before it is done. Elsewhere that environment is as it was.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,6 +54,47 @@ def rendered(
         _budget.reset(token)
     assert isinstance(text, str)
     return text
+
+
+_TOOLS = """You may call functions. These are all of them, as JSON schemas:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and arguments, and nothing else, in this form:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+"""The system message for models whose chat template has no tools."""
+
+
+def knows_tools(template: Any) -> bool:
+    """Whether a chat template, or one of several by name, writes tools."""
+    return "tools" in (str(sorted(template)) if isinstance(template, dict) else str(template))
+
+
+def without_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """A conversation for a template that has only text: tools, calls and results become text."""
+    plain: list[dict[str, Any]] = []
+    if tools:
+        listed = "\n".join(json.dumps(tool) for tool in tools)
+        plain.append({"role": "system", "content": _TOOLS.format(tools=listed)})
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+            plain.append({"role": "user", "content": content})
+        elif role == "system" and plain and plain[0]["role"] == "system" and len(plain) == 1:
+            plain[0] = {"role": "system", "content": f"{content}\n\n{plain[0]['content']}"}
+        else:
+            calls = [
+                f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
+                for call in message.get("tool_calls") or ()
+            ]
+            parts = [part for part in (content, *calls) if part]
+            plain.append({"role": role, "content": "\n".join(parts)})
+    return plain
 
 
 class _Budget:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tokenleap.errors import CompatibilityError, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHORT_DTYPES = {"half": torch.float16, "float": torch.float32}  # vLLM's
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
@@ -146,7 +147,7 @@ def default_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     """The dtype of this name; "auto" is bfloat16 if the device computes in it, else float32."""
     if dtype == "auto":
         return torch.bfloat16 if _has_bfloat16(device) else torch.float32
-    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    chosen = {**DTYPES, **SHORT_DTYPES}.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
         raise ConfigError(f"dtype: must be auto, {', '.join(DTYPES)}, got '{dtype}'.")
     if chosen == torch.float16 and device.type == "cpu":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import uuid
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenleap.engine.jobs import JobSpec
-from tokenleap.engine.prompts import checked_text, conversation_ids, needed, tokens_of
+from tokenleap.engine.prompts import checked_text, conversation_text, needed, tokens_of
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
 from tokenleap.serve.body import invalid, takes
 from tokenleap.serve.fields import (
@@ -206,17 +204,6 @@ class _Writer:
 # From the messages and tools of a request to its prompt's token ids. Call it off the loop.
 
 
-_GENERIC = """You may call functions. These are all of them, as JSON schemas:
-<tools>
-{tools}
-</tools>
-To call one, answer with its name and arguments, and nothing else, in this form:
-<tool_call>
-{{"name": "...", "arguments": {{...}}}}
-</tool_call>"""
-"""The system message for models whose chat template has no tools."""
-
-
 def text_ids(
     prompt: str,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -241,105 +228,25 @@ def chat_ids(
 ) -> list[int]:
     """Token ids of a conversation.
 
-    A chat template that has no tools gets them in a system message, and calls and their results as
-    text. A text that is too long is refused before it is split into tokens.
+    A text that is too long is refused before it is split into tokens.
     """
-    tokenizer = needed(tokenizer)
-    listed = [_message(message) for message in messages]
-    template: dict[str, Any] = dict(asked.chat_template_kwargs or {}) if asked else {}
-    _check_template_arguments(template, tokenizer)
-    if any(_uses_tools(message) for message in messages) or tools:
-        if _knows_tools(tokenizer):
-            if tools:
-                template["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-        else:
-            listed = _without_tools(listed, tools)
-    goes_on = asked is not None and bool(asked.continue_final_message)
-    wanted = None if asked is None else asked.add_generation_prompt
-    generates = not goes_on if wanted is None else wanted
-    if goes_on:
-        if generates:
-            raise invalid(
-                "continue_final_message",
-                "continue_final_message and add_generation_prompt contradict each other.",
-            )
-        template["continue_final_message"] = True
+    fields = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    template = {} if asked is None else {field: getattr(asked, field) for field in fields}
+    if tools:
+        template["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    listed = [message.model_dump(exclude_none=True) for message in messages]
     try:
-        return conversation_ids(
-            listed,
-            tokenizer,
-            add_generation_prompt=generates,
-            check_text=limit.check,
-            **template,
-        )
+        text = conversation_text(listed, tokenizer, **template)
     except RecursionError:  # a template writes the JSON of calls and tools
         raise invalid("messages", "messages or tools are nested too deeply.") from None
+    limit.check(text)
+    return tokens_of(needed(tokenizer), text, in_output=False)
 
 
 def refuse_special_tokens(*, given: bool | None) -> None:
     """Refuse to add special tokens to a conversation."""
     if given:
         raise invalid("add_special_tokens", "add_special_tokens: the chat template writes them.")
-
-
-def _check_template_arguments(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    functions = (tokenizer.apply_chat_template, conversation_ids, render_jinja_template)
-    own = {"self", *(name for each in functions for name in inspect.signature(each).parameters)}
-    if taken := sorted(own & set(given)):
-        raise invalid(
-            "chat_template_kwargs", f"chat_template_kwargs: '{taken[0]}' is not a template's."
-        )
-
-
-def _message(message: Message) -> dict[str, Any]:
-    """A message for chat templates: arguments of calls are objects, and developers are systems."""
-    fields = message.model_dump(exclude_none=True)
-    if message.role == "developer":
-        fields["role"] = "system"
-    if message.content is None:
-        fields["content"] = ""
-    for call in fields.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError):
-            continue  # as the model wrote it
-    return fields
-
-
-def _uses_tools(message: Message) -> bool:
-    return message.role == "tool" or bool(message.tool_calls)
-
-
-def _knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    template = tokenizer.chat_template
-    return "tools" in (str(sorted(template)) if isinstance(template, dict) else str(template))
-
-
-def _without_tools(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The conversation for a template that has only text."""
-    plain: list[dict[str, Any]] = []
-    if tools:
-        listed = "\n".join(json.dumps(tool.model_dump(exclude_none=True)) for tool in tools)
-        plain.append({"role": "system", "content": _GENERIC.format(tools=listed)})
-    for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "tool":
-            content = f"<tool_response>\n{_text(content)}\n</tool_response>"
-            plain.append({"role": "user", "content": content})
-        elif role == "system" and plain and plain[0]["role"] == "system" and len(plain) == 1:
-            plain[0] = {"role": "system", "content": f"{_text(content)}\n\n{plain[0]['content']}"}
-        else:
-            calls = [
-                f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
-                for call in message.get("tool_calls", ())
-            ]
-            parts = [part for part in (_text(content), *calls) if part]
-            plain.append({"role": role, "content": "\n".join(parts)})
-    return plain
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 # Calls of functions: the form that forces one, and how calls are found in what a model writes.

@@ -443,7 +443,7 @@ def _token_id(key: str) -> int:
 def form_of(
     body: SamplingBody, response_format: Mapping[str, Any] | None, param: str = "response_format"
 ) -> dict[str, Any] | None:
-    """The form that a request wants its output to have, as fields of `StructuredOutputs`."""
+    """The form that a request wants its output to have, as fields of `StructuredOutputsParams`."""
     found: dict[str, dict[str, Any]] = {
         name: {name.removeprefix("guided_"): value}
         for name in _GUIDED

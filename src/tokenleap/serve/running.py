@@ -18,7 +18,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import accumulate
 from typing import Any, ClassVar, Generic, TypeVar
@@ -27,10 +27,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Send
 from starlette.types import Scope as AsgiScope
-from transformers import PreTrainedTokenizerBase
 
 from tokenleap.async_llm import AsyncLLM, AsyncRequest
-from tokenleap.core.distribution import PromptLogprobs, TokenLogprobs
+from tokenleap.core.detokenizer import Pieces
+from tokenleap.core.distribution import Logprob, PromptLogprobs, TokenLogprobs
 from tokenleap.core.sequence import Scope
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.errors import RequestError, TokenleapError
@@ -328,9 +328,9 @@ class ServerState:
         cut = body.truncate_prompt_tokens is not None
         return replace(self.text_limit, times=MAX_CONTEXTS) if cut else self.text_limit
 
-    @cached_property
+    @property
     def pieces(self) -> Pieces:
-        return Pieces(self.llm.llm.tokenizer)
+        return self.llm.llm.engine.pieces
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here."""
@@ -399,30 +399,6 @@ def shut_down() -> APIError:
     return APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
 
 
-class Pieces:
-    """The text that each token adds inside a text.
-
-    Some tokenizers, such as Llama's, leave out the space at the beginning of a text. Here tokens
-    have it.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._tokenizer = tokenizer
-        self.of = cache(self._piece)
-
-    def _piece(self, token: int) -> str:
-        if self._tokenizer is None:
-            return ""
-        alone, twice = (
-            str(self._tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
-            for times in (1, 2)
-        )
-        return twice[len(alone) :] if twice.startswith(alone) else alone
-
-    def all_of(self, tokens: Sequence[int]) -> list[str]:
-        return [self.of(token) for token in tokens]
-
-
 def state_of(request: Request) -> ServerState:
     """The state of the app that this request came to."""
     state = request.app.state.server
@@ -448,35 +424,44 @@ def completion_logprobs(
     listed = list(tokens)
     return {
         "tokens": pieces.all_of(ids),
-        "token_logprobs": [None if each is None else _finite(each.logprob) for each in listed],
+        "token_logprobs": [
+            None if each is None else _finite(each[token].logprob)
+            for token, each in zip(ids, listed, strict=True)
+        ],
         "top_logprobs": [None if each is None else _by_text(each, pieces) for each in listed],
         "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
     }
 
 
-def _by_text(token: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
+def _by_text(found: TokenLogprobs, pieces: Pieces) -> dict[str, float]:
     """Log-probabilities by text, the token's own among them; the best of equal texts counts."""
-    found: dict[str, float] = {}
-    for each, value in (*token.top, (token.token_id, token.logprob)):
-        found.setdefault(pieces.of(each), _finite(value))
-    return found
+    by_text: dict[str, float] = {}
+    for token, each in sorted(found.items(), key=_rank):
+        by_text.setdefault(pieces.of(token), _finite(each.logprob))
+    return by_text
+
+
+def _rank(found: tuple[int, Logprob]) -> int:
+    return found[1].rank
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprobs], num_top: int, pieces: Pieces) -> dict[str, Any]:
     """Those of `/v1/chat/completions`."""
 
-    def entry(token: int, value: float) -> dict[str, Any]:
+    def entry(token: int, found: Logprob) -> dict[str, Any]:
         text = pieces.of(token)
         known = None if "\ufffd" in text else list(text.encode(errors="replace"))
-        return {"token": text, "logprob": _finite(value), "bytes": known}
+        return {"token": text, "logprob": _finite(found.logprob), "bytes": known}
 
     return {
         "content": [
             {
-                **entry(each.token_id, each.logprob),
-                "top_logprobs": [entry(*best) for best in each.top[:num_top]],
+                **entry(*next(iter(found.items()))),
+                "top_logprobs": [
+                    entry(*best) for best in sorted(found.items(), key=_rank)[:num_top]
+                ],
             }
-            for each in tokens
+            for found in tokens
         ]
     }
 

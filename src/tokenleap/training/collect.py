@@ -408,7 +408,8 @@ class PairSource:
         return [each for each in written if each.num_answer_tokens]
 
     def _as_given(self, pair: Pair) -> Conversation:
-        source, opening = self._llm.engine.read(pair.prompt)
+        read = self._llm.engine.read(pair.prompt)
+        source, opening = read.source, read.ids
         tokenizer: Any = self._llm.tokenizer
         answer = tuple(tokenizer(text_target=pair.target)["input_ids"])
         known = len(opening) - 1  # a language may be in both
