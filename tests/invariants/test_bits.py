@@ -27,9 +27,11 @@ from tokenleap.runtime.target import Target
 TOKENS = 18
 """So that drafts of 16 tokens fit."""
 DTYPES = [torch.float32, torch.bfloat16]
+BITS: dict[str, Any] = {"max_tokens": TOKENS, "logprobs": 3, "detokenize": False}
+"""Without texts, which only some methods have a tokenizer for."""
 PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=3),
-    "seeded": SamplingParams(temperature=1.2, top_p=0.95, seed=5, max_tokens=TOKENS, logprobs=3),
+    "greedy": SamplingParams(temperature=0, **BITS),
+    "seeded": SamplingParams(temperature=1.2, top_p=0.95, seed=5, **BITS),
     "seeded-all": SamplingParams(
         temperature=0.7,
         top_k=20,
@@ -40,8 +42,7 @@ PARAMS = {
         logit_bias={3: 1.5},
         min_tokens=4,
         seed=9,
-        max_tokens=TOKENS,
-        logprobs=3,
+        **BITS,
     ),
 }
 

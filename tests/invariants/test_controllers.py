@@ -29,8 +29,9 @@ def llama(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def outputs(llm: LLM) -> list[RequestOutput]:
     """Greedy and seeded."""
-    greedy = SamplingParams(temperature=0, max_tokens=16, logprobs=1)
-    seeded = SamplingParams(temperature=1.2, seed=2, max_tokens=16, logprobs=1)
+    bits: dict[str, Any] = {"max_tokens": 16, "logprobs": 1, "detokenize": False}
+    greedy = SamplingParams(temperature=0, **bits)
+    seeded = SamplingParams(temperature=1.2, seed=2, **bits)
     return [output for params in (greedy, seeded) for output in llm.generate(PROMPTS, params)]
 
 
