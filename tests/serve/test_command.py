@@ -46,8 +46,7 @@ def errors_of(program: Program) -> list[bytes]:
 
 def test_sigterm_lets_running_requests_end(tiny_folder: Path) -> None:
     options = ("--served-model-name", "mine", "--api-key", "k", "--max-prompts", 1)
-    options += ("--log-format", "json")
-    with process(tiny_folder, *options) as (program, url):
+    with process(tiny_folder, *options, "--log-format", "json") as (program, url):
         rebound = {"Host": "evil.example"}  # a page whose name leads here
         assert httpx2.get(f"{url}/health", headers=rebound).status_code == 403
         assert httpx2.post(f"{url}/v1/completions", json=BODY).status_code == 401

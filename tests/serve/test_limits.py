@@ -26,7 +26,7 @@ def key(name: str) -> dict[str, str]:
 
 
 @contextmanager
-def limited(**limits: int) -> Iterator[tuple[Served, Callable[..., httpx2.Response]]]:
+def limited(**limits: Any) -> Iterator[tuple[Served, Callable[..., httpx2.Response]]]:
     with served(api_keys=("a", "b"), **limits) as running:
 
         def asked(by: str, path: str = "/v1/completions", **body: Any) -> httpx2.Response:
@@ -126,5 +126,6 @@ def test_requests_at_a_time() -> None:
 
 @pytest.mark.parametrize("name", KEY_LIMITS)
 def test_limits_of_keys_need_keys(name: str) -> None:
+    limit: Any = {name: 5}
     with pytest.raises(ConfigError, match=f"{name} limits each API key.*give --api-key"):
-        Settings(served_model_names=(MODEL,), **{name: 5})
+        Settings(served_model_names=(MODEL,), **limit)

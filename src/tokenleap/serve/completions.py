@@ -23,6 +23,7 @@ from tokenleap.serve.fields import (
     Message,
     ResponseBody,
     SamplingBody,
+    TextOptions,
     form_of,
     params_of,
 )
@@ -229,7 +230,7 @@ class _Response(Answer[ResponseBody]):
             llm.engine.sampling_defaults,
             max_tokens=body.max_output_tokens,
             logprobs=None,
-            form=form_of(fields, body.text and body.text.format, "text"),
+            form=form_of(fields, (body.text or TextOptions()).format, "text"),
         )
         ids = chat_ids(_messages(body), llm.tokenizer, limit=self.state.text_limit)
         return [JobSpec(ids, params, body.speculative_config)]
@@ -248,7 +249,7 @@ class _Response(Answer[ResponseBody]):
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "text": {"format": (body.text or TextOptions()).format or {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
