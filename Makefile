@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model drafter demo test coverage test-slow test-gpu lint format docs clean
+.PHONY: help install model drafter demo notebook test coverage test-slow test-gpu lint format docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,12 @@ drafter: model ## train the head that comes with the package further
 
 demo: model ## the same text, sooner: three prompts with and without speculation
 	$(BIN)/tokenleap demo
+
+NOTEBOOK := examples/tour.ipynb
+notebook: model ## run the notebook in examples/ and store its outputs
+	$(BIN)/python -c 'import nbformat, nbclient; notebook = nbformat.read("$(NOTEBOOK)", 4); \
+		nbclient.NotebookClient(notebook, record_timing=False, coalesce_streams=True).execute(); \
+		nbformat.write(notebook, "$(NOTEBOOK)")'
 
 test: model ## all tests but the slow and GPU ones, in random order
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal

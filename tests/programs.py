@@ -30,6 +30,7 @@ _SERVER = Path(__file__).with_name("fork_server.py")
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_VERBOSITY": "error",
 }
 """Environment variables that `main` sets before Transformers is imported."""
 

@@ -176,9 +176,10 @@ def help_of(*command: str) -> frozenset[str] | None:
     """The options of a command; a second word may be an argument. None if there is no such one."""
     for words in (command, command[:1]):
         arguments = [word for word in words if not word.startswith("-")]
-        result = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "200"})
-        if result.exit_code == 0:
-            return frozenset(re.findall(r"(?<![\w-])--?[a-z][\w-]*", result.stdout))
+        for page in ("--help-all", "--help"):
+            result = CliRunner().invoke(app, [*arguments, page], env={"COLUMNS": "200"})
+            if result.exit_code == 0:
+                return frozenset(re.findall(r"(?<![\w-])--?[a-z][\w-]*", result.stdout))
     return None
 
 

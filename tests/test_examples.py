@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import importlib.util
 import io
 import re
@@ -10,7 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import nbformat
 import pytest
+from ipykernel.kernelspec import install
+from nbclient import NotebookClient
 
 import tokenleap
 from tests.spec_drafters import random_spec_drafter
@@ -20,6 +25,7 @@ from tokenleap import LLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STOCHASTIC = EXAMPLES / "stochastic"
+NOTEBOOK = EXAMPLES / "tour.ipynb"
 
 on_the_default_model = [pytest.mark.model, pytest.mark.usefixtures("smollm2_path")]
 
@@ -86,9 +92,55 @@ class TestOnTheDefaultModel:
         assert [row.split()[0] for row in rows] == ["none", "ngram"]
         assert all(row.endswith("True") for row in rows)
 
+    def test_the_notebook(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Its code but the last cell, which closes the model."""
+        cells = nbformat.read(NOTEBOOK, as_version=4).cells
+        *sources, last = [cell.source for cell in cells if cell.cell_type == "code"]
+        assert "llm.close()" in last
+        names: dict[str, Any] = {}
+        for source in sources:
+            less = source.replace("max_tokens=64", "max_tokens=8")
+            code = compile(less, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            awaited = eval(code, names)
+            if awaited is not None:
+                asyncio.run(awaited)
+        assert names["fast"].token_ids == names["plain"].token_ids
+        assert "{'name': 'Ada Lovelace', 'born': 1815}" in capsys.readouterr().out
+        assert all(cell.outputs for cell in cells if cell.cell_type == "code"), "`make notebook`"
+
     def test_custom_drafter(self, capsys: pytest.CaptureFixture[str]) -> None:
         run(EXAMPLES / "custom_drafter.py", "--max-tokens", "12")
         assert "second time" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.usefixtures("smollm2_path")
+def test_the_notebook_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this interpreter. Nothing warns, and a bar is one of characters."""
+    install(prefix=str(tmp_path))
+    for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share/jupyter"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(tokenleap.__file__).parents[1]))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    bar = "_ = llm.generate([[1], [2]], SamplingParams(max_tokens=1), use_tqdm=True)"
+    notebook.cells.insert(-1, nbformat.v4.new_code_cell(bar))
+    NotebookClient(notebook, timeout=300, kernel_name="python3", coalesce_streams=True).execute()
+
+    outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    (progress,) = outputs.pop(bar)
+    assert progress.name == "stderr"
+    assert "Processed prompts: 100%" in progress.text
+    assert "Warning" not in progress.text
+    shown = [output for each in outputs.values() for output in each]
+    assert all(output.get("name") != "stderr" for output in shown)
+    pages = [output.data["text/html"] for output in shown if "data" in output]
+    assert '<span title="draft"' in pages[0]
+    assert "64 tokens in 64 passes" in pages[1]  # without speculation
+    freed = re.search(r"(\d+) MiB were freed", shown[-1].text)
+    assert freed is not None
+    assert int(freed[1]) > 300
 
 
 @pytest.mark.parametrize("drafter", [None, "spec_drafter"])

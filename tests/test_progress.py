@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -126,12 +127,15 @@ def test_several_outputs_of_one_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch
 def test_short_calls_show_none(llm: LLM, made: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_somebody_looks", lambda: True)
     monkeypatch.setattr(module, "AFTER_SECONDS", 1000.0)
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # not even imported
+    monkeypatch.setattr(module, "_tqdm", None)  # not even looked for
     llm.generate(PROMPTS, PARAMS)
     assert not made
 
 
-def test_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_widgets", [False, True])
+def test_a_notebook(has_widgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ipywidgets there is a bar of characters; `tqdm.auto` would warn, too."""
+
     class ZMQInteractiveShell:
         pass
 
@@ -140,8 +144,21 @@ def test_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     assert not module._somebody_looks()
+    monkeypatch.setattr(module, "find_spec", lambda _: has_widgets or None)
+    assert module._tqdm().__module__ == "tqdm.std"
     monkeypatch.setitem(sys.modules, "IPython", IPython)
     assert module._somebody_looks()
+    assert module._tqdm().__module__ == ("tqdm.notebook" if has_widgets else "tqdm.std")
+
+
+def test_a_kernel_gets_no_warning_about_widgets() -> None:
+    """Transformers imports `tqdm.auto`; here it comes with the first import of ours."""
+    code = (
+        "from ipykernel import zmqshell; import tokenleap, sys; assert 'tqdm.auto' in sys.modules"
+    )
+    command = [sys.executable, "-W", "error:IProgress", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_beam_search_takes_it_too(llm: LLM, made: list[Bar]) -> None:

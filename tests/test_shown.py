@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from html import escape, unescape
 
 import pytest
 from rich.console import Console
@@ -10,7 +12,7 @@ from rich.console import Console
 from tests.core.test_detokenizer import TOKENIZER
 from tests.tiny import tiny_model
 from tokenleap import LLM, CompletionOutput, SamplingParams
-from tokenleap.core.shown import shortened
+from tokenleap.core.shown import colours_as_html, shortened
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
@@ -61,19 +63,34 @@ def test_an_aborted_output_has_the_text_that_was_held_back(llm: LLM) -> None:
 
 
 def test_notebooks_show_origins(output: CompletionOutput) -> None:
+    """As the colour behind the text, whose own is that of a light or dark theme."""
     html = output._repr_html_()
-    assert html.count("<span") == len(output.token_ids)
-    assert html.count('title="draft"') == output.metrics.num_accepted_tokens > 0
+    shown, summary = re.findall(r"<div style=[^>]*>(.*)</div><small>(.*)</small>", html, re.S)[0]
+    assert unescape(re.sub("<[^>]*>", "", shown)) == output.text
+    drafted = re.findall(r'<span title="draft" style="background: [^"]*">(.*?)</span>', shown, re.S)
+    texts = zip(output.token_texts, output.origins, strict=True)
+    assert unescape("".join(drafted)) == "".join(
+        text for text, origin in texts if origin == "draft"
+    )
+    assert output.metrics.num_accepted_tokens > 0
+    assert "color:" not in html
+    assert summary.startswith(f"40 tokens in {output.metrics.target_passes} passes, ")
 
 
-def test_notebooks_are_not_scripted(output: CompletionOutput) -> None:
-    script = '<script>alert("x")</script>'
-    object.__setattr__(copied := _copy(output), "token_texts", (script,) * len(output.token_ids))
-    assert script not in copied._repr_html_()
+def test_notebooks_run_and_typeset_nothing_that_a_model_wrote() -> None:
+    script = '<script>alert("x")</script> & $x$'
+    html = colours_as_html([(script, "draft"), (script, "plain")], script)
+    assert "<script>" not in html
+    assert html.count(escape(script)) == 3
+    assert html.startswith('<div class="tex2jax_ignore mathjax_ignore">')
 
 
-def _copy(output: CompletionOutput) -> CompletionOutput:
-    return CompletionOutput(**{name: getattr(output, name) for name in vars(output)})
+def test_long_outputs_stay_small() -> None:
+    """A span for each run of drafted tokens, none for others, in a box that scrolls."""
+    steps = [("one ", "draft"), ("two ", "draft"), ("three ", "bonus")] * 1000
+    html = colours_as_html(steps, "")
+    assert html.count("<span") == 1000 + 2
+    assert "max-height: 40em; overflow: auto" in html
 
 
 def test_rich_shows_origins(output: CompletionOutput) -> None:

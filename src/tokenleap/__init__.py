@@ -12,6 +12,8 @@ PyTorch.
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tokenleap.runtime.cores import bound_spinning
@@ -51,6 +53,11 @@ if TYPE_CHECKING:
     from tokenleap.trace import StepTrace, Trace
 
 bound_spinning()  # before PyTorch is loaded
+
+if "ipykernel" in sys.modules:  # Transformers imports it, too, and it asks for ipywidgets
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")
+        importlib.import_module("tqdm.auto")
 
 __version__ = "0.1.0"
 

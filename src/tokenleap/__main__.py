@@ -1,4 +1,10 @@
-"""`python -m tokenleap`: the command line."""
+"""The console script, and `python -m tokenleap`: the command line."""
+
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Nothing is to clean up before `main`, so Ctrl-C ends the imports at once, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from tokenleap.cli import main
 

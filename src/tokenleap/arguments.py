@@ -172,7 +172,8 @@ _CALL = {
 """Arguments of vLLM's methods, and what to do instead."""
 
 ATTRIBUTES = {
-    **dict.fromkeys(("embed", "classify", "score", "reward"), _ONE_TASK),
+    **dict.fromkeys(("classify", "score", "reward"), _ONE_TASK),
+    "embed": "use `engine.embed`.",
     **dict.fromkeys(
         ("enqueue", "enqueue_chat", "wait_for_completion"), "use `stream`, or `engine.add_request`."
     ),

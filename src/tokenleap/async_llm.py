@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -149,6 +150,9 @@ class AsyncLLM:
         self._preparing = Pool(_PREPARING, "tokenleap-prepare")
         self._compiling = Pool(_COMPILING, "tokenleap-compile")
         self._rendering = Pool(_RENDERING, "tokenleap-render")
+        self._pools = (self._preparing, self._compiling, self._rendering)
+        # The threads of one that is dropped would keep the model in memory.
+        weakref.finalize(self, _close, self._pools, self.thread, 0).atexit = False
 
     @property
     def alive(self) -> bool:
@@ -236,10 +240,7 @@ class AsyncLLM:
         Returns:
             Whether the engine's thread has ended. If not, it ends after the step.
         """
-        self._preparing.close()
-        self._compiling.close()
-        self._rendering.close()
-        return self.thread.close(timeout)
+        return _close(self._pools, self.thread, timeout)
 
     async def __aenter__(self) -> AsyncLLM:
         """The `AsyncLLM` itself."""
@@ -248,6 +249,12 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         """Close it, off the loop."""
         await asyncio.to_thread(self.close)
+
+
+def _close(pools: Sequence[Pool], thread: WorkerThread, timeout: float | None) -> bool:
+    for pool in pools:
+        pool.close()
+    return thread.close(timeout)
 
 
 def _has_form(params: Sampling) -> bool:
@@ -273,7 +280,7 @@ class WorkerThread:
         self._engine, self._worker = engine, engine.worker
         self._outbox = Outbox()
         self._jobs: dict[int, tuple[Job, Deliver]] = {}  # by the job's id
-        self._lock = threading.Lock()  # no command comes after the one that closes
+        self._lock = threading.RLock()  # no command comes after the one that closes
         self._closed = False
         self._running = True
         self._process = SameProcess()
@@ -299,13 +306,15 @@ class WorkerThread:
 
     def end(self, job: Job) -> None:
         """Abort a job and deliver no more of it, if it has not ended; returns at once."""
-        if self._jobs.pop(id(job), None) is not None:
-            self._engine.end([job], wait=False)
+        with self._lock:
+            if self._jobs.pop(id(job), None) is not None:
+                self._engine.end([job], wait=False)
 
     def stop(self, job: Job) -> None:
         """End the outputs of a job where they are; their last chunks still come."""
-        if id(job) in self._jobs:
-            self._engine.stop([job])
+        with self._lock:
+            if id(job) in self._jobs:
+                self._engine.stop([job])
 
     def close(self, timeout: float | None = None) -> bool:
         """End all jobs and the thread; returns whether it has ended."""
@@ -331,6 +340,8 @@ class WorkerThread:
         finally:
             self._worker.listeners.remove(self._report)
             self._worker.leave(self._thread)
+            with self._lock:  # no job is left; who keeps the `AsyncLLM` does not keep the model
+                del self._engine
 
     def _go_on(self) -> None:
         try:
@@ -422,6 +433,8 @@ class Pool:
 
     def close(self) -> None:
         """Refuse all that has not begun, and return without waiting for what runs."""
+        if not self._process.here:  # another thread may have held the lock when it was forked
+            return
         with self._news:
             self._closed = True
             waiting = [run for queue in self._waiting.values() for run in queue]

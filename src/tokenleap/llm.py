@@ -7,9 +7,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, Unpack
 
 import torch
@@ -23,7 +27,7 @@ from tokenleap.arguments import (
     refuse_unknown_engine,
 )
 from tokenleap.config import SpeculativeConfig
-from tokenleap.core.config import num_bytes
+from tokenleap.core.config import num_bytes, return_freed
 from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.drafters.base import VocabularyOverlap
 from tokenleap.drafters.online import OnlineReport
@@ -101,7 +105,7 @@ class LLM:
             other weights as they are. "none" or None keeps the latter, too, and dequantizes GGUF
             files. "int8" and "int4" (CPU only) make the weights a half and a third as large. Draft
             models have the target's. Speculation is lossless with respect to the weights that run,
-            which `tokenleap models` lists. An alias stands for dequantized weights.
+            which `tokenleap models` lists. `smollm2-135m` stands for dequantized weights.
         runtime: "native" computes in C++ that is compiled on this machine at its first use (Llama
             and its relatives on a CPU, in float32 or bfloat16). "torch" computes with PyTorch's
             operations: those of "lean", for Llama, Mistral and Qwen, or of "module", the
@@ -184,6 +188,11 @@ class LLM:
         self._source = loaded.name if loaded.packed else loaded.path
         self.engine = LLMEngine(loaded, given, options)  # it lets go of the module
         self.speculative_config = self.engine.strategies.config
+
+    def __del__(self) -> None:
+        """Give the model's memory back to the system, unless its engine is still in use."""
+        if vars(self).pop("engine", None) is not None:
+            return_freed()
 
     # What was loaded
 
@@ -489,7 +498,9 @@ class LLM:
         engine.close()
         on_gpu = engine.target.device.type == "cuda"
         del engine
-        gc.collect()  # engine and worker know each other
+        _forget_last_error()
+        gc.collect()  # requests that failed, and drafters of the user's, may hold it in cycles
+        return_freed()
         if on_gpu:
             torch.cuda.empty_cache()
 
@@ -509,6 +520,24 @@ class LLM:
                 raise TokenleapError("this LLM was closed: make a new one.")
             hint = f": {ATTRIBUTES[name]}" if name in ATTRIBUTES else "."
             raise AttributeError(f"LLM has no attribute {name!r}{hint}")
+
+
+def _forget_last_error() -> None:
+    """Clear our frames, and those called from them, of the last error, which notebooks keep."""
+    error, seen = getattr(sys, "last_value", None), list[BaseException]()
+    while error is not None and error not in seen:  # `raise error from error` is a cycle
+        seen.append(error)
+        called = [frame for frame, _ in walk_tb(error.__traceback__)]
+        callers = [frame for first in called[:1] for frame, _ in walk_stack(first)]
+        frames = [*filter(_is_ours, callers), *dropwhile(lambda each: not _is_ours(each), called)]
+        for frame in frames:
+            with suppress(RuntimeError):  # it still runs
+                frame.clear()
+        error = error.__cause__ or error.__context__
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("tokenleap.")
 
 
 # The progress bar of `LLM.generate`.
@@ -600,11 +629,8 @@ class _Bar:
         self._changed = {}
 
     def _made(self) -> Any:
-        if self._make is None:
-            from tqdm.auto import tqdm
-
-            self._make = tqdm
-        return self._make(
+        make = self._make or _tqdm()
+        return make(
             total=self._total,
             desc="Processed prompts",
             unit=" prompts",
@@ -619,10 +645,26 @@ class _Bar:
         return f"input: {read:.1f} tokens/s, output: {written:.1f} tokens/s"
 
 
-def _somebody_looks() -> bool:
-    """Whether stderr is a terminal, or Python runs in a notebook."""
+def _tqdm() -> Callable[..., Any]:
+    """The bar of notebooks if they can show it, else that of terminals.
+
+    `tqdm.auto` chooses alike, but warns in a notebook without ipywidgets.
+    """
+    if _in_notebook() and find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm
+    else:
+        from tqdm.std import tqdm
+    return tqdm  # type: ignore[no-any-return]
+
+
+def _in_notebook() -> bool:
     interactive = sys.modules.get("IPython")
     shell = None if interactive is None else interactive.get_ipython()
-    if type(shell).__name__ == "ZMQInteractiveShell":
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _somebody_looks() -> bool:
+    """Whether stderr is a terminal, or Python runs in a notebook."""
+    if _in_notebook():
         return True
     return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()

@@ -164,7 +164,7 @@ class CompletionOutput:
     """One output of one prompt. It may still be growing.
 
     Notebooks and Rich show its text with every token in the colour of its origin: green if it was
-    drafted, blue if it is a correction.
+    drafted, blue if it is a correction. In a notebook, the line below has tokens, passes and speed.
 
     `finish_reason` is None until the output ends. Then it is "stop" (end-of-sequence token, stop
     token or stop string), "length" (max_tokens or the context limit), "abort" (the caller ended it)
@@ -224,7 +224,13 @@ class CompletionOutput:
 
     def _repr_html_(self) -> str:
         """The text in colours, for notebooks."""
-        return colours_as_html((token.text, token.origin) for token in self.tokens)
+        metrics = self.metrics
+        summary = (
+            f"{len(self.token_ids)} tokens in {metrics.target_passes} passes, "
+            f"{metrics.tokens_per_second:.1f} tokens/s, {self.error or self.finish_reason}"
+        )
+        parts = zip(self.token_texts, self.origins, strict=True)
+        return colours_as_html(parts, summary)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the trace."""

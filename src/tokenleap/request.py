@@ -23,6 +23,7 @@ from tokenleap.core.sampler import BadWords, Sampler, TreeDistributions
 from tokenleap.core.sequence import SHARED, Scope, SequenceState, new_key
 from tokenleap.core.tree import Draft, chain
 from tokenleap.errors import RequestError, told
+from tokenleap.models.pooling import Pooled
 from tokenleap.outputs import BeamOutput, CompletionOutput, Metrics, StreamedToken
 from tokenleap.runtime.costs import CostCurve
 from tokenleap.trace import PASS_SIZES, StepTrace, Trace
@@ -52,6 +53,7 @@ class Request(SequenceState):
             references; none if nothing is expected.
         bad_words: the tokens of `params.bad_words`; None if there are none.
         scope: what it shares with other requests.
+        pooled: takes the hidden states of the whole prompt; None if nobody reads them.
         new_seed: draws the seed if `params` have none.
 
     Attributes:
@@ -82,6 +84,7 @@ class Request(SequenceState):
         prediction: References = NO_REFERENCES,
         bad_words: BadWords | None = None,
         scope: Scope = SHARED,
+        pooled: Pooled | None = None,
         new_seed: Callable[[], int] = fresh_seed,
     ) -> None:
         assert prompt_ids, "the caller refuses empty prompts"
@@ -94,6 +97,7 @@ class Request(SequenceState):
         seed = new_seed() if params.seed is None else params.seed
         super().__init__(prompt_ids, params, sampler, Noise(seed + index), source)
         self.references, self.prediction, self.scope = references, prediction, scope
+        self.pooled = pooled
         if params.beam_width > 1:
             settings = BeamSettings.of(params, self._max_tokens, sampler.stop_ids)
             self.beams = Beams(settings, chain([self.root]))
@@ -168,7 +172,8 @@ class Request(SequenceState):
     def reads_prefixes(self) -> bool:
         """Whether KV from the prefix cache may take the place of computing the prompt."""
         skip = self.params.skip_reading_prefix_cache
-        return not (self.num_unscored if skip is None else skip)
+        needed = self.num_unscored or self.pooled is not None
+        return not (needed if skip is None else skip)
 
     def end_unwritten(self) -> None:
         """End an output that was to have no tokens; its prompt is computed."""

@@ -17,7 +17,6 @@ from types import TracebackType
 from tests.programs import MAIN, TIMEOUT, Program
 
 COMMAND = [sys.executable, "-c", MAIN]
-_PATIENCE = 5.0
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
@@ -69,15 +68,6 @@ class Terminal:
 
     def type(self, keys: str) -> None:
         os.write(self._controller, keys.encode())
-
-    def interrupt_until_end(self) -> int:
-        """Press Ctrl-C until it is heard: Python misses one that comes while `input` sets up."""
-        for _ in range(int(TIMEOUT / _PATIENCE)):
-            self.type("\x03")
-            while self._ready(_PATIENCE) and self._read():
-                if "interrupted" in self.shown:
-                    return self.end()
-        raise AssertionError(f"not interrupted: {self.shown!r}")
 
     def end(self) -> int:
         """Read to the end; the exit code."""

@@ -213,6 +213,7 @@ def test_lines_that_were_made_again_are_kept_if_the_run_is_interrupted(
         ("{}", "give one of prompt, messages, prompt_token_ids, encoder_prompt, got none of them"),
         ('{"prompt": "a", "messages": []}', "got prompt and messages"),
         ('{"prompt": ""}', "prompt must be a text that is not empty"),
+        ('{"prompt": " \\n"}', "prompt must be a text that is not empty"),
         ('{"messages": ["a"]}', "messages must be a list of objects"),
         ('{"prompt_token_ids": [1.5]}', "prompt_token_ids must be a list of whole numbers"),
         ('{"prompt_token_ids": [true]}', "prompt_token_ids must be a list of whole"),

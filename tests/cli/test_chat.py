@@ -37,7 +37,7 @@ def assistant(text: str) -> dict[str, str]:
 def test_history_is_kept(run: Run, tiny: Path, llm: LLM) -> None:
     (first,) = llm.chat([user("hello")], GREEDY)
     (second,) = llm.chat([user("hello"), assistant(first.text), user("and?")], GREEDY)
-    result = run.done("chat", "-m", tiny, "--max-tokens", 12, stdin="hello\n\nand?\n")
+    result = run.done("chat", "-m", tiny, "--max-tokens", 12, stdin="hello\n\n  \nand?\n")
     assert result.stdout == f"{first.text}\n{second.text}\n"
     assert result.stderr == ""
 
@@ -83,8 +83,9 @@ def test_a_prompt_that_is_too_long(run: Run, tiny: Path, llm: LLM) -> None:
     assert line.endswith("/reset forgets the conversation.")
 
 
-def test_ctrl_c(tiny: Path) -> None:
-    """One stops the answer, the next at the prompt ends the program."""
+def test_ctrl_c(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stops the answer, the next at the prompt asks, and the third leaves and saves."""
+    monkeypatch.setenv("TOKENLEAP_CACHE", str(tmp_path))
     endless = ["--max-tokens", 8000, "--ignore-eos"]
     with Terminal("chat", "-m", tiny, *endless) as terminal:
         terminal.wait_for(PROMPT)
@@ -95,9 +96,18 @@ def test_ctrl_c(tiny: Path) -> None:
         assert "Traceback" not in stopped
         terminal.type("\x1b[200~/he\x1b[201~lp\n")  # a part of it is pasted
         terminal.wait_for(r"several lines[\s\S]*" + PROMPT)
-        assert terminal.interrupt_until_end() == 130
+        terminal.type("half a line\x03\x03")  # the first one only clears the line
+        asked = terminal.wait_for(r"Ctrl-C again saves[\s\S]*" + PROMPT)
+        assert "saved in" not in asked
+        terminal.type("\x03")
+        assert terminal.end() == 130
         assert terminal.shown.rstrip().endswith("interrupted")
         assert "Traceback" not in terminal.shown
+    kept = tmp_path / "interrupted-chat.json"
+    assert str(kept) in terminal.shown.replace("\r\n", "")
+    question, answer = json.loads(kept.read_text())
+    assert (question, answer["role"]) == (user("hello"), "assistant")
+    assert kept.stat().st_mode & 0o077 == 0
 
 
 def test_a_paste_of_several_lines_is_one_message(

@@ -92,7 +92,7 @@ def test_wrong_use(run: Run, tiny: Path, arguments: list[str], message: str) -> 
         ("models -p hi", "no such option: -p. Try"),
         ("generate hi there", "(there): put a prompt of several words in quotes. Try"),
         ("chat smollm2-135m", "(smollm2-135m): name a model with --model. Try"),
-        ("pull x", "no such command 'pull': use 'tokenleap models fetch'"),
+        ("download x", "no such command 'download': use 'tokenleap models fetch'"),
         ("models rm x", "no such command 'rm': use 'tokenleap models remove'"),
         ("generat hi", "no such command 'generat': did you mean 'generate'?"),
         ("zzz", "no such command 'zzz': known: bench, chat, "),
@@ -132,7 +132,12 @@ def test_options_may_have_underscores(run: Run, tiny: Path) -> None:
 def test_prompts_that_cannot_be(run: Run, tiny: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
-    for arguments, stdin in ((["--file", empty], None), ([""], None), ([], ""), (["-"], "\n")):
+    blank = tmp_path / "blank"
+    blank.write_text(" \n\t\n")
+    for arguments, stdin in (
+        *((["--file", empty], None), ([""], None), ([], ""), (["-"], "\n")),
+        *((["--file", blank], None), (["  "], None), (["--jsonl"], "a\n \nb\n")),
+    ):
         assert "the prompt is empty" in run.refused("generate", "-m", tiny, *arguments, stdin=stdin)
     both = run("generate", "hello", "--file", empty)
     assert (both.exit_code, error_of(both)) == (2, "error: give PROMPT or --file, not both")

@@ -279,7 +279,7 @@ def test_lines_for_a_decoder_only_model(run: Run, tiny: Path, llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "stdin", "message"),
     [
-        (["--jsonl"], "a\n\nb\n", "line 2: the source is empty"),
+        (["--jsonl"], "a\n\nb\n", "line 2: the prompt is empty"),
         (["--jsonl"], "a\n" + "b" * 257, "line 2: the source has 257 tokens and the encoder takes"),
         (["--jsonl"], "", "the prompt is empty"),
         (["--jsonl", "hello"], "a", "--jsonl reads a prompt per line: give --file FILE, or pipe"),

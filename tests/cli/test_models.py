@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -182,3 +184,60 @@ def test_a_fetch_that_fails_is_1(run: Run, monkeypatch: pytest.MonkeyPatch, cach
 def test_a_cache_that_cannot_be_written_is_1(run: Run, cache: Path) -> None:
     cache.write_text("a file")
     assert "cannot write the cache folder" in run.refused("models", "fetch", "smollm2-135m", code=1)
+
+
+# Ollama's words.
+
+
+def test_words_of_ollama(run: Run, tiny: Path, tmp_path: Path) -> None:
+    folder = cached("mine")
+    assert run.done("list").stdout == run.done("models").stdout
+    assert run.done("pull", tiny).stdout == f"{tiny} is ready in {tiny}\n"
+    assert "add --yes" in run.refused("rm", "mine")
+    assert "../x is not in the cache" in run.refused("rm", "../x", "-y")
+    outside = folder.rename(tmp_path / "outside")
+    folder.symlink_to(outside)
+    run.done("rm", "mine", "-y")
+    assert not folder.exists()
+    assert (outside / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("given", [["Hi there"], ["--max-tokens", 3, "--", "Hi there"]])
+def test_run_with_a_prompt_is_generate(run: Run, tiny: Path, given: list[object]) -> None:
+    expected = run.done("generate", "Hi there", "-m", tiny, "--max_tokens", 3).stdout
+    assert run.done("run", tiny, "--max_tokens", 3, *given).stdout == expected
+    assert run.done("run", "-m", tiny, "--max-tokens=3", *given).stdout == expected
+    assert run.done("run", tiny, "--max-tokens", 3, stdin="Hi there").stdout == expected
+
+
+def test_run_at_a_terminal_is_chat(tiny: Path) -> None:
+    with Terminal("run", tiny, "--max-tokens", 3) as terminal:
+        terminal.wait_for(r"/help for help[\s\S]*>\x08\x1b\[2C")  # the prompt
+        terminal.type("\x04")
+        assert terminal.end() == 0
+
+
+class _Models(BaseHTTPRequestHandler):
+    """Lists a model to those who have the key."""
+
+    def do_GET(self) -> None:
+        known = self.headers["Authorization"] == "Bearer secret"
+        self.send_response(200 if known and self.path == "/v1/models" else 401)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "mine\\u001b[2J"}]}' if known else b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_ps(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), _Models) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        told = run.refused("ps", "--url", url, code=1)
+        assert told.endswith("refuses to list its models (status 401): add --api-key")
+        monkeypatch.setenv("TOKENLEAP_API_KEY", "secret")
+        assert run.done("ps", "--url", f"{url}/v1").stdout == f"mine\u241b[2J at {url}\n"
+        assert json.loads(run.done("ps", "--url", url, "--json").stdout)["url"] == url
+        server.shutdown()
+    assert f"no server answers at {url}" in run.refused("ps", "--url", url, code=1)

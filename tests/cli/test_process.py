@@ -34,6 +34,51 @@ def test_ctrl_c_in_the_middle_of_a_stream(tiny: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+DISTURBED = """
+import logging, runpy, signal, sys, warnings
+at, how = sys.argv.pop(1), sys.argv.pop(1)
+
+class Lost:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+class Disturbance:
+    def find_spec(self, name, *_):
+        if name == at and how == "interrupt":
+            signal.raise_signal(signal.SIGINT)
+        elif name == at and how == "interrupt a destructor":
+            Lost()
+        elif name == at:
+            logging.getLogger("a_library").warning("a line of a library")
+            warnings.warn("a warning of a library")
+
+sys.meta_path.insert(0, Disturbance())
+runpy.run_module("tokenleap", run_name="__main__")
+"""
+
+
+def disturbed(*arguments: object) -> tuple[int, str, str]:
+    """The end of a command that is disturbed when it imports a module."""
+    command = [sys.executable, "-c", DISTURBED, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_ctrl_c_during_imports(tiny: Path) -> None:
+    """Before anything has begun, the process simply ends."""
+    given = ("generate", "hello", "-m", tiny)
+    assert disturbed("rich", "interrupt", *given) == (-signal.SIGINT, "", "")
+    assert disturbed("torch", "interrupt", *given) == (130, "", "interrupted\n")
+    assert disturbed("torch", "interrupt a destructor", *given) == (130, "", "interrupted\n")
+
+
+def test_no_warning_of_a_library_stands_above_an_error() -> None:
+    code, shown, told = disturbed("transformers", "warn", "generate", "hello", "-m", "nothing")
+    assert (code, shown) == (2, "")
+    assert told.startswith("error: no model 'nothing'")
+    assert told.count("\n") == 1
+
+
 def test_a_reader_who_leaves(tiny: Path) -> None:
     with start("generate", "hello", "-m", tiny, *ENDLESS) as process:
         assert process.stdout is not None

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from tests.cli.conftest import Run, error_of
 from tokenleap.cli import app
-from tokenleap.cli.console import THEME, counting
+from tokenleap.cli.console import THEME, counting, working
 from tokenleap.errors import TokenleapError
+from tokenleap.runtime.native import build
 
 SHORT = ("--max-tokens", 8)
 
@@ -99,3 +100,19 @@ def test_threads(
     result = run(*command, "-m", tiny, "--threads", 3)
     assert error_of(result) == "error: these threads"
     assert run(*command, "-m", tiny, "--threads", 0).exit_code == 2
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_compiling_is_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    quiet: bool,
+) -> None:
+    monkeypatch.setattr(build, "_run", lambda command, **_: Path(command[-1]).touch())
+    with working("Loading", quiet=quiet):
+        build._compile("g++", (), tmp_path / "library.so")
+    said = "compiling the native runtime with g++: once, in about a minute\n"
+    assert capsys.readouterr().err == ("" if quiet else said)
+    build._compile("g++", (), tmp_path / "library.so")
+    assert capsys.readouterr().err == ""

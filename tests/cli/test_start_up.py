@@ -44,7 +44,8 @@ NAMES = (
 PAGES = [
     *([], ["--help"], ["--version"], ["models"]),
     *([name, "--help"] for name in NAMES.split()),
-    *(["train", "eagle", "--help"], ["ngrams", "build", "--help"]),
+    *(["train", "eagle", "--help"], ["ngrams", "build", "--help"], ["generate", "--help-all"]),
+    *(["pull", "--help"], ["list"], ["rm", "--help"], ["run", "--help"], ["ps", "--help"]),
 ]
 LISTS = [["methods"], ["methods", "--json"]]
 WRONG = {
@@ -58,6 +59,10 @@ WRONG = {
         "did you mean 'prompt_lookup_m"
     ),
     ("generate", "Hi", "--method", "layer_skip", "--draft-model", "x"): "--draft-model",
+    ("generate", "Hi", "--method", "eagle"): "add --draft-model with its folder",
+    ("generate", "Hi", "--method", "eagle", "--draft-model", "x"): "there is no folder x",
+    ("bench", "PROMPTS", "--method", "eagle", "--draft-model", "x"): "there is no folder x",
+    ("run", "smollm2-135m", " ", "--json"): "the prompt is empty",
     ("chat", "--method", "nogram"): "did you mean 'ngram'?",
     ("serve", "smollm2-135m", "--method", "nogram"): "did you mean 'ngram'?",
     ("demo", "--method", "nogram"): "did you mean 'ngram'?",

@@ -6,6 +6,7 @@ order of query and key rows, and norms of Gemma plus one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", {}, {}),
     "smollm3": ("smollm3", {}, {}),
+    "llama": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 50_000.0,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+        {},
+    ),
     "qwen2_moe": (
         "qwen2moe",
         {
@@ -115,7 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 TOGETHER = {"phi3", "olmo2", "qwen2_moe"}
 """Families whose heads are together as wide as the hidden states."""
 TIED = {"gemma2", "gemma3_text", "smollm3"}
-PAIRS = {"granite", "smollm3", "mixtral"}
+PAIRS = {"granite", "smollm3", "mixtral", "llama"}
 """Families whose query and key rows the converter puts side by side."""
 
 
@@ -158,7 +173,7 @@ def tensors(model_type: str, model: PreTrainedModel) -> dict[str, np.ndarray[Any
     architecture = FAMILIES[model_type][0]
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
-    found = {}
+    found = {"rope_freqs.weight": _divisors()} if model_type == "llama" else {}
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and model_type in TIED:
             continue
@@ -182,7 +197,18 @@ def tensors(model_type: str, model: PreTrainedModel) -> dict[str, np.ndarray[Any
     return found
 
 
-SPLITS = {"granite": "refact", "olmo2": "dbrx", "smollm3": "llama-bpe"}
+def _divisors() -> np.ndarray[Any, Any]:
+    """What llama.cpp's converter divides the angles of Llama 3.2 by."""
+    found = []
+    for dimension in range(0, HEAD_SIZE, 2):
+        wavelength = 2 * math.pi * 50_000 ** (dimension / HEAD_SIZE)
+        share = (8192 / wavelength - 1) / (4 - 1)
+        found.append(1 / ((1 - share) / 32 + share) if 0 < share < 1 else 32 if share < 0 else 1)
+    assert len(set(found)) > 3
+    return np.array(found, np.float32)
+
+
+SPLITS = {"granite": "refact", "olmo2": "dbrx", "smollm3": "llama-bpe", "llama": "llama-bpe"}
 """Tokenizers that the families' files name; others have that of Qwen2."""
 SENTENCEPIECE = {"gemma2", "gemma3_text", "phi3", "mixtral"}
 

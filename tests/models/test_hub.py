@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from tests.tiny import tiny_model
+from tokenleap import LLM
+from tokenleap.cli import app
 from tokenleap.errors import ModelError
-from tokenleap.models import load_model, resolve
-from tokenleap.models.resolver import is_hub_id
+from tokenleap.models import aliases, cached, gguf_of, load_model, resolve, resolver, short_names
+from tokenleap.models.resolver import gguf_file, is_hub_id
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 NAME = "org/tiny"
@@ -106,8 +112,6 @@ def hub(
 
 
 def test_a_model_is_downloaded_once(hub: Hub) -> None:
-    import torch
-
     folder = resolve(NAME)
     assert load_model(folder, torch.float32, torch.device("cpu")).num_parameters() > 0
     assert {path.name for path in folder.iterdir()} <= {
@@ -129,7 +133,7 @@ def test_a_revision(hub: Hub) -> None:
 
 def test_half_a_download_goes_on(hub: Hub) -> None:
     weights = hub.files.pop("model.safetensors")
-    with pytest.raises(ModelError, match="has no weights in safetensors on the Hugging Face Hub"):
+    with pytest.raises(ModelError, match=r"has only pickle files .* models convert org"):
         resolve(NAME)
     hub.files["model.safetensors"] = weights
     COMMITS["main"] = "c" * 40
@@ -137,6 +141,78 @@ def test_half_a_download_goes_on(hub: Hub) -> None:
         assert resolve(NAME).name == "c" * 40
     finally:
         COMMITS["main"] = "a" * 40
+
+
+def test_pickles_of_the_hub_are_converted(hub: Hub, tmp_path: Path) -> None:
+    tensors = {"weight": torch.ones(2)}
+    torch.save(tensors, tmp_path / "saved")
+    del hub.files["model.safetensors"]
+    hub.files["pytorch_model.bin"] = (tmp_path / "saved").read_bytes()
+    with pytest.raises(ModelError) as raised:
+        resolve(NAME)
+    command = shlex.split(str(raised.value).partition("process: tokenleap ")[2])
+    assert CliRunner().invoke(app, command).exit_code == 0
+    made = tmp_path / "tiny-safetensors"
+    assert torch.equal(load_file(made / "model.safetensors")["weight"], tensors["weight"])
+    assert (made / "config.json").read_bytes() == hub.files["config.json"]
+
+
+@pytest.fixture
+def gguf(hub: Hub, make_gguf: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a GGUF file on the Hub, which `tiny-q8` stands for."""
+    path = make_gguf(name="tiny-Q8_0.gguf")
+    hub.files = {each: path.read_bytes() for each in (path.name, "tiny-Q4_K_M.gguf")}
+    path.unlink()
+    name = f"{NAME}/{path.name}"
+    short = resolver.ShortName("tiny-q8", name, 1, "Q8_0", "Apache-2.0")
+    monkeypatch.setattr(resolver, "_SHORT_NAMES", (short,))
+    return name
+
+
+def test_a_gguf_file(hub: Hub, gguf: str, tmp_path: Path) -> None:
+    """It is downloaded alone, once, and keeps its name and its quantization."""
+    file = gguf_file(gguf)
+    assert file is not None
+    assert file.name == "tiny-Q8_0.gguf"
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    llm = LLM(gguf, dtype="float32")
+    (cache,) = [model.name for model in cached()]
+    assert cache.startswith("tiny-q8-0")
+    hub.asked.clear()
+    assert LLM("tiny-q8", dtype="float32").runtime == llm.runtime
+    assert gguf_file(file) == gguf_file("tiny-q8") == gguf_of("tiny-q8") == file
+    assert [model.name for model in cached()] == [cache]
+    assert hub.asked == []
+
+
+def test_a_revision_of_a_gguf_file(hub: Hub, gguf: str) -> None:
+    file = gguf_file(gguf.replace("/tiny-Q8", "@v1/tiny-Q8"))
+    assert file is not None
+    assert file.parent.name == COMMITS["v1"]
+
+
+def test_gguf_files_that_are_not_there(hub: Hub, gguf: str) -> None:
+    with pytest.raises(ModelError, match=r"no file tiny-q4_k_m\.gguf; its GGUF files: tiny-Q4_K_M"):
+        resolve(f"{NAME}/tiny-q4_k_m.gguf")
+    with pytest.raises(ModelError, match=f"GGUF files, name it: .*{gguf}"):
+        resolve(NAME)
+    with pytest.raises(ModelError, match="did you mean tiny-q8"):
+        resolve("tiny-q9")
+    hub.error = 404, "RepoNotFound"
+    with pytest.raises(ModelError, match="it has none of this name"):
+        resolve("org/other/a.gguf")
+
+
+def test_short_names() -> None:
+    """Each stands for a GGUF file, and is in the table of docs/models.md."""
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    for name, short in short_names().items():
+        assert name == short.name == name.lower()
+        assert is_hub_id(short.model)
+        assert short.quantization.lower() in short.model.lower()
+        assert name not in aliases()
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` "))
+        assert f"| {short.quantization} | {short.download_bytes / 1e9:.2f} |" in row
 
 
 def test_a_folder_comes_first(hub: Hub, tmp_path: Path) -> None:
@@ -192,6 +268,9 @@ def test_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/org/name", False),
         ("~user/name", False),
         ("a/b/c", False),
+        ("a/b/c.gguf", True),
+        ("a/b@v1/c.Q4_K_M.gguf", True),
+        ("a/b/c/d.gguf", False),
         ("org/name ", False),
         ("org/a--b", False),
         ("org/n..m", False),

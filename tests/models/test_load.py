@@ -77,8 +77,8 @@ def test_pickles_are_never_opened(folder: Path, tmp_path: Path) -> None:
 
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
-    assert "convert them to safetensors" in refusal(folder)
-    with pytest.raises(ModelError, match="convert them to safetensors"):
+    assert "tokenleap models convert" in refusal(folder)
+    with pytest.raises(ModelError, match="tokenleap models convert"):
         resolve(folder)
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "pytorch_model.bin"}}))

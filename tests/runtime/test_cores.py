@@ -1,4 +1,4 @@
-"""How many cores and threads a process takes."""
+"""How many cores, threads and how much memory a process takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tokenleap.cli.options import ModelOptions
-from tokenleap.runtime.cores import available_cores
+from tokenleap.runtime.cores import available_cores, memory_limit
 from tokenleap.runtime.native import network as threads
 
 
@@ -53,6 +53,15 @@ def test_quota_of_version_1(tmp_path: Path) -> None:
     assert available_cores(*groups(tmp_path, line, **files)) == 4
     (tmp_path / "root/cpu/cpu.cfs_quota_us").write_text("-1\n")
     assert available_cores(tmp_path / "own", tmp_path / "root") == 8
+
+
+def test_memory(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path / "missing", tmp_path) == sys.maxsize
+    files = {"a__b__memory-max": "max\n", "a__memory-max": "4096\n"}
+    assert memory_limit(*groups(tmp_path, "0::/a/b\n", **files)) == 4096
+    old = {"memory__memory-limit_in_bytes": "2048\n"}
+    line = "5:memory:/x\n3:cpu,cpuacct:/x\n"
+    assert memory_limit(*groups(tmp_path, line, **old)) == 2048
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

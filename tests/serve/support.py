@@ -18,6 +18,7 @@ from tests.engine.serving import assert_empty
 from tests.tiny import tiny_model
 from tokenleap import LLM, AsyncLLM
 from tokenleap.serve.app import create_app
+from tokenleap.serve.models import Models
 from tokenleap.serve.run import TokenleapServer
 from tokenleap.serve.running import ServerState
 from tokenleap.serve.settings import Settings, bound_socket
@@ -85,16 +86,14 @@ class Served:
 
 
 @contextmanager
-def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
-    """A server on a free port; nothing may be left in the engine when it has ended."""
-    llm = llm or tiny_llm()
-    asynchronous = AsyncLLM(llm)
-    chosen = Settings(**{"served_model_names": (MODEL,), "log_format": "json", **settings})
-    app = create_app(asynchronous, chosen)
+def serving(llm: AsyncLLM | Models, settings: Settings) -> Iterator[Served]:
+    """A server on a free port."""
+    app = create_app(llm, settings)
     started = threading.Event()
-    server = QuickServer(app, app.state.server, chosen, started.set)
+    server = QuickServer(app, app.state.server, settings, started.set)
     with bound_socket("127.0.0.1", 0) as at:
-        found = Served(llm, at.getsockname()[1], server, app.state.server)
+        own: Any = llm.llm if isinstance(llm, AsyncLLM) else None
+        found = Served(own, at.getsockname()[1], server, app.state.server)
 
         def run() -> None:
             asyncio.run(server.serve([at]))
@@ -109,8 +108,17 @@ def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
             found.http.close()
             server.should_exit = True
             thread.join(60)
-            asynchronous.close()
+            llm.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
+    """The same with one model; nothing may be left in the engine when it has ended."""
+    llm = llm or tiny_llm()
+    chosen = Settings(**{"served_model_names": (MODEL,), "log_format": "json", **settings})
+    with serving(AsyncLLM(llm), chosen) as found:
+        yield found
     assert found.state.open_sequences == 0
     assert_empty(llm)
 

@@ -94,7 +94,7 @@ def test_the_examples_of_the_description(server: Served) -> None:
     run = 0
     for path, methods in made["paths"].items():
         body = methods.get("post", {}).get("requestBody")
-        if body is not None:
+        if body is not None and path != "/v1/embeddings":  # this model has none
             name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
             (example,) = made["components"]["schemas"][name]["examples"]
             answer = server.http.post(path, json=example)

@@ -100,14 +100,23 @@ def methods(
     draft_model: str | None,
     quantization: str | None,
     option: str = "--method",
+    target: str | None = None,
 ) -> list[Contestant]:
-    """The baseline, and the methods that an option of a command line names."""
+    """The baseline, and the methods that an option of a command line names.
+
+    Args:
+        target: the model's name; `hybrid` takes the head that comes with it.
+    """
     baseline = Contestant(BASELINE.label, OWN, BASELINE.config, quantization)
-    chosen = [_method(f"{option} {text}", text, draft_model, quantization) for text in texts]
+    chosen = [
+        _method(f"{option} {text}", text, draft_model, quantization, target) for text in texts
+    ]
     return list({one.label: one for one in (baseline, *chosen)}.values())
 
 
-def _method(given: str, text: str, draft_model: str | None, quantization: str | None) -> Contestant:
+def _method(
+    given: str, text: str, draft_model: str | None, quantization: str | None, target: str | None
+) -> Contestant:
     fields: dict[str, Any] = {"method": text}
     if text.lstrip().startswith("{"):
         try:
@@ -120,19 +129,24 @@ def _method(given: str, text: str, draft_model: str | None, quantization: str | 
     name = fields["method"]
     own = {key: value for key, value in fields.items() if key != "method"}
     quantization = fields.pop("quantization", quantization)
-    _complete(fields, draft_model)
+    fields = _complete(fields, draft_model, target)
     return Contestant(f"{name} {json.dumps(own)}" if own else name, OWN, fields, quantization)
 
 
-def _complete(fields: dict[str, Any], draft_model: str | None) -> None:
-    """Add the draft model where the method takes one, and check the configuration."""
+def _complete(
+    fields: dict[str, Any], draft_model: str | None, target: str | None
+) -> dict[str, Any]:
+    """The fields with the draft model or the head where the method takes one, checked."""
     from tokenleap.config import SpeculativeConfig
+    from tokenleap.drafters.heads.shipped import with_shipped
     from tokenleap.drafters.registry import drafter_spec
 
     spec = drafter_spec(fields["method"])
     if draft_model is not None and (spec.takes_model or spec.takes_head):
         fields.setdefault("model", draft_model)
+    fields = with_shipped(fields, target)
     SpeculativeConfig.parse(fields)
+    return fields
 
 
 def peers(text: str, setting: Setting) -> list[Contestant]:

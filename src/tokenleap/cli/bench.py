@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,13 @@ from rich.table import Table
 from tokenleap.cli.console import counting, display, errors, plain, show, show_json
 from tokenleap.cli.options import (
     DEFAULT_METHOD,
+    UNSAID,
     EngineOptions,
     JsonOutput,
     MaxNumSeqs,
     ModelOptions,
-    find_draft,
+    check_head,
+    few,
     flat,
     in_panel,
     numbers,
@@ -54,7 +55,7 @@ class Contenders:
     """The methods and peers that are compared with plain decoding."""
 
     method: list[str] | None = option(
-        "A method, or a JSON speculative_config (quantization allowed). Repeatable.",
+        f"A method, {UNSAID}, or a JSON speculative_config (quantization allowed). Repeatable.",
         show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
     )
     peers: str = option(
@@ -147,6 +148,7 @@ EXAMPLES = examples(
 RECORDS, TABLE, PAGE = "results.jsonl", "table.md", "report.html"
 
 
+@few("method peers draft_model model quantization per_kind max_tokens output resume json_output")
 @flat
 def bench(
     prompts: Annotated[
@@ -261,9 +263,7 @@ def _find_drafts(own: list[Contestant], others: list[Contestant], setting: Setti
 
     for one in own:
         config = SpeculativeConfig.parse(one.config)
-        if config.takes_head:
-            find_draft(config)
-        elif config.model is not None:
+        if config.model is not None and not config.takes_head:
             _found(config.model, one.quantization)
     if setting.draft_model is not None and "transformers-assistant" in [o.kind for o in others]:
         resolve(setting.draft_model)
@@ -274,13 +274,17 @@ def _methods(
 ) -> list[Contestant]:
     """The baseline, and what is chosen, or the default of the model."""
     from tokenleap.bench.contestants import methods
-    from tokenleap.drafters.heads.shipped import shipped_config
+    from tokenleap.config import SpeculativeConfig
+    from tokenleap.drafters.heads.shipped import shipped_head
 
-    shipped = None if contenders.method else shipped_config(setting.model, trees=True)
-    if shipped is None:
-        return methods(contenders.method or [DEFAULT_METHOD], setting.draft_model, quantization)
-    baseline, default = methods([json.dumps(shipped)], None, quantization)
-    return [baseline, replace(default, label=shipped["method"])]
+    default = DEFAULT_METHOD if shipped_head(setting.model) is None else "hybrid"
+    own: dict[str, Contestant] = {}
+    for text in contenders.method or [UNSAID]:
+        name, draft = (default, None) if text == UNSAID else (text, setting.draft_model)
+        for one in methods([name], draft, quantization, target=setting.model):
+            check_head(SpeculativeConfig.parse(one.config))
+            own[one.label] = one
+    return list(own.values())
 
 
 def _refuse_unused(

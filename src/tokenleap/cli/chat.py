@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from tokenleap.cli.options import (
     ModelOptions,
     SamplingOptions,
     SpeculationOptions,
+    few,
     flat,
     in_panel,
     open_llm,
@@ -52,6 +54,9 @@ class ChatSampling(SamplingOptions):
     OTHERWISE: ClassVar[Mapping[str, Any]] = {**SamplingOptions.OTHERWISE, "max_tokens": 512}
 
 
+@few(
+    "model max_model_len quantization device method draft_model temperature max_tokens system quiet"
+)
 @flat
 def chat(
     target: ModelOptions,
@@ -65,8 +70,8 @@ def chat(
 ) -> None:
     """Chat with a model. /help lists the commands.
 
-    Ctrl-C stops an answer. Ctrl-D, or Ctrl-C at the prompt, ends the chat.
-    On a pipe, each line is a message, and a message that fails makes the
+    Ctrl-C stops an answer. Ctrl-D, or Ctrl-C twice at the prompt, ends the
+    chat. On a pipe, each line is a message, and a message that fails makes the
     exit code 1.
     """
     with working("Starting", quiet=quiet):
@@ -85,12 +90,17 @@ def chat(
         method = llm.speculative_config.method_name
         note(f"{target.model} with {method}; /help for help, Ctrl-D to end")
     conversation, read = Conversation(llm, params, system, quiet=quiet), _reader()
-    while (line := read()) is not None:
-        if line.startswith("/"):
-            if not conversation.obey(line.strip()):
-                break
-        elif line.strip():
-            conversation.answer(line)
+    try:
+        while (line := read()) is not None:
+            if line.startswith("/"):
+                if not conversation.obey(line.strip()):
+                    break
+            elif line.strip():
+                conversation.answer(line)
+    except KeyboardInterrupt:
+        if sys.stdin.isatty():
+            conversation.keep()
+        raise
     if conversation.failed and not sys.stdin.isatty():
         raise typer.Exit(1)
 
@@ -103,18 +113,37 @@ def _reader() -> Callable[[], str | None]:
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
 
-    keys = KeyBindings()
+    keys, interrupts = KeyBindings(), 0
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+
+    @keys.add("c-c")
+    @keys.add("<sigint>")
+    def interrupt(event: Any) -> None:
+        nonlocal interrupts
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+            interrupts = 0
+        else:
+            interrupts += 1
+            event.app.exit(exception=KeyboardInterrupt())
+
     # On stderr, so that answers alone are on standard output.
     output = create_output(stdout=sys.stderr)
     session: PromptSession[str] = PromptSession("> ", key_bindings=keys, output=output)
 
     def typed() -> str | None:
+        nonlocal interrupts
         errors().print()
-        try:
-            return session.prompt()
-        except EOFError:
-            return None
+        interrupts = 0
+        while True:
+            try:
+                return session.prompt()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                if interrupts > 1:
+                    raise
+                note("Ctrl-C again saves the conversation and ends the chat; Ctrl-D ends it")
 
     return typed
 
@@ -135,7 +164,7 @@ HELP = """\
 /reset, /clear     forget the conversation
 /save FILE         write the conversation as JSON
 /load FILE         continue one that was saved
-/exit, /quit, /bye end the chat (so does Ctrl-D)
+/exit, /quit, /bye end the chat (so do Ctrl-D, and Ctrl-C twice)
 Ctrl-C stops an answer; the conversation keeps its text so far.
 Alt-Enter begins a new line. A text that you paste may have several lines."""
 
@@ -219,7 +248,19 @@ class Conversation:
     def _save(self, name: str) -> None:
         content = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
         write_whole(_file(name), lambda to: to.write_text(content, encoding="utf-8"))
-        note(f"saved in {name}")
+        note(f"saved in {name}, which /load reads")
+
+    def keep(self) -> None:
+        """Save a conversation that Ctrl-C ends where only this user reads it, and say where."""
+        if self.messages == self._start:
+            return
+        from tokenleap.models.store import cache_dir
+
+        file, before = cache_dir() / "interrupted-chat.json", os.umask(0o077)
+        with suppress(OSError):  # what is wrong with it, saving says
+            file.parent.mkdir(parents=True, exist_ok=True)
+        self.obey(f"/save {file}")
+        os.umask(before)
 
     def _load(self, name: str) -> None:
         try:

@@ -7,6 +7,7 @@ can be read on black and on white. On a pipe there are none.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections import Counter
@@ -118,8 +119,39 @@ def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
     """Show a spinner on stderr while something takes time, if stderr is a terminal."""
     console = errors()
     shown = console.is_terminal and not quiet
-    with console.status(plain(f"{doing} ...", "note")) if shown else nullcontext():
+    with (
+        console.status(plain(f"{doing} ...", "note")) if shown else nullcontext(),
+        nullcontext() if quiet else _compiling_shown(console),
+    ):
         yield
+
+
+class _Remarks(logging.Handler):
+    """Prints log lines on a console, above its spinner."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(plain(record.getMessage(), "note"), soft_wrap=True)
+
+
+@contextmanager
+def _compiling_shown(console: Console) -> Iterator[None]:
+    """Say on stderr that the native runtime is compiled, unless `TOKENLEAP_LOG` has it said."""
+    ours, log = logging.getLogger("tokenleap"), logging.getLogger("tokenleap.runtime.native.build")
+    if ours.handlers or log.handlers:
+        yield
+        return
+    handler, level = _Remarks(console), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
 
 
 @contextmanager

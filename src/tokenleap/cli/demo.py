@@ -21,7 +21,7 @@ from tokenleap.cli.console import (
     table_of,
     working,
 )
-from tokenleap.cli.options import ModelOptions, SpeculationOptions, find_draft, flat, resolve
+from tokenleap.cli.options import ModelOptions, SpeculationOptions, few, find_draft, flat, resolve
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.lines import shaped
 
@@ -44,6 +44,9 @@ _LINES_SHOWN = 5
 """Lines of a long prompt that are shown."""
 
 
+@few(
+    "model quantization device threads method num_speculative_tokens draft_model max_tokens rounds"
+)
 @flat
 def demo(
     target: ModelOptions,
@@ -79,14 +82,14 @@ def demo(
 
 def _config(speculation: SpeculationOptions, model: str) -> SpeculativeConfig:
     """How to draft; the default is the head that comes with the package, else short lookups."""
-    from tokenleap.config import SpeculativeConfig
-    from tokenleap.drafters.heads.shipped import shipped_config
+    from tokenleap.drafters.heads.shipped import shipped_head
 
     if speculation == SpeculationOptions():
-        if shipped := shipped_config(model, trees=True):
-            return SpeculativeConfig.parse(shipped)
-        speculation = SpeculationOptions(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
-    return speculation.config()
+        if shipped_head(model) is not None:
+            speculation = SpeculationOptions(method="hybrid")
+        else:
+            speculation = SpeculationOptions(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
+    return speculation.config(model)
 
 
 def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:

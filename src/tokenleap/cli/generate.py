@@ -33,6 +33,7 @@ from tokenleap.cli.options import (
     SpeculationOptions,
     arguments_for_replicas,
     as_given,
+    few,
     flat,
     in_panel,
     open_llm,
@@ -109,6 +110,10 @@ class GenerateEngine(CachingOptions):
                 )
 
 
+@few(
+    "file model quantization method draft_model temperature "
+    "max_tokens json_output prompts_file output"
+)
 @flat
 def generate(
     prompt: Annotated[

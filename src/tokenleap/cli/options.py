@@ -31,7 +31,7 @@ import typer
 from annotated_types import Ge
 
 from tokenleap.cli.console import remark, working
-from tokenleap.cli.root import SAMPLING, UsageError, flag
+from tokenleap.cli.root import HELP_ALL, SAMPLING, UsageError, flag
 from tokenleap.core.config import Config, num_bytes
 from tokenleap.core.params import SamplingParams
 from tokenleap.runtime.choices import QUANTIZATION_OPTIONS, RUNTIMES
@@ -85,18 +85,24 @@ def llm_arguments(
 
 
 def find_draft(config: SpeculativeConfig) -> None:
-    """Fetch or convert the draft model if needed; a trained head has to be there."""
-    from tokenleap.drafters.heads.folder import existing_folder
-    from tokenleap.errors import ModelError
+    """Fetch or convert the draft model if needed."""
     from tokenleap.models.resolver import gguf_file
+
+    if config.model is not None and not config.takes_head and gguf_file(config.model) is None:
+        resolve(config.model)
+
+
+def check_head(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The configuration; refuses a trained head that is not there, before PyTorch is loaded."""
+    from tokenleap.drafters.heads.shipped import existing_folder
+    from tokenleap.errors import ModelError
 
     if config.takes_head:
         try:
             existing_folder(config.model)
         except ModelError as error:
             raise UsageError(str(error)) from error
-    elif config.model is not None and gguf_file(config.model) is None:
-        resolve(config.model)
+    return config
 
 
 def open_tokenizer(model: str) -> PreTrainedTokenizerBase:
@@ -119,9 +125,20 @@ def resolve(name: str) -> Path:
     try:
         return models.resolve(name)
     except ModelError as error:
-        if name in models.aliases() or _exists(name) or is_hub_id(name):
+        known = {*models.aliases(), *models.short_names()}
+        if name in known or _exists(name) or is_hub_id(name):
             raise
         raise UsageError(str(error)) from error
+
+
+def check_known(name: str) -> None:
+    """Refuse a model that is neither here nor can be fetched, without fetching it."""
+    from tokenleap import models
+    from tokenleap.models.resolver import is_hub_id, packed_name
+
+    known = name in models.aliases() or name in (each.name for each in models.cached())
+    if not (known or _exists(name) or is_hub_id(name) or packed_name(name)):
+        raise UsageError(f"there is no model '{name}': `tokenleap models` lists the known ones")
 
 
 def _exists(name: str) -> bool:
@@ -267,6 +284,42 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def few(names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Name the options that --help shows of a command with many; --help-all shows all of them."""
+
+    def made(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            del values[HELP_ALL]
+            command(**values)
+
+        signature = inspect.signature(command)
+        added = inspect.Parameter(
+            HELP_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_HelpAll
+        )
+        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), added]
+        )
+        run.__annotations__ = {**command.__annotations__, HELP_ALL: _HelpAll}
+        run.first = frozenset(names.split())  # type: ignore[attr-defined]
+        return run
+
+    return made
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[HELP_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+_HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all),
+]
+
+
 N = TypeVar("N", int, float)
 
 
@@ -311,6 +364,9 @@ PROMPTS_HELP = "Text with a prompt per line, or .jsonl with a prompt per object.
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_METHOD = "ngram"
 """The default method: it needs no second model, and costs nothing where it finds no match."""
+
+UNSAID = "default"
+"""As a `--method`: what runs without one."""
 
 
 _speculation = partial(in_panel, "Speculation")
@@ -432,7 +488,7 @@ class SpeculationOptions:
     """How tokens are drafted and verified."""
 
     method: str | None = option(
-        "Drafter (`tokenleap methods`).",
+        f"Drafter (`tokenleap methods`), or {UNSAID}.",
         show_default=f"{DEFAULT_METHOD}; hybrid where a head comes with the package",
     )
     num_speculative_tokens: int | None = option(
@@ -451,20 +507,30 @@ class SpeculationOptions:
         "All of this as a JSON object, with more fields of the method.", metavar="JSON"
     )
 
+    def __post_init__(self) -> None:
+        if self.method == UNSAID:
+            object.__setattr__(self, "method", None)
+
     def config_for(self, model: str, *, beams: bool = False) -> SpeculativeConfig | None:
-        """See `config`; the default method of a model with a head of ours is to use it."""
-        from tokenleap.drafters.heads.shipped import shipped_config
+        """See `config`; None leaves the choice to `LLM`, which may use a head of ours."""
+        from tokenleap.drafters.heads.shipped import shipped_head
 
-        if beams and not self._fields():
-            return _speculative_config({"method": "none"})
-        fields, shipped = self._fields(), shipped_config(model, trees=True)
-        if shipped is None or {"method", "model"} & fields.keys():
-            return _speculative_config(fields)
-        return _speculative_config({**shipped, **fields}) if fields else None
+        fields = self._fields()
+        if beams and not fields:
+            return _speculative_config({"method": "none"}, model)
+        if shipped_head(model) is not None and not {"method", "model"} & fields.keys():
+            if not fields:
+                return None
+            fields["method"] = "hybrid"
+        return _speculative_config(fields, model)
 
-    def config(self) -> SpeculativeConfig:
-        """The configuration that flags and JSON describe together."""
-        return _speculative_config(self._fields())
+    def config(self, model: str, *, trees: bool = True) -> SpeculativeConfig:
+        """The configuration that flags and JSON describe together.
+
+        Args:
+            trees: whether a head that comes with the model drafts trees.
+        """
+        return _speculative_config(self._fields(), model, trees=trees)
 
     def _fields(self) -> dict[str, Any]:
         fields = parse_object("--speculative-config", self.speculative_config)
@@ -501,14 +567,17 @@ def _agree(flag_value: Any, field: Any) -> bool:
     return bool(flag_value == (field.get("rule") if isinstance(field, dict) else field))
 
 
-def _speculative_config(fields: dict[str, Any]) -> SpeculativeConfig:
+def _speculative_config(
+    fields: dict[str, Any], model: str, *, trees: bool = True
+) -> SpeculativeConfig:
     from tokenleap.config import SpeculativeConfig
+    from tokenleap.drafters.heads.shipped import with_shipped
 
     if not isinstance(fields.get("model"), str | None):
         raise UsageError("model in --speculative-config must be a path, an id or an alias")
     if "model" not in fields:
         fields.setdefault("method", DEFAULT_METHOD)
-    return SpeculativeConfig.parse(fields)
+    return check_head(SpeculativeConfig.parse(with_shipped(fields, model, trees=trees)))
 
 
 # Options of sampling that several commands share: `SamplingParams` as flags (see `flat`).

@@ -23,6 +23,7 @@ from tokenleap.cli.options import (
     ModelOptions,
     SamplingOptions,
     SpeculationOptions,
+    few,
     flat,
     in_panel,
     need_matplotlib,
@@ -100,24 +101,24 @@ class DrafterOptions:
         "All of this as a JSON object, with more fields.", metavar="JSON"
     )
 
-    def config(self) -> SpeculativeConfig:
+    def config(self, model: str) -> SpeculativeConfig:
         if len(self.method or ()) > 1:
             raise UsageError("--method: only --lenience measures several; give one")
-        (config,) = self.configs().values()
+        (config,) = self.configs(model).values()
         return config
 
-    def configs(self) -> dict[str, SpeculativeConfig]:
+    def configs(self, model: str) -> dict[str, SpeculativeConfig]:
         """The configurations by label; the rule is rejection, the theory's, unless JSON has one."""
         found = {}
         texts: list[str | None] = list(self.method) if self.method else [None]
         for text in texts:
-            config = self._config(text)
+            config = self._config(text, model)
             if config.method_name == "none":
                 raise UsageError("--method none drafts nothing: there is nothing to measure")
             found[_label(config, text or self.speculative_config)] = config
         return found
 
-    def _config(self, method: str | None) -> SpeculativeConfig:
+    def _config(self, method: str | None, model: str) -> SpeculativeConfig:
         """The configuration with this --method, which may be JSON."""
         is_json = method is not None and method.lstrip().startswith("{")
         if is_json and self.speculative_config is not None:
@@ -134,9 +135,10 @@ class DrafterOptions:
             draft_model=self.draft_model,
             acceptance=None if "acceptance" in fields else "rejection",
             speculative_config=text,
-        ).config()
+        ).config(model, trees=False)
 
 
+@few("alpha c measure prompts gammas method draft_model model plots json_output")
 @flat
 def plan(
     theory: TheoryOptions,
@@ -444,7 +446,7 @@ def measure_trials(
     gammas = _gammas(DEFAULT_GAMMAS if trial.gammas is None else trial.gammas)
     texts = read_texts(trial.prompts)
     with working("Starting", quiet=quiet):
-        config = drafter.config()
+        config = drafter.config(target.model)
     params = sampling.params_for(target.model)
     rounds = trial.rounds or DEFAULT_ROUNDS
     laboratory = _laboratory(target, config, sampling, quiet=quiet)
@@ -577,7 +579,7 @@ def measure_lenience(
     leniences = numbers(trial.lenience, float, wrong, lambda lenience: 0 < lenience <= 1)
     texts = read_texts(trial.prompts)
     given = sampling.params_for(target.model)
-    configs = drafter.configs()
+    configs = drafter.configs(target.model)
     for label, config in configs.items():
         if config.rule.name != "rejection":
             raise UsageError(f"acceptance of {label}: --lenience measures the rule lenient")

@@ -41,7 +41,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         raise UsageError("no prompt: give PROMPT, --file FILE, or pipe text in")
     else:
         text = read_stdin()
-    if not text:
+    if not text.strip():
         raise UsageError("the prompt is empty")
     return text
 
@@ -234,6 +234,9 @@ class BatchOptions:
         """The prompts, with parameters and references of their own."""
         if self.prompts_file is None:
             texts = read_lines(prompt, file)
+            for number, text in enumerate(texts, 1):
+                if not text.strip():
+                    raise UsageError(f"line {number}: the prompt is empty")
             lines = [Line(n, "prompt", text, params) for n, text in enumerate(texts, 1)]
         else:
             lines = read_prompts_file(self.prompts_file, params)
@@ -364,6 +367,8 @@ def read_prompts_file(file: Path, params: SamplingParams) -> list[Line]:
         if line.strip():
             try:
                 lines.append(line_of(number, _fields(line), params))
+                if isinstance(lines[-1].prompt, str) and not lines[-1].prompt.strip():
+                    raise PromptError(f"{lines[-1].form} must be a text that is not empty")
             except (ConfigError, PromptError) as error:
                 # Not an error of the library: its fields would be shown as flags.
                 raise UsageError(f"line {number} of {name}: {error}") from None

@@ -15,11 +15,12 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tokenleap.cli.console import as_json, say
 from tokenleap.core import files
@@ -29,11 +30,41 @@ from tokenleap.errors import ModelError, TokenleapError
 
 INTERRUPTED = 130
 
+HELP_ALL = "help_all"
+"""Whether a help page has all options; a parameter of commands with many, see `options.few`."""
+
 
 class UsageError(typer.TyperException):
     """Wrong use that Typer cannot detect by itself."""
 
     exit_code = 2
+
+
+_FIRST_EXAMPLES = 5
+
+
+class LongCommand(TyperCommand):
+    """A command with many options: --help shows those that matter, and --help-all all of them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help page; see Typer's."""
+        shown = {*getattr(self.callback, "first", ()), HELP_ALL}
+        more: list[Any] = [
+            each
+            for each in self.params
+            if each.param_type_name == "option" and not each.required and each.name not in shown
+        ]
+        everything, examples = HELP_ALL in ctx.meta, self.epilog
+        if examples and not everything:
+            self.epilog = "\n".join(examples.split("\n")[: 1 + _FIRST_EXAMPLES])
+        for each in more:
+            each.hidden = not everything
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.epilog = examples
+            for each in more:
+                each.hidden = False  # completion offers it
 
 
 class _Group(TyperGroup):
@@ -64,6 +95,40 @@ class RootGroup(_Group):
         for stream in (sys.stdout, sys.stderr):
             _flush_or_discard(stream)
         sys.exit(code or 0)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Replace a command of Ollama's by ours."""
+        if args and args[0] in _OLLAMA:
+            args = [*_OLLAMA[args[0]], *args[1:]]
+        elif args and args[0] == "run":
+            args = self._run(args[1:])
+        return super().parse_args(ctx, args)
+
+    def _run(self, args: list[str]) -> list[str]:
+        """`run [MODEL] [PROMPT]` in our words: chat, or generate if there is a prompt."""
+        chat, generate = self.commands["chat"], self.commands["generate"]
+        with_value = {
+            name
+            for each in (*chat.params, *generate.params)
+            if each.param_type_name == "option" and not getattr(each, "is_flag", False)
+            for name in each.opts
+        }
+        words, options, names, left = list[str](), list[str](), set[str](), iter(args)
+        for word in left:
+            if word == "--":
+                words += left
+            elif word == "-" or not word.startswith("-"):
+                words.append(word)
+            else:
+                name, equals, _ = word.replace("_", "-").partition("=")
+                names.add(name)
+                options += [word, *islice(left, not equals and name in with_value)]
+        if words and not {"--model", "-m"} & names:
+            options += ["--model", words.pop(0)]
+        of_chat = {name for each in chat.params for name in (*each.opts, "--help", "-h")}
+        if words or not sys.stdin.isatty() or names - of_chat:
+            return ["generate", *options, *(["--", *words] if words else [])]
+        return ["chat", *options]
 
     def invoke(self, ctx: Any) -> None:
         """Run the chosen command; a closed pipe ends it without an error."""
@@ -207,15 +272,13 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 _NEEDS = {_ANSWERS_STREAM: "prompt", _WITHOUT_OPTION: "prompt"}
 """By advice: the argument that the command must have."""
 
+_OLLAMA = {"pull": ("models", "fetch"), "list": ("models", "list"), "rm": ("models", "remove")}
+"""Commands of Ollama's by its names for them; `run` and `ps` are the others that work."""
+
 _COMMANDS = {
-    "run": "'tokenleap chat', or 'tokenleap generate' with a prompt",
-    "pull": "'tokenleap models fetch'",
     "download": "'tokenleap models fetch'",
-    "list": "'tokenleap models'",
     "ls": "'tokenleap models'",
-    "ps": "'tokenleap models'",
     "show": "'tokenleap models'",
-    "rm": "'tokenleap models remove'",
     "delete": "'tokenleap models remove'",
     "complete": "'tokenleap generate'",
     "benchmark": "'tokenleap bench'",
@@ -239,6 +302,8 @@ def instead_of_option(name: str, known: Sequence[str]) -> str:
 
 def instead_of_command(name: str, known: Sequence[str]) -> str:
     """The advice on a command that does not exist: one like it, or all that there are."""
+    if name in _OLLAMA:  # below another command
+        return f"use 'tokenleap {' '.join(_OLLAMA[name])}'."
     return f"use {_COMMANDS[name]}." if name in _COMMANDS else nearest(name, list(known))
 
 

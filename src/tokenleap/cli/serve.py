@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +20,8 @@ from tokenleap.cli.options import (
     SpeculationOptions,
     amount,
     arguments_for_replicas,
+    check_known,
+    few,
     flat,
     in_panel,
     open_llm,
@@ -37,6 +39,7 @@ EXAMPLES = examples(
     "tokenleap serve DIR --quantization int4 --max-num-seqs 32 --port 8080",
     'tokenleap serve smollm2-135m --speculative-config \'{"method": "suffix"}\'',
     "tokenleap serve smollm2-135m --host 0.0.0.0 --api-key SECRET",
+    "tokenleap serve --model small=smollm2-135m --model code=DIR --models-memory 8GiB",
     "tokenleap serve smollm2-135m --replicas 2",
     "tokenleap serve smollm2-135m --replicas 1:8 --ray-address 10.0.0.1:6379",
 )
@@ -87,6 +90,28 @@ class _Address:
         list[str] | None, _named("api_keys", metavar="KEY", envvar="TOKENLEAP_API_KEY")
     ] = None
     allowed_origins: Annotated[list[str] | None, _named("allowed_origins", metavar="ORIGIN")] = None
+    models: Annotated[
+        list[str] | None,
+        in_panel(
+            "Server",
+            "Model that requests select by this name, loaded on demand. Other options hold for "
+            "all of them. May be repeated.",
+            "--model",
+            metavar="NAME=PATH",
+            show_default="MODEL alone",
+        ),
+    ] = None
+    models_memory: Annotated[
+        str | None,
+        option_of(
+            Settings,
+            "models_memory",
+            "Server",
+            metavar="AMOUNT",
+            callback=amount,
+            show_default="80% of what is free",
+        ),
+    ] = None
     max_body_size: Annotated[
         str, option_of(Settings, "max_body_bytes", "Server", metavar="AMOUNT", callback=amount)
     ] = "8MiB"
@@ -109,9 +134,34 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
         "Form of the line of each request.", show_default="plain", metavar="plain|json"
     )
 
-    def settings(self, model: str) -> Settings:
+    def paths(self, *, replicas: bool, model: bool) -> dict[str, str] | None:
+        """The models by their names; None if there is only MODEL.
+
+        Args:
+            replicas: whether there are replicas.
+            model: whether MODEL was given.
+        """
+        if not self.models:
+            if self.models_memory is not None:
+                raise UsageError("--models-memory is for several models: add --model NAME=PATH")
+            return None
+        given = {"the argument MODEL": model, "--replicas": replicas}
+        given["--served-model-name"] = self.served_model_name is not None
+        for other in (name for name, there in given.items() if there):
+            raise UsageError(f"{other} and --model NAME=PATH contradict each other: leave out one")
+        found: dict[str, str] = {}
+        for name, equals, path in (text.partition("=") for text in self.models):
+            if not (name and equals and path):
+                raise UsageError(f"--model: expected NAME=PATH, got {name}{equals}{path}")
+            if name in found:
+                raise UsageError(f"--model: there are two models with the name {name}")
+            check_known(path)
+            found[name] = path
+        return found
+
+    def settings(self, *models: str) -> Settings:
         """The server's settings."""
-        keys, names = self.api_key or [], self.served_model_name or [model]
+        keys, names = self.api_key or [], self.served_model_name or list(models)
         if not all(keys):
             raise UsageError("--api-key: a key cannot be empty")
         if self.no_log_requests and self.log_format:
@@ -124,6 +174,9 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
             host=self.host,
             allowed_origins=tuple(self.allowed_origins or ()),
             max_body_bytes=num_bytes("max_body_size", self.max_body_size),
+            models_memory=None
+            if self.models_memory is None
+            else num_bytes("models_memory", self.models_memory),
             **{name: getattr(self, name) for name in (*_COUNTED, "share_drafts")},
             log_requests=not self.no_log_requests,
             log_format=self.log_format or "plain",
@@ -131,8 +184,13 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
         )
 
 
+@few(
+    "host port served_model_name api_key max_model_len quantization "
+    "method draft_model max_num_seqs models"
+)
 @flat
 def serve(
+    context: typer.Context,
     target: ServedModel,
     options: ServerOptions,
     speculation: SpeculationOptions,
@@ -142,14 +200,22 @@ def serve(
         bool, in_panel("Server", "No spinner and no address on stderr.", "--quiet", "-q")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API.
+    """Serve a model, or several, over HTTP, with OpenAI's API.
 
     It listens at this machine only, unless --host says otherwise. Ctrl-C or
     SIGTERM lets the running requests end first.
     """
     replicas = ray.wanted()
-    settings, config = options.settings(target.model), speculation.config_for(target.model)
-    settings.check_learning(config)
+    source = context.get_parameter_source("model")
+    paths = options.paths(
+        replicas=replicas is not None, model=source is not None and source.name == "COMMANDLINE"
+    )
+    settings = options.settings(*(paths or [target.model]))
+    for path in (paths or {"": target.model}).values():
+        config = speculation.config_for(path)
+        settings.check_learning(config)
+        if paths and config is not None and config.online is not None:
+            raise UsageError("online: a drafter learns for one model: serve it alone")
     with bound_socket(options.host, options.port) as at:  # before the model is loaded
         with working("Starting", quiet=quiet):
             _check_libraries()
@@ -162,18 +228,31 @@ def serve(
         def ready() -> None:
             if not quiet:
                 page = _url(options.host, at.getsockname()[1])
-                remark(f"{settings.model}: page at {page}, API at {page}/v1; Ctrl-C ends it")
+                names = ", ".join(settings.served_model_names if paths else [settings.model])
+                remark(f"{names}: page at {page}, API at {page}/v1; Ctrl-C ends it")
 
         if replicas is None:
             from tokenleap.async_llm import AsyncLLM
             from tokenleap.serve.run import serve as run
 
-            llm = open_llm(target, config, quiet=quiet, **engine.arguments())
-            run(AsyncLLM(llm), settings, at, ready)
+            def opened(model: ServedModel, *, quiet: bool = quiet) -> AsyncLLM:
+                config = speculation.config_for(model.model)
+                return AsyncLLM(open_llm(model, config, quiet=quiet, **engine.arguments()))
+
+            if paths is None:
+                run(opened(target), settings, at, ready)
+                return
+            from tokenleap.serve.models import Models
+
+            def load(path: str) -> AsyncLLM:
+                return opened(replace(target, model=path), quiet=True)
+
+            run(Models(paths, load, settings, target.device), settings, at, ready)
             return
         from tokenleap.ray.cluster import cluster
         from tokenleap.ray.serving import deployed, serve_replicas
 
+        config = speculation.config_for(target.model)
         model = arguments_for_replicas(target, config, **engine.arguments())
         with ExitStack() as stack:
             with working("Starting Ray", quiet=quiet):

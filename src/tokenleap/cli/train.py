@@ -18,6 +18,7 @@ from tokenleap.cli.options import (
     DEFAULT_MODEL,
     JsonOutput,
     ModelOptions,
+    few,
     flat,
     in_panel,
     open_llm,
@@ -90,6 +91,7 @@ class DataOptions:
         )
 
 
+@few("out model data source target_ tokens unseen set_ dry_run json_output")
 @flat
 def train(
     method: Annotated[

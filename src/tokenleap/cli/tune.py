@@ -35,6 +35,7 @@ from tokenleap.cli.options import (
     RuleOption,
     SamplingOptions,
     SpeculationOptions,
+    few,
     flat,
     in_panel,
     numbers,
@@ -111,17 +112,18 @@ class DrafterOptions:
         "All of this as a JSON object, with more fields.", metavar="JSON"
     )
 
-    def config(self, ranks: int) -> SpeculativeConfig:
+    def config(self, ranks: int, model: str) -> SpeculativeConfig:
         """A configuration that drafts one level of `ranks` children."""
         for name in _FOUND_HERE:
             if name in parse_object("--speculative-config", self.speculative_config):
                 raise UsageError(f"{name} in --speculative-config: this command finds the tree")
-        shared = SpeculationOptions(**vars(self)).config()
+        shared = SpeculationOptions(**vars(self)).config(model, trees=False)
         from tokenleap.tuning.sequoia import one_level
 
         return one_level(shared, ranks)
 
 
+@few("nodes depth acceptance_vector method draft_model model temperature output json_output")
 @flat
 def tree(
     prompts: Annotated[Path | None, _prompts(show_default="three short ones")] = None,
@@ -192,7 +194,7 @@ def _on_a_model(
     ranks = len(vector) if vector else shape.ranks or DEFAULT_RANKS
     texts = read_texts(prompts)
     with working("Starting", quiet=quiet):
-        config = drafter.config(ranks)
+        config = drafter.config(ranks, target.model)
     params = sampling.params_for(target.model)
     llm = open_llm(target, config, quiet=quiet, generation_config=sampling.generation_config)
     from tokenleap.tuning.sequoia import measure_acceptance, pass_costs
@@ -434,6 +436,7 @@ class SearchOptions:
         return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens, seed=0)
 
 
+@few("model quantization max_tokens trials seconds temperature output json_output")
 @flat
 def tune_layers(
     prompts: Annotated[Path, _prompts(show_default=False)],

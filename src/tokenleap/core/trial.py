@@ -1,7 +1,7 @@
 """Tries a grammar out, in a process that may crash (`structured.py` starts it and asks it).
 
-It runs as a program of its own and imports nothing of Tokenleap, so that it starts in a fifth of a
-second: a line of JSON with a grammar comes in, and a line with what is wrong with it goes out.
+It runs as a program of its own and imports little, so that it starts in a fifth of a second: a line
+of JSON with a grammar comes in, and a line with what is wrong with it goes out.
 
 A grammar is compiled for the vocabulary of bytes, which takes llguidance the same steps and the
 same stack as any other, and then followed for some bytes, because a form may be too complex only
@@ -11,7 +11,6 @@ after its first characters.
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
@@ -20,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
+
+from tokenleap.core.sandbox import limit
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def main() -> None:
     answers.write(b"null\n")
     for line in sys.stdin.buffer:
         grammar = json.loads(line)
-        _limit()
+        limit(MAX_SECONDS + 1, MAX_MEGABYTES)
         try:
             found = wrong(grammar)
         except (MemoryError, RuntimeError):  # a thread cannot start
@@ -145,27 +145,6 @@ def main() -> None:
         except BaseException as error:  # a panic of llguidance
             found = f"too complex: {str(error).splitlines()[0][:500] if str(error) else error!r}"
         answers.write(json.dumps(found).encode() + b"\n")
-
-
-def _limit() -> None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _set(resource.RLIMIT_CPU, math.ceil(time.process_time()) + MAX_SECONDS + 1)
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # macOS
-        return
-    _set(resource.RLIMIT_AS, pages * resource.getpagesize() + (MAX_MEGABYTES << 20))
-
-
-def _set(kind: int, most: int) -> None:
-    import resource
-
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.files import renamed
@@ -16,7 +17,6 @@ from tokenleap.errors import CompatibilityError, ConfigError
 if TYPE_CHECKING:
     from tokenleap.drafters.base import Drafter
     from tokenleap.drafters.heads.eagle import EagleHead
-    from tokenleap.drafters.heads.eagle_net import EagleNet
     from tokenleap.drafters.heads.layouts import EagleFolder
     from tokenleap.drafters.model_drafter import Head, Scorer
     from tokenleap.drafters.online import Learnable
@@ -219,10 +219,7 @@ def build_eagle(parts: DrafterParts) -> Drafter:
 
     head, read = _eagle(parts, "eagle")
     quantization = parts.options.draft_quantization
-
-    def draft(net: EagleNet) -> None:
-        head.use_head(net, parts.target, quantization)
-
+    draft = partial(head.use_head, target=parts.target, quantization=quantization)
     return _with_head(parts, head, LearnableHead(read, draft, head.layers, parts.target))
 
 
@@ -236,9 +233,7 @@ def _eagle(parts: DrafterParts, method: str) -> tuple[EagleHead, Callable[[], Ea
     from tokenleap.drafters.heads.eagle import load_head
     from tokenleap.drafters.heads.layouts import EagleFolder
 
-    def read() -> EagleFolder:
-        return EagleFolder.read(parts.model, method)
-
+    read = partial(EagleFolder.read, parts.model, method)
     quantization = parts.options.draft_quantization
     head, rows = load_head(read(), parts.target, parts.tokenizer, quantization)
     parts.share_memory(rows)
@@ -252,9 +247,7 @@ def build_state_head(parts: DrafterParts, method: str) -> Drafter:
     from tokenleap.drafters.heads.state import StateHead
     from tokenleap.drafters.learnable import LearnableHead
 
-    def read() -> StateFolder:
-        return StateFolder.read(parts.model, method)
-
+    read = partial(StateFolder.read, parts.model, method)
     file = read()
     head = StateHead(file.load(parts.target), parts.target)
     check_target(file.path, file.verifier, file.notes, parts.target)

@@ -34,7 +34,6 @@ from tokenleap.drafters.heads.folder import (
     check_layers,
     check_sizes,
     check_tensors,
-    existing_folder,
     noted,
     notes_of,
     read_json,
@@ -43,6 +42,7 @@ from tokenleap.drafters.heads.folder import (
     write_folder,
 )
 from tokenleap.drafters.heads.probe import check_target
+from tokenleap.drafters.heads.shipped import existing_folder
 from tokenleap.errors import ModelError
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target

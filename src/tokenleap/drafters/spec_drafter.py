@@ -33,12 +33,12 @@ from tokenleap.drafters.heads.folder import (
     CONFIG,
     Verifier,
     check_tensors,
-    existing_folder,
     read_json,
     read_tensors,
     validated,
 )
 from tokenleap.drafters.heads.probe import check_target
+from tokenleap.drafters.heads.shipped import existing_folder
 from tokenleap.drafters.models import open_row
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.support import check_supported, context_length

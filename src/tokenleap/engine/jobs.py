@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count
 from random import Random
 from threading import Lock
 from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core.detokenizer import Pieces
@@ -47,6 +49,7 @@ from tokenleap.engine.strategies import Speculative, StrategyFactory
 from tokenleap.engine.worker import Command, Worker
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.models.loaded import LoadedModel
+from tokenleap.models.pooling import Pooler, Pooling
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
 from tokenleap.runtime.target import Target
@@ -80,6 +83,13 @@ class Job:
     def failed(self) -> Request | None:
         """The first output that ended with an error."""
         return next((r for r in self.requests if r.failure is not None), None)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The prompt's embedding, if it was asked for; see `LLMEngine.embed`."""
+        pooled = self.requests[0].pooled
+        assert pooled is not None
+        return pooled.vector()
 
     def withdraw(self) -> bool:
         """Take the job back if it is not queued yet; returns whether that was so."""
@@ -265,6 +275,7 @@ class JobSpec:
     Args:
         references: what drafts may quote; texts that were read already are taken as they are.
         scope: what its requests share with others; a prompt's `cache_salt` replaces the salt.
+        pools: whether its embedding is wanted, and no output; see `embeds`.
     """
 
     prompt: Prompt
@@ -274,6 +285,13 @@ class JobSpec:
     prediction: GivenPrediction | References = None
     trace: bool = False
     scope: Scope = SHARED
+    pools: bool = False
+
+    @staticmethod
+    def embeds(prompt: Prompt) -> JobSpec:
+        """One whose request has a prompt's embedding (`Job.embedding`)."""
+        nothing = SamplingParams(temperature=0, max_tokens=0, seed=0)
+        return JobSpec(prompt, nothing, {"method": "none"}, pools=True)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -366,6 +384,7 @@ class JobMaker:
         self._rules = DecodingRules.of(loaded.obeyed_settings, eos, target.vocab_size)
         seeds = fresh_seed if seed is None else partial(Random(seed).randrange, MAX_SEED + 1)
         self._new_seed = partial(target.peers.from_first, seeds)
+        self._folder = loaded.path
 
     def jobs(self, specs: Sequence[JobSpec]) -> list[Job]:
         """The jobs of some prompts; errors are those of `LLM.generate`.
@@ -473,6 +492,9 @@ class JobMaker:
         most = self._target.most_tokens_beside(state_bytes)
         if params.truncate_prompt_tokens is not None:
             ids = _truncated(ids, params, most, reads_source=source is not None)
+        pooler = self.pooler if spec.given.pools else None
+        if pooler is not None:
+            pooler.pooling.check_length(len(ids))
         check_prompt(ids, self._target, most)
         check_room(ids, params, self._target.max_model_len, most)
         return [
@@ -494,10 +516,27 @@ class JobMaker:
                 prediction=spec.prediction,
                 bad_words=bad_words,
                 scope=scope,
+                pooled=None if pooler is None else pooler.begin(),
                 new_seed=self._new_seed,
             )
             for index in range(params.n)
         ]
+
+    @cached_property
+    def pooler(self) -> Pooler:
+        """Makes embeddings; its files are read at the first use.
+
+        Raises:
+            CompatibilityError: the model makes none.
+        """
+        if self._target.reads_source:
+            raise CompatibilityError(
+                "an encoder-decoder makes no embeddings: choose another model."
+            )
+        pooling, norm = Pooling.of(self._folder), self._target.final_norm
+        if norm is None:
+            raise CompatibilityError("this model makes no embeddings: its final norm is not known.")
+        return Pooler(pooling, norm, self._target.hidden_size)
 
     def read(self, prompt: Prompt) -> Opening:
         """The source, if the model reads one, and the prompt that it continues."""

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from tokenleap.config import SpeculativeConfig
 from tokenleap.core import clock
@@ -35,6 +38,7 @@ from tokenleap.engine.strategies import Speculative, StrategyFactory
 from tokenleap.engine.worker import StepReport, Uninterrupted, Worker
 from tokenleap.errors import ConfigError, RequestError
 from tokenleap.models.loaded import LoadedModel
+from tokenleap.models.pooling import Pooler
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
 from tokenleap.runtime.packed import PackedModel
@@ -124,7 +128,8 @@ class LLMEngine:
         if config is None:
             config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
-        self.worker = Worker(lambda: self.advance(), lambda: self._scheduler.busy)
+        own = weakref.proxy(self)  # without a cycle, memory is free as soon as the `LLM` is dropped
+        self.worker = Worker(lambda: own.advance(), lambda: own._scheduler.busy)
         self.strategies = StrategyFactory(
             self.target,
             self.tokenizer,
@@ -150,13 +155,14 @@ class LLMEngine:
         default = self.strategies.default = self.strategies.build(config)
         loaded.forget_module()
         prefixes = options.prefix_cache_bytes
+        self._prefixes = None if prefixes is None else PrefixCache(self.target, prefixes)
         self._speculation = Speculation(default)
         self._scheduler = Scheduler(
             self.target,
             self._speculation,
             options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            prefix_cache=None if prefixes is None else PrefixCache(self.target, prefixes),
+            prefix_cache=self._prefixes,
         )
         _log.info(
             "%s runs on %s in %s, with the runtime %s, method %s and controller %s",
@@ -177,9 +183,19 @@ class LLMEngine:
         return own, sum(others)
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV, of what is kept of sources, and of the prefix cache."""
+        return sum(self.kv_bytes) + (0 if self._prefixes is None else self._prefixes.num_bytes)
+
+    @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         """The model's own values of sampling parameters, for those that are not given."""
         return self._maker.sampling_defaults
+
+    @property
+    def pooler(self) -> Pooler:
+        """Makes embeddings; a CompatibilityError if this model makes none."""
+        return self._maker.pooler
 
     @property
     def load(self) -> EngineLoad:
@@ -398,6 +414,21 @@ class LLMEngine:
     def encode(self, prompt: Prompt) -> list[int]:
         read = self.read(prompt)
         return list(read.ids if read.source is None else read.source.tokens)
+
+    def embed(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """The embeddings [size] of some texts or token ids, in float32 on the CPU.
+
+        They are made of the last hidden states as `modules.json` in the model's folder says
+        (sentence-transformers'). The prompts take part in steps like all others.
+
+        Raises:
+            CompatibilityError: the model makes no embeddings.
+            PromptError: a prompt is empty, too long, or has ids outside the vocabulary.
+            RequestError: a prompt failed while it was computed.
+        """
+        jobs = self.jobs([JobSpec.embeds(prompt) for prompt in prompts])
+        self.run(jobs)
+        return [job.embedding for job in jobs]
 
     def measure_costs(self) -> None:
         """Time passes now, and not at the first request whose controller decides by their costs.

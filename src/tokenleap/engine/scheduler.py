@@ -299,8 +299,12 @@ class Prefill:
         return not self._num_missing(request) and self.has_source(request)
 
     def _num_missing(self, request: Request) -> int:
-        """Tokens whose KV must still be computed. The last token needs none yet (invariant 1)."""
-        return len(request.token_ids) - 1 - self._target.cached(request.key)
+        """Tokens whose KV must still be computed. The last token needs none yet (invariant 1).
+
+        Of a prompt that is pooled, it is read, too, and no step follows.
+        """
+        unread = 1 if request.pooled is None else 0
+        return len(request.token_ids) - unread - self._target.cached(request.key)
 
     def forget(self, request: Request) -> None:
         """Forget the chunks of a request that has lost its row."""
@@ -357,15 +361,20 @@ class Prefill:
 
     def _prefill_tokens(self, request: Request, limit: int) -> int:
         """Compute at most `limit` tokens of a request; returns how many."""
-        layers = self._speculation.hidden_layers([request])
+        pooled, layers = request.pooled, self._speculation.hidden_layers([request])
+        if pooled is not None:
+            layers = (self._target.network.num_layers,)
         if not self._target.cached(request.key):
             self._restore_prefix(request, layers)
         start = self._target.cached(request.key)
-        tokens = request.token_ids[start:-1][:limit]
+        tokens = request.token_ids[start:][: min(limit, self._num_missing(request))]
         reader = _ScoreReader(request, start) if request.num_unscored else None
         hidden = self._target.prefill(request.key, tokens, layers, None, reader)
         if reader is not None:
             reader.keep()
+        if pooled is not None:
+            pooled.add(start, hidden[layers[0]])
+            return len(tokens)
         self._show_hidden(request, start, hidden)
         if not self._num_missing(request):
             self._store_prefix(request)

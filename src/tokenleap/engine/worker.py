@@ -81,6 +81,7 @@ class Command(Generic[T]):
             if not isinstance(error, Exception):
                 raise
         finally:
+            del self._act  # and what it holds: a job keeps the command that has queued it
             self.done = True
 
     def result(self) -> T:
@@ -369,7 +370,10 @@ class Uninterrupted:
         _signal.signal(_signal.SIGINT, self._previous)
         if self.pending:
             frame, self.pending, self._frame = self._frame, False, None
-            self._previous(signal.SIGINT, frame)
+            try:
+                self._previous(signal.SIGINT, frame)
+            finally:
+                del frame  # a traceback would keep what it holds
 
     def _defer(self, _: int, frame: FrameType | None) -> None:
         self.pending, self._frame = True, frame

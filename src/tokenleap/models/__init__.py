@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from tokenleap.models.load import load_model, load_tokenizer
-from tokenleap.models.resolver import Alias, aliases, find_tokenizer, gguf_of, resolve
+from tokenleap.models.resolver import Alias, aliases, find_tokenizer, gguf_of, resolve, short_names
 from tokenleap.models.store import CachedModel, cache_dir, cached, check, remove
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "load_tokenizer",
     "remove",
     "resolve",
+    "short_names",
 ]

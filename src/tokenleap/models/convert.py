@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tokenleap.errors import ModelError
-from tokenleap.models.gguf import Bytes, GgufFile, GgufTensor, config_of, sampling_of
+from tokenleap.models.gguf import ROPE_DIVISORS, Bytes, GgufFile, GgufTensor, config_of, sampling_of
 from tokenleap.models.load import guarded, load_tokenizer
 from tokenleap.models.store import progress
 
@@ -201,7 +201,9 @@ def _sources(file: GgufFile, model: PreTrainedModel) -> dict[str, _Sources]:
             f"{file.path} lacks {len(missing)} weights of its model, {missing[0]} first; "
             f"get the file again"
         )
-    if unknown := sorted(present.keys() - needed):
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    converted = {ROPE_DIVISORS} if rope.get("rope_type") == "llama3" else set()
+    if unknown := sorted(present.keys() - needed - converted):
         raise ModelError(
             f"{file.path} has {len(unknown)} weights that cannot be converted, {unknown[0]} "
             f"first; use the model's safetensors folder instead"

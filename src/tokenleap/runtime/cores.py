@@ -1,4 +1,4 @@
-"""How many cores this process may use: by its affinity, and by the quota of its control group."""
+"""How many cores and how much memory this process may use: its affinity and control groups."""
 
 from __future__ import annotations
 
@@ -22,22 +22,42 @@ def available_cores(groups: Path = _OWN, root: Path = _ROOT) -> int:
     return max(1, min(cores, math.ceil(quota))) if math.isfinite(quota) else cores
 
 
-def _quotas(groups: Path, root: Path) -> Iterator[float]:
-    """The quotas, in cores, of the process's groups and of all groups above them.
+def memory_limit(groups: Path = _OWN, root: Path = _ROOT) -> int:
+    """Bytes that the process's control groups let it use; a very large number without a limit."""
+    found = [
+        int(text)
+        for folder, _ in _folders("memory", groups, root)
+        for name in ("memory.max", "memory.limit_in_bytes")
+        for text in _lines(folder / name)
+        if text.strip().isdigit()  # not "max"
+    ]
+    return min(found, default=sys.maxsize)
 
-    Version 2 has lines "0::/path" and one file "MICROSECONDS PERIOD"; version 1 has lines
-    "3:cpu,cpuacct:/path" and a file for each of the two. In a container, the path may be that of
-    the host, and the group is at the root.
+
+def _quotas(groups: Path, root: Path) -> Iterator[float]:
+    """The quotas, in cores.
+
+    Version 2 has one file "MICROSECONDS PERIOD"; version 1 has a file for each of the two.
+    """
+    for folder, old in _folders("cpu", groups, root):
+        yield from _quota(folder, old)
+
+
+def _folders(controller: str, groups: Path, root: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of the process's groups and of all groups above them; whether of version 1.
+
+    Version 2 has lines "0::/path", and version 1 has lines "3:cpu,cpuacct:/path". In a container,
+    the path may be that of the host, and the group is at the root.
     """
     for line in _lines(groups):
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / "cpu" if controllers else root
+        top = root / controller if controllers else root
         own = top / path.strip().lstrip("/")
         for folder in (own, *own.parents):
             if folder == top or top in folder.parents:
-                yield from _quota(folder, bool(controllers))
+                yield folder, bool(controllers)
 
 
 def _quota(folder: Path, old: bool) -> Iterator[float]:

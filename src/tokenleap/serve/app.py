@@ -13,7 +13,7 @@ import time
 import uuid
 from base64 import b64encode
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -42,20 +42,25 @@ from tokenleap.serve import chat, completions
 from tokenleap.serve.body import APIError, describe, fails, invalid, of_engine, read, refuse, takes
 from tokenleap.serve.chat import chat_ids, refuse_special_tokens, text_ids
 from tokenleap.serve.fields import DetokenizeBody, Templated, TokenizeBody
-from tokenleap.serve.running import MAX_CONTEXTS, ServerState, answer_of, state_of
+from tokenleap.serve.models import Models
+from tokenleap.serve.running import MAX_CONTEXTS, ServerState, answer_of, check_model, server_of
 from tokenleap.serve.settings import LogFormat, Settings
 
 
-def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
-    """The ASGI app that serves this model.
+def create_app(llm: AsyncLLM | Models, settings: Settings) -> FastAPI:
+    """The ASGI app that serves this model, or these.
 
-    The caller closes `llm` in the end. `app.state.server` is the `ServerState`.
+    The caller closes `llm` in the end. `app.state.server` is the `Server`.
     """
     return endpoints(llm, settings, guards=_guards(settings))
 
 
 def endpoints(
-    llm: AsyncLLM, settings: Settings, engine: str = "0", *, guards: Sequence[Middleware] = ()
+    llm: AsyncLLM | Models,
+    settings: Settings,
+    engine: str = "0",
+    *,
+    guards: Sequence[Middleware] = (),
 ) -> FastAPI:
     """The app; a caller that runs it without its guards adds them (`guarded`)."""
     app = FastAPI(
@@ -65,7 +70,8 @@ def endpoints(
         docs_url=None,  # FastAPI's pages load their scripts from another host
         redoc_url=None,
     )
-    app.state.server = ServerState(llm, settings, engine)
+    own = llm if isinstance(llm, Models) else ServerState(llm, settings, engine)
+    app.state.server = own
     for each in (chat.router, completions.router, router, page_router):
         app.include_router(each)
     app.add_exception_handler(APIError, _answered)
@@ -210,7 +216,7 @@ router = APIRouter()
 @router.post("/v1/responses/{response_id}/cancel", status_code=204, **fails(404))
 async def cancel(request: Request, response_id: str) -> Response:
     """End the outputs of a response where they are; they have the finish reason "abort"."""
-    state_of(request).stop(response_id)
+    server_of(request).stop(response_id)
     return Response(status_code=204)
 
 
@@ -516,14 +522,14 @@ def _is_loopback(name: str) -> bool:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Readiness: 200 while the server takes requests, else 503."""
-    state = state_of(request)
-    return Response(status_code=200 if state.alive and not state.stopping else 503)
+    server = server_of(request)
+    return Response(status_code=200 if server.alive and not server.stopping else 503)
 
 
 @router.get("/live")
 async def live(request: Request) -> Response:
     """Liveness: 200 while the engine runs, also while the last requests end, else 503."""
-    return Response(status_code=200 if state_of(request).alive else 503)
+    return Response(status_code=200 if server_of(request).alive else 503)
 
 
 @router.get("/version")
@@ -535,46 +541,28 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """For Prometheus, in its text format."""
-    content, media_type = state_of(request).metrics.exposition()
+    content, media_type = server_of(request).metrics.exposition()
     return Response(content, media_type=media_type)
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The names of the one model that is served."""
-    state = state_of(request)
-    listed = [_model(state, name) for name in state.settings.served_model_names]
-    return {"object": "list", "data": listed}
+    """The models that are served, by all their names, and whether they are loaded."""
+    return {"object": "list", "data": server_of(request).cards()}
 
 
 @router.get("/v1/models/{name:path}", responses={404: {"description": "no such model"}})
 async def model(request: Request, name: str) -> dict[str, Any]:
     """The model, by one of its names."""
-    state = state_of(request)
-    state.check_model(name)
-    return _model(state, name)
-
-
-def _model(state: ServerState, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.created,
-        "owned_by": "tokenleap",
-        "root": state.settings.model,
-        "parent": None,
-        "max_model_len": state.llm.llm.max_model_len,
-        "traces": state.settings.traces,
-        "shares_drafts": state.settings.share_drafts,
-    }
+    server = server_of(request)
+    check_model(server.settings, name)
+    return next(card for card in server.cards() if card["id"] == name)
 
 
 @router.post("/tokenize", **takes(TokenizeBody, prompt="Hello"))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
-    state = state_of(request)
-    body = await read(request, TokenizeBody, state.settings)
-    state.check_model(body.model)
+    body = await read(request, TokenizeBody, server_of(request).settings)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "send either prompt or messages.")
     if body.messages is not None:
@@ -583,7 +571,7 @@ async def tokenize(request: Request) -> Response:
         (name for name in Templated.model_fields if getattr(body, name) is not None), None
     ):
         raise invalid(name, f"{name} is for messages.")
-    return JSONResponse(await _off_loop(request, body, partial(_tokenized, body, state)))
+    return JSONResponse(await _off_loop(request, body, _tokenized))
 
 
 def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
@@ -609,29 +597,29 @@ def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
 @router.post("/detokenize", **takes(DetokenizeBody, tokens=[1]))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    state = state_of(request)
-    body = await read(request, DetokenizeBody, state.settings)
-    state.check_model(body.model)
-
-    def decoded() -> dict[str, str]:
-        llm = state.llm.llm
-        if len(body.tokens) > (most := MAX_CONTEXTS * llm.max_model_len):
-            raise invalid("tokens", f"tokens: at most {most} here, got {len(body.tokens)}.")
-        check_token_ids("tokens", body.tokens, llm.engine.target.vocab_size)
-        return {"prompt": str(needed(llm.tokenizer).decode(body.tokens))}
-
-    return JSONResponse(await _off_loop(request, body, decoded))
+    body = await read(request, DetokenizeBody, server_of(request).settings)
+    return JSONResponse(await _off_loop(request, body, _detokenized))
 
 
-async def _off_loop(request: Request, body: Any, act: Any) -> Any:
-    state = state_of(request)
-    state.enter(1)  # it waits for the same threads as an output
-    try:
-        return await state.llm.prepare(act, client=state.client_of(request))
-    except APIError:
-        raise
-    except TokenleapError as error:
-        state.check_open()
-        raise of_engine(error, type(body).model_fields, "prompt") from error
-    finally:
-        state.leave(1)
+def _detokenized(body: DetokenizeBody, state: ServerState) -> dict[str, str]:
+    llm = state.llm.llm
+    if len(body.tokens) > (most := MAX_CONTEXTS * llm.max_model_len):
+        raise invalid("tokens", f"tokens: at most {most} here, got {len(body.tokens)}.")
+    check_token_ids("tokens", body.tokens, llm.engine.target.vocab_size)
+    return {"prompt": str(needed(llm.tokenizer).decode(body.tokens))}
+
+
+async def _off_loop(request: Request, body: Any, act: Callable[[Any, ServerState], Any]) -> Any:
+    async with server_of(request).using(request, body.model) as state:
+        state.enter(1)  # it waits for the same threads as an output
+        try:
+            return await state.llm.prepare(
+                partial(act, body, state), client=state.client_of(request)
+            )
+        except APIError:
+            raise
+        except TokenleapError as error:
+            state.check_open()
+            raise of_engine(error, type(body).model_fields, "prompt") from error
+        finally:
+            state.leave(1)

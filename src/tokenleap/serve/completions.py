@@ -1,25 +1,29 @@
-"""`/v1/completions`: continues a prompt."""
+"""`/v1/completions`, `/v1/responses` and `/v1/embeddings`: what is made of plain prompts."""
 
 from __future__ import annotations
 
 import uuid
+from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.detokenizer import Detokenizer
 from tokenleap.core.distribution import TokenLogprobs
 from tokenleap.core.params import SamplingParams
 from tokenleap.engine.jobs import JobSpec
+from tokenleap.models.pooling import shortened
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
 from tokenleap.serve.body import APIError, invalid, takes
 from tokenleap.serve.chat import chat_ids, text_ids
 from tokenleap.serve.fields import (
     OF_RESPONSES,
     CompletionBody,
+    EmbeddingBody,
     Message,
     ResponseBody,
     SamplingBody,
@@ -38,6 +42,7 @@ from tokenleap.serve.running import (
     prompt_logprobs,
     refuse_stream_options,
 )
+from tokenleap.serve.settings import Settings
 
 router = APIRouter()
 
@@ -56,7 +61,7 @@ class _Completion(Choices[CompletionBody]):
     object = "text_completion"
 
     def __init__(self, body: CompletionBody, state: ServerState) -> None:
-        self._prompts = _prompts(body, state)
+        self._prompts = listed_prompts("prompt", body.prompt, state.settings)
         _check(body)
         super().__init__(body, state, len(self._prompts) * (body.n or 1))
         self._lengths: dict[int, int] = {}  # of the text of each choice that was sent
@@ -155,12 +160,12 @@ class _Completion(Choices[CompletionBody]):
         return ids, _cut(given, texts)
 
 
-def _prompts(body: CompletionBody, state: ServerState) -> list[str | list[int]]:
-    given: Any = body.prompt
+def listed_prompts(field: str, given: Any, settings: Settings) -> list[str | list[int]]:
+    """The prompts of a field that may have one or several, within this server's limit."""
     listed = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
-    most = state.settings.max_prompts
+    most = settings.max_prompts
     if not 1 <= len(listed) <= most:
-        raise invalid("prompt", f"prompt: 1 to {most} prompts on this server, got {len(listed)}.")
+        raise invalid(field, f"{field}: 1 to {most} prompts on this server, got {len(listed)}.")
     return list(listed)
 
 
@@ -329,3 +334,55 @@ class _Response(Answer[ResponseBody]):
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+# `/v1/embeddings`: vectors in place of texts, if the model's folder says how they are made.
+
+
+@router.post("/v1/embeddings", **takes(EmbeddingBody, input="Hello"))
+async def create_embeddings(request: Request) -> Response:
+    """Turn one text or several into vectors."""
+    return await answered(request, EmbeddingBody, _Embeddings)
+
+
+class _Embeddings(Answer[EmbeddingBody]):
+    prompt_field = "input"
+    prefix = "embd-"
+
+    def __init__(self, body: EmbeddingBody, state: ServerState) -> None:
+        self._inputs = listed_prompts("input", body.input, state.settings)
+        super().__init__(body, state, len(self._inputs))
+
+    def prepare(self) -> list[JobSpec]:
+        pooler, most = self.state.llm.llm.engine.pooler, self.body.dimensions
+        if most is not None and most > pooler.size:
+            raise invalid("dimensions", f"dimensions: at most {pooler.size}, got {most}.")
+        return [JobSpec.embeds(self._ids(each)) for each in self._inputs]
+
+    def _ids(self, given: str | list[int]) -> list[int]:
+        if isinstance(given, list):
+            return given
+        tokenizer, limit = self.state.llm.llm.tokenizer, self.state.text_limit
+        return text_ids(given, tokenizer, add_special_tokens=True, limit=limit)
+
+    def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        vectors = [request.job.embedding for request in self.run.requests]
+        told = base64_of if self.body.encoding_format == "base64" else Tensor.tolist
+        usage = self.run.usage()
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": told(vector)}
+                for index, vector in enumerate(shortened(vectors, self.body.dimensions))
+            ],
+            "model": self.state.settings.model,
+            "usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")},
+        }
+
+    def events(self) -> AsyncIterator[bytes]:
+        raise AssertionError("embeddings are not streamed")
+
+
+def base64_of(vector: Tensor) -> str:
+    """The numbers as 32-bit little-endian floats, as OpenAI's API has them."""
+    return b64encode(vector.numpy().astype("<f4").tobytes()).decode()

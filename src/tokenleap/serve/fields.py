@@ -370,6 +370,20 @@ class ResponseBody(WithoutEffect, _asked(OF_RESPONSES)):  # type: ignore[misc]
     speculative_config: JSONObject | None = None
 
 
+class EmbeddingBody(Body):
+    """The body of `/v1/embeddings`."""
+
+    stream: ClassVar[None] = None
+    speculative_config: ClassVar[None] = None
+    cache_salt: ClassVar[None] = None
+
+    model: str
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Ge(1)] | None = None
+    user: str | None = None
+
+
 class TokenizeBody(Templated):
     """The body of `/tokenize`: a prompt, or the messages of a conversation."""
 
@@ -460,13 +474,13 @@ def form_of(
     return next(iter(found.values()), None)
 
 
-def form_field(body: SamplingBody | ResponseBody) -> str | None:
+def form_field(body: SamplingBody | ResponseBody | EmbeddingBody) -> str | None:
     """The field that says which form the output has."""
     names = ("structured_outputs", *_GUIDED, "response_format", "text", "tools")
     return next((name for name in names if getattr(body, name, None) is not None), None)
 
 
-def wants_form(body: SamplingBody | ResponseBody) -> bool:
+def wants_form(body: SamplingBody | ResponseBody | EmbeddingBody) -> bool:
     """Whether a grammar may have to be compiled for a request."""
     field = form_field(body)
     return field is not None and (

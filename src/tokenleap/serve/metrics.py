@@ -73,12 +73,37 @@ _HISTOGRAMS = {
 }
 
 
-class ServerMetrics:
-    """The metrics of one server."""
+class Registry:
+    """The metrics of a server; those of several models differ in a label."""
 
-    def __init__(self, engine: LLMEngine, model: str, name: str = "0") -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._made: dict[str, Any] = {}
+
+    def made(self, kind: type[Any], name: str, text: str, labels: list[str], **more: Any) -> Any:
+        """A metric, which is made once."""
+        if name not in self._made:
+            self._made[name] = kind(name, text, labels, registry=self._registry, **more)
+        return self._made[name]
+
+    def exposition(self) -> tuple[bytes, str]:
+        """All metrics in Prometheus' text format, and its media type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class ServerMetrics:
+    """The metrics of one model.
+
+    Args:
+        name: of the engine.
+        registry: of a server with several models.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, model: str, name: str = "0", registry: Registry | None = None
+    ) -> None:
+        self._engine = engine
+        self._registry = registry or Registry()
         self._labels = {"model_name": model, "engine": name}
         self._recent: deque[tuple[float, int, float]] = deque()  # steps: when, tokens, seconds
         self._positions: list[Counter] = []
@@ -88,17 +113,17 @@ class ServerMetrics:
             name: self._made(Histogram, metric, text, buckets=buckets)
             for name, (metric, text, buckets) in _HISTOGRAMS.items()
         }
-        self._by_position = Counter(
+        self._by_position = self._registry.made(
+            Counter,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Tokens accepted at each position of a draft.",
             [*self._labels, "position"],
-            registry=self._registry,
         )
-        self._ended = Counter(
+        self._ended = self._registry.made(
+            Counter,
             "vllm:request_success",
             "Outputs that have ended, by reason.",
             [*self._labels, "finished_reason"],
-            registry=self._registry,
         )
         # Drafts that do not pay make it smaller, so it is no counter.
         self._saved = self._made(
@@ -108,7 +133,7 @@ class ServerMetrics:
         )
 
     def _made(self, kind: type[Any], name: str, text: str, **settings: Any) -> Any:
-        made = kind(name, text, list(self._labels), registry=self._registry, **settings)
+        made = self._registry.made(kind, name, text, list(self._labels), **settings)
         return made.labels(**self._labels)
 
     def _gauges(self) -> None:
@@ -127,6 +152,12 @@ class ServerMetrics:
         waiting.set_function(lambda: self._engine.load.waiting)
         usage.set_function(lambda: self._engine.load.kv_usage)
         goodput.set_function(self._goodput)
+        self._of_engine = (running, waiting, usage, goodput)
+
+    def close(self) -> None:
+        """Let go of the engine, which has ended: its gauges are 0, and counters stay."""
+        for gauge in self._of_engine:
+            gauge.set_function(lambda: 0.0)
 
     def _position(self, position: int) -> Counter:
         """The counter of a position, from 0; made at its first use."""
@@ -193,7 +224,7 @@ class ServerMetrics:
 
     def exposition(self) -> tuple[bytes, str]:
         """All metrics in Prometheus' text format, and its media type."""
-        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+        return self._registry.exposition()
 
     def _goodput(self) -> float:
         since = time.monotonic() - _WINDOW

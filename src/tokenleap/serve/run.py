@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tokenleap.async_llm import AsyncLLM
 from tokenleap.errors import TokenleapError
 from tokenleap.serve.app import create_app
+from tokenleap.serve.models import Models
 from tokenleap.serve.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -134,12 +135,12 @@ class TokenleapServer(uvicorn.Server):
 
 
 def serve(
-    llm: AsyncLLM,
+    llm: AsyncLLM | Models,
     settings: Settings,
     at: socket.socket,
     ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve a model until a signal ends it, then close `llm`.
+    """Serve a model, or several, until a signal ends it, then close `llm`.
 
     If a step of the engine still runs `LAST_STEP` seconds after the last connection was closed, the
     process ends at once, with the exit code that it would have had.
@@ -148,7 +149,8 @@ def serve(
     server = TokenleapServer(app, app.state.server, settings, ready)
     try:
         try:
-            llm.measure_costs()
+            if isinstance(llm, AsyncLLM):
+                llm.measure_costs()
         except KeyboardInterrupt:
             server.interrupted = True
             raise

@@ -17,11 +17,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
 from itertools import accumulate
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -39,6 +40,7 @@ from tokenleap.request import Request as OutputRequest
 from tokenleap.serve.body import APIError, invalid, of_engine, of_output, read, unknown_response
 from tokenleap.serve.fields import (
     Details,
+    EmbeddingBody,
     ResponseBody,
     SamplingBody,
     StreamOptions,
@@ -46,12 +48,12 @@ from tokenleap.serve.fields import (
     form_field,
     wants_form,
 )
-from tokenleap.serve.metrics import ServerMetrics
+from tokenleap.serve.metrics import Registry, ServerMetrics
 from tokenleap.serve.settings import Settings
 from tokenleap.serve.text_limit import TextLimit
 
 T = TypeVar("T")
-AnyBody = TypeVar("AnyBody", bound=SamplingBody | ResponseBody)
+AnyBody = TypeVar("AnyBody", bound=SamplingBody | ResponseBody | EmbeddingBody)
 Sampled = TypeVar("Sampled", bound=SamplingBody)
 
 GONE = Response(status_code=499)
@@ -229,7 +231,6 @@ class Run:
 async def _started(request: Request, answer: Answer[Any]) -> Run:
     """Admit a request, prepare it off the loop, and queue its prompts."""
     began, state, body = time.perf_counter(), answer.state, answer.body
-    state.check_model(body.model)
     check_speculation(body.speculative_config, state.llm.llm.speculative_config)
     if isinstance(body, SamplingBody) and body.wants_trace and not state.settings.traces:
         raise invalid("tokenleap", "tokenleap.trace: this server shows no traces (--no-traces).")
@@ -292,17 +293,56 @@ MAX_CONTEXTS = 4
 """Contexts that a text may fill if it is cut to its end, or only counted."""
 
 
-class ServerState:
-    """State that all endpoints share."""
+class Server(Protocol):
+    """What the endpoints of an app share: a `ServerState`, or the `Models` of several."""
 
-    def __init__(self, llm: AsyncLLM, settings: Settings, engine: str = "0") -> None:
+    settings: Settings
+    stopping: bool
+
+    @property
+    def metrics(self) -> Registry | ServerMetrics: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def using(
+        self, request: Request, model: str | None, /
+    ) -> AbstractAsyncContextManager[ServerState]:
+        """The state of a model; it stays as long as this or a run of its requests is open."""
+        ...
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The models, as `/v1/models` lists them."""
+        ...
+
+    def stop(self, response_id: str) -> None:
+        """End the outputs of a response that is being generated."""
+        ...
+
+
+class ServerState:
+    """State that all endpoints of a model share.
+
+    Args:
+        engine: the engine's name in the metrics.
+        registry: the metrics of several models.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        settings: Settings,
+        engine: str = "0",
+        registry: Registry | None = None,
+    ) -> None:
         settings.check_learning(llm.llm.speculative_config)
         self.llm, self.settings = llm, settings
         self.created = int(time.time())
         self.open_sequences = 0
+        self.used_at = time.monotonic()
         self.stopping = False
         self.runs: set[Run] = set()
-        self.metrics = ServerMetrics(llm.llm.engine, settings.model, engine)
+        self.metrics = ServerMetrics(llm.llm.engine, settings.model, engine, registry)
         llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
         llm.llm.engine.worker.observe = self.metrics.observe_step
 
@@ -332,12 +372,17 @@ class ServerState:
     def pieces(self) -> Pieces:
         return self.llm.llm.engine.pieces
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served here."""
-        known = self.settings.served_model_names
-        if name is not None and name not in known:
-            message = f"the model '{name[:200]}' does not exist here; there is '{known[0]}'."
-            raise APIError(404, message, param="model", code="model_not_found")
+    @asynccontextmanager
+    async def using(self, _: Request, model: str | None) -> AsyncIterator[ServerState]:
+        """See `Server`."""
+        check_model(self.settings, model)
+        yield self
+
+    def cards(self) -> list[dict[str, Any]]:
+        """See `Server`: one for each of its names."""
+        settings, length = self.settings, self.llm.llm.max_model_len
+        names = settings.served_model_names
+        return [card(settings, name, self.created, "loaded", length) for name in names]
 
     def scope_of(self, request: Request, cache_salt: str | None) -> Scope:
         """The scope in which a request shares: requests with its API key and its salt."""
@@ -392,6 +437,39 @@ class ServerState:
 
     def leave(self, sequences: int) -> None:
         self.open_sequences -= sequences
+        self.used_at = time.monotonic()
+
+
+def check_model(settings: Settings, name: str | None) -> None:
+    """Refuse a model that is not served here."""
+    known = settings.served_model_names
+    if name is not None and name not in known:
+        there = ", ".join(f"'{each}'" for each in known)
+        message = f"the model '{name[:200]}' does not exist here; there is {there[:1000]}."
+        raise APIError(404, message, param="model", code="model_not_found")
+
+
+def card(
+    settings: Settings, name: str, created: int, status: str, length: int | None
+) -> dict[str, Any]:
+    """A model in `/v1/models`.
+
+    Args:
+        status: "loaded", "loading" or "unloaded".
+        length: most tokens of prompt and output together; None if it was never loaded.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tokenleap",
+        "root": settings.model,
+        "parent": None,
+        "max_model_len": length,
+        "status": {"value": status},
+        "traces": settings.traces,
+        "shares_drafts": settings.share_drafts,
+    }
 
 
 def shut_down() -> APIError:
@@ -399,11 +477,10 @@ def shut_down() -> APIError:
     return APIError(503, "the server is shutting down.", headers={"Retry-After": "5"})
 
 
-def state_of(request: Request) -> ServerState:
-    """The state of the app that this request came to."""
-    state = request.app.state.server
-    assert isinstance(state, ServerState)
-    return state
+def server_of(request: Request) -> Server:
+    """What the app shares that this request came to."""
+    server: Server = request.app.state.server
+    return server
 
 
 _LEAST = -9999.0
@@ -643,9 +720,11 @@ async def answered(
     request: Request, kind: type[AnyBody], answer: Callable[[AnyBody, ServerState], Answer[AnyBody]]
 ) -> Response:
     """Run a request, and answer it whole or in pieces; its run ends with the answer."""
-    state = state_of(request)
-    made = answer(await read(request, kind, state.settings), state)
-    run = await _started(request, made)
+    server = server_of(request)
+    body = await read(request, kind, server.settings)
+    async with server.using(request, body.model) as state:
+        made = answer(body, state)
+        run = await _started(request, made)
     made.begin(run)
     if made.body.stream:
         return EventStream(run, made.events(), state.settings.write_timeout)

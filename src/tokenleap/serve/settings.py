@@ -61,6 +61,10 @@ class Settings(Config):
     """Origin of web pages that may use the server (CORS). "*" is any. Requests of other pages are
     refused.
     """
+    models_memory: Annotated[int, Ge(1)] | None = None
+    """Memory for all loaded models of several, such as 8GiB. None is 80% of what is free at the
+    start.
+    """
     max_waiting: Annotated[int, Ge(0)] = 256
     """Outputs that may wait for their turn; more get 429."""
     max_body_bytes: Annotated[int, Ge(1)] = 8 * 2**20

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import tiny_model
-from tokenleap import LLM, SamplingParams
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.bench.contestants import methods
 from tokenleap.cli.options import SpeculationOptions
+from tokenleap.config import SpeculativeConfig
 from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.heads.shipped import shipped_config, shipped_head
 
@@ -65,3 +67,20 @@ def test_the_command_line_takes_it_if_nothing_is_chosen() -> None:
     other = SpeculationOptions().config_for("another")
     assert other is not None
     assert other.method_name == "ngram"
+
+
+def test_hybrid_takes_it_and_default_is_what_runs_otherwise() -> None:
+    head = str(shipped_head(ALIAS))
+    named = SpeculationOptions(method="hybrid").config_for(ALIAS)
+    assert named is not None
+    assert named.as_dict() == SpeculativeConfig.parse(shipped_config(ALIAS, trees=True)).as_dict()
+    with pytest.raises(ConfigError, match="needs a trained head"):
+        SpeculationOptions(method="hybrid").config_for("another")
+    assert SpeculationOptions(method="default").config_for(ALIAS) is None
+    assert SpeculationOptions(method="default").config("another").method_name == "ngram"
+    _, of_bench = methods(["hybrid"], None, None, target=ALIAS)
+    assert (of_bench.label, of_bench.config["model"]) == ("hybrid", head)
+    _, other = methods(["hybrid"], head, None, target="another")
+    assert other.config == {"method": "hybrid", "model": head}
+    with pytest.raises(ConfigError, match="needs a trained head"):
+        methods(["eagle"], None, None, target=ALIAS)

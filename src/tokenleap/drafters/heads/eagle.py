@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,17 @@ class EagleHead(OwnModel, Head):
         super().__init__(head)
         self.token_ids = token_ids.to(head.device)
         self.layers = fusion.layers
-        self._fusion = fusion
-        self._states = PerRequest(lambda: Committed(self._fusion))
+        self._states = PerRequest(partial(Committed, fusion))
         self._outputs = PerRequest(States)  # states after the nodes of the tree
 
     def use_head(self, net: EagleNet, target: Target, quantization: str | None) -> None:
         """Draft with other weights of the same sizes, on the KV and the states that are there."""
         network = network_of(net, target, quantization)
         self.use(network)
-        self._fusion = Fusion.beside(network, net, target)
+        fusion = Fusion.beside(network, net, target)
+        self._states.default_factory = partial(Committed, fusion)
         for states in self._states.values():
-            states.fusion = self._fusion
+            states.fusion = fusion
 
     def seen(self, request: Request) -> Sequence[int]:
         """The token of every pair: all committed tokens but the first."""

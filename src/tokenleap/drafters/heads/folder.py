@@ -44,12 +44,6 @@ class Verifier:
     num_layers: int | None = None
 
 
-def existing_folder(path: str | Path) -> Path:
-    if not Path(path).is_dir():
-        raise ModelError(f"there is no folder {path}: give the folder of a trained head.")
-    return Path(path)
-
-
 def first_of(folder: Path, *names: str) -> Path:
     """The first of these files that exists; the last one if there is none."""
     paths = [folder / name for name in names]

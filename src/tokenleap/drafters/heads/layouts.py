@@ -44,7 +44,6 @@ from tokenleap.drafters.heads.folder import (
     check_sizes,
     check_tensors,
     draft_tokens,
-    existing_folder,
     first_of,
     noted,
     notes_of,
@@ -55,6 +54,7 @@ from tokenleap.drafters.heads.folder import (
     vocabulary_weights,
     write_folder,
 )
+from tokenleap.drafters.heads.shipped import existing_folder
 from tokenleap.drafters.heads.state_net import (
     BlockwiseNet,
     Depth,

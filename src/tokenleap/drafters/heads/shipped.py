@@ -1,12 +1,15 @@
-"""Heads that come with the package, by the alias of the model they were trained for.
+"""Where heads are: those that come with the package, by the alias of their model, and others.
 
-`make drafter` makes them; docs/training.md has the recipe.
+`make drafter` makes them; docs/training.md has the recipe. Nothing here loads PyTorch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tokenleap.errors import ModelError
 
 _FOLDER = Path(__file__).parent / "pretrained"
 
@@ -26,3 +29,16 @@ def shipped_config(alias: object, *, trees: bool) -> dict[str, Any] | None:
     if trees:
         drafter |= {"tree": "dynamic", "tree_depth": 4, "num_speculative_tokens": 8}
     return {"method": "hybrid", "model": str(head), "drafter": drafter}
+
+
+def with_shipped(fields: Mapping[str, Any], alias: object, *, trees: bool = True) -> dict[str, Any]:
+    """A `speculative_config`; `hybrid` without a head takes the one that comes with the model."""
+    if fields.get("method") != "hybrid" or "model" in fields:
+        return dict(fields)
+    return {**(shipped_config(alias, trees=trees) or {}), **fields}
+
+
+def existing_folder(path: str | Path) -> Path:
+    if not Path(path).is_dir():
+        raise ModelError(f"there is no folder {path}: give the folder of a trained head.")
+    return Path(path)

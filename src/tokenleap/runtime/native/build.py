@@ -213,7 +213,7 @@ def _processor() -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile to a temporary file and rename it, so that no process loads an incomplete one."""
-    _log.info("compiling the native runtime with %s; this takes half a minute", compiler)
+    _log.info("compiling the native runtime with %s: once, in about a minute", compiler)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)]
