@@ -220,7 +220,7 @@ def test_kill_9_of_a_replica_while_100_requests_run(cluster: Cluster, llm: LLM) 
 
 
 def test_sigterm_lets_running_requests_end(tiny: Path) -> None:
-    options = ("--max-model-len", 8000, "--shutdown-timeout", 300)
+    options = ("--max-model-len", 8000, "--shutdown-timeout", 300, "--log-format", "json")
     with serving(tiny, *options, "--api-key", "k") as running:
         assert httpx2.post(f"{running.url}/v1/completions", json=BODY).status_code == 401
         key = {"Authorization": "Bearer k"}

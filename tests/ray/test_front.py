@@ -20,7 +20,9 @@ from tokenleap.ray.serving import _check_loaded
 from tokenleap.serve.app import guarded
 from tokenleap.serve.settings import Settings
 
-SETTINGS = Settings(served_model_names=("tiny",), api_keys=("k",), max_body_bytes=500)
+SETTINGS = Settings(
+    served_model_names=("tiny",), api_keys=("k",), max_body_bytes=500, log_format="json"
+)
 BODY = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 OWN = ("replicas",)
 

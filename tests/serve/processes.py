@@ -18,6 +18,6 @@ def process(*arguments: object, code: str = MAIN) -> Iterator[tuple[Program, str
     with Program(code, "serve", *arguments, "--port", 0, env=environment()) as program:
         assert program.stderr is not None
         line = program.stderr.readline().decode()
-        found = re.search(r"at (http://\S+)/v1; Ctrl-C", line)
+        found = re.search(r"page at (http://\S+), API at \1/v1; Ctrl-C", line)
         assert found, line + program.stderr.read().decode()
         yield program, found[1]

@@ -116,7 +116,7 @@ def serving(llm: AsyncLLM | Models, settings: Settings) -> Iterator[Served]:
 def served(llm: LLM | None = None, **settings: Any) -> Iterator[Served]:
     """The same with one model; nothing may be left in the engine when it has ended."""
     llm = llm or tiny_llm()
-    chosen = Settings(**{"served_model_names": (MODEL,), **settings})
+    chosen = Settings(**{"served_model_names": (MODEL,), "log_format": "json", **settings})
     with serving(AsyncLLM(llm), chosen) as found:
         yield found
     assert found.state.open_sequences == 0

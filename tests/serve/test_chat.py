@@ -345,3 +345,39 @@ def test_the_client_sees_errors_as_its_own(client: Client, stream: bool) -> None
         client.chat.completions.create(model="other", messages=HELLO, stream=stream)
     assert client.models.retrieve(MODEL).id == MODEL
     assert [model.id for model in client.models.list()] == [MODEL]
+
+
+WITHOUT_EFFECT: dict[str, Any] = {
+    "metadata": {"team": "a"},
+    "prompt_cache_key": "a",
+    "safety_identifier": "a",
+    "service_tier": "priority",
+    "store": True,
+}
+
+
+def test_fields_without_effect(client: Client) -> None:
+    """OpenAI's client sends them; the text stays the same, and nothing is stored."""
+    fields: Any = {"model": MODEL, "seed": 3, **WITHOUT_EFFECT}
+    chats = [
+        client.chat.completions.create(messages=HELLO, max_tokens=9, **more)
+        for more in (
+            {"model": MODEL, "seed": 3},
+            {**fields, "reasoning_effort": "high", "verbosity": "low"},
+        )
+    ]
+    assert chats[0].choices == chats[1].choices
+    plain = client.responses.create(input="hello", model=MODEL, extra_body={"seed": 3})
+    del fields["seed"]
+    answer = client.responses.create(
+        input="hello",
+        extra_body={"seed": 3},
+        reasoning={"effort": "low"},
+        text={"verbosity": "high"},
+        **fields,
+    )
+    assert answer.output_text == plain.output_text
+    assert answer.metadata == WITHOUT_EFFECT["metadata"]
+    assert answer.model_dump()["store"] is False
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(input="hello", model=MODEL, previous_response_id=answer.id)

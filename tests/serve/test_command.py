@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -45,10 +46,11 @@ def errors_of(program: Program) -> list[bytes]:
 
 def test_sigterm_lets_running_requests_end(tiny_folder: Path) -> None:
     options = ("--served-model-name", "mine", "--api-key", "k", "--max-prompts", 1)
-    with process(tiny_folder, *options) as (program, url):
+    with process(tiny_folder, *options, "--log-format", "json") as (program, url):
         rebound = {"Host": "evil.example"}  # a page whose name leads here
         assert httpx2.get(f"{url}/health", headers=rebound).status_code == 403
         assert httpx2.post(f"{url}/v1/completions", json=BODY).status_code == 401
+        assert "<title>" in httpx2.get(url).text  # the page
         two, key = BODY | {"prompt": ["a", "b"]}, {"Authorization": "Bearer k"}
         refused = httpx2.post(f"{url}/v1/completions", json=two, headers=key)
         assert "1 to 1 prompts" in refused.json()["error"]["message"]
@@ -63,12 +65,14 @@ def test_sigterm_lets_running_requests_end(tiny_folder: Path) -> None:
 
 def test_ctrl_c_and_the_grace_period(tiny_folder: Path) -> None:
     """An output without an end is cut off when its time is over."""
-    limits = ("--shutdown-timeout", 0, "--no-log-requests", "--max-model-len", 8000)
+    limits = ("--shutdown-timeout", 0, "--max-model-len", 8000)
     with process(tiny_folder, *limits, "--served-model-name", "mine") as (program, url):
         text = stream_around(signal.SIGINT, program, url, 7000)
         assert "the server is shutting down" in text
         assert program.wait() == 130
-        assert errors_of(program)[-1] == b"interrupted"
+        *_, line, last = errors_of(program)
+        assert last == b"interrupted"
+        assert re.match(rb"[\d-]{10} [\d:,]{12} 127.0.0.1 POST /v1/completions 200 ", line), line
 
 
 STUCK = """
@@ -107,7 +111,7 @@ def test_a_model_that_is_missing(run: Run) -> None:
     assert "no-such-model" in error_of(result)
 
 
-@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("name", ["fastapi", "fastapi_offline", "uvicorn", "prometheus_client"])
 def test_an_extra_that_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     result = run("serve", "no-such-model", "--port", 0)
@@ -124,6 +128,10 @@ LEARNS = '{"model": "no-such-draft-model", "online": {}}'
     [
         (["--port", "70000"], "--port"),
         (["--api-key", ""], "--api-key"),
+        (["--rpm-limit", "5"], "rpm_limit limits each API key"),
+        (["--tpm-limit", "0", "--api-key", "k"], "--tpm-limit"),
+        (["--log-format", "xml"], "--log-format"),
+        (["--no-log-requests", "--log-format", "json"], "leave out --log-format"),
         (["--max-body-size", "much"], "--max-body-size"),
         (["--host", "256.1.1.1"], "256.1.1.1"),
         (["--speculative-config", "{"], "--speculative-config"),

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
@@ -152,16 +153,17 @@ def test_keys_guard_an_app_that_is_mounted(guarded_app: Any, root_path: str) -> 
     assert asked(outer, "POST", f"{at}/v1/completions", **body).status_code == 401
     key = {"headers": {"Authorization": f"Bearer {KEYS[0]}"}}
     assert asked(outer, "POST", f"{at}/v1/completions", **body, **key).status_code == 200
-    for path in ("/health", "/metrics", "/", "/page/page.css"):
+    for path in ("/health", "/metrics", "/", "/docs", "/page/page.css"):
         assert asked(outer, "GET", at + path, root_path=root_path).status_code == 200
-    page = asked(outer, "GET", f"{at}/", root_path=root_path).text
-    links = re.findall(r'(?:href|src)="([^"#:]+)"', page)
-    assert {f"/{link}" for link in links} < set(FILES)  # relative: they lead into the mount
+    for path in ("/", "/docs"):
+        page = asked(outer, "GET", at + path, root_path=root_path).text
+        links = re.findall(r'(?:href|src)="([^"#:]+)"', page)
+        assert {f"/{link}" for link in links} < set(FILES)  # relative: they lead into the mount
 
 
 PATHS = ["/v1/models", "//v1/models", "/v1//models", "/V1/models", "/v1/models/", "/x/../v1/models"]
 PATHS += ["/%76%31/models", "/page/../v1/models", "/health/../v1/models", "/health/", "//health"]
-PATHS += ["/Health", "/page/", "/page/nothing", "/nothing", "/health%2f..%2fv1/models", "/docs"]
+PATHS += ["/Health", "/page/", "/page/nothing", "/nothing", "/health%2f..%2fv1/models", "/docs/"]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "TRACE"])
@@ -708,6 +710,44 @@ def test_ids_and_lines_of_requests(server: Served, caplog: pytest.LogCaptureFixt
     assert (lines()["bad"]["status"], lines()["bad"]["param"]) == (400, "colour")
     line = lines()[made]
     assert (line["method"], line["path"], line["status"]) == ("GET", "/nothing", 404)
+    assert line["client"] == "127.0.0.1"
+    assert datetime.fromisoformat(line["time"]).tzinfo is UTC
+
+
+def test_what_has_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Files, probes and scrapes; unless they fail."""
+    caplog.set_level(logging.INFO, "tokenleap.serve.requests")
+    with served() as server:
+        for path in (*FILES, "/docs", "/health", "/live", "/metrics"):
+            assert server.http.get(path).status_code == 200
+        server.state.stopping = True
+        assert server.http.get("/health").status_code == 503
+        until(lambda: bool(caplog.records))
+        (line,) = [json.loads(record.getMessage()) for record in caplog.records]
+        assert (line["path"], line["status"]) == ("/health", 503)
+
+
+def test_plain_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """What a client sends makes no second line, and nothing that a terminal obeys."""
+    caplog.set_level(logging.INFO, "tokenleap.serve.requests")
+    with served(log_format="plain", api_keys=("k",)) as server:
+        server.http.headers |= {"Authorization": "Bearer k", "X-Request-Id": "x"}
+        body = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
+        for path, more in (
+            ("v1/completions", {}),
+            ("v1/completions", {"\x1b\n": 1}),
+            ("a%0a%1b", {}),
+        ):
+            server.http.post(f"/{path}", json=body | more)
+        until(lambda: len(caplog.records) == 3)
+    found = [re.sub(r"[\d.]+s ", "1s ", record.getMessage()) for record in caplog.records]
+    assert found == [
+        "127.0.0.1 POST /v1/completions 200 1s request_id=x key=1 prompt_tokens=5 "
+        "completion_tokens=3 finish_reasons=length",
+        "127.0.0.1 POST /v1/completions 400 1s request_id=x key=1 error=unknown_field "
+        'param="\\u001b\\n"',
+        '127.0.0.1 POST "/a\\n\\u001b" 404 1s request_id=x key=1',
+    ]
 
 
 class Panic(BaseException):

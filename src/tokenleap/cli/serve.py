@@ -32,7 +32,7 @@ from tokenleap.cli.options import (
 )
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import num_bytes
-from tokenleap.serve.settings import Settings, bound_socket
+from tokenleap.serve.settings import KEY_LIMITS, LogFormat, Settings, bound_socket
 
 EXAMPLES = examples(
     "tokenleap serve smollm2-135m",
@@ -74,7 +74,7 @@ class ServingEngine(CachingOptions):
     )
 
 
-_COUNTED = ("max_waiting", "max_n", "max_prompts", "max_logprobs", "shutdown_timeout")
+_COUNTED = ("max_waiting", "max_n", "max_prompts", "max_logprobs", "shutdown_timeout", *KEY_LIMITS)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,10 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
         "Refuse requests that ask for the trace of their steps.", "--no-traces", default=False
     )
     no_log_requests: bool = option(
-        "Write no line of JSON for each request.", "--no-log-requests", default=False
+        "Write no line for each request.", "--no-log-requests", default=False
+    )
+    log_format: LogFormat | None = option(
+        "Form of the line of each request.", show_default="plain", metavar="plain|json"
     )
 
     def paths(self, *, replicas: bool, model: bool) -> dict[str, str] | None:
@@ -161,6 +164,8 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
         keys, names = self.api_key or [], self.served_model_name or list(models)
         if not all(keys):
             raise UsageError("--api-key: a key cannot be empty")
+        if self.no_log_requests and self.log_format:
+            raise UsageError("--no-log-requests writes no lines: leave out --log-format")
         if not all(names):
             raise UsageError("--served-model-name: a name cannot be empty")
         return Settings(
@@ -174,6 +179,7 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
             else num_bytes("models_memory", self.models_memory),
             **{name: getattr(self, name) for name in (*_COUNTED, "share_drafts")},
             log_requests=not self.no_log_requests,
+            log_format=self.log_format or "plain",
             traces=not self.no_traces,
         )
 
@@ -217,14 +223,13 @@ def serve(
                 from tokenleap.ray.cluster import check_there
 
                 check_there()
-        _show_requests()
-        port = at.getsockname()[1]
-        shown = f"[{options.host}]" if ":" in options.host else options.host
+        _show_requests(settings.log_format)
 
         def ready() -> None:
             if not quiet:
+                page = _url(options.host, at.getsockname()[1])
                 names = ", ".join(settings.served_model_names if paths else [settings.model])
-                remark(f"{names} at http://{shown}:{port}/v1; Ctrl-C ends it")
+                remark(f"{names}: page at {page}, API at {page}/v1; Ctrl-C ends it")
 
         if replicas is None:
             from tokenleap.async_llm import AsyncLLM
@@ -262,17 +267,27 @@ def _check_libraries() -> None:
     """Refuse to load a model for a server that cannot run."""
     try:
         import fastapi
+        import fastapi_offline
         import prometheus_client
         import uvicorn
     except ImportError as error:
         raise UsageError(f"the server needs {error.name}: pip install 'tokenleap[serve]'") from None
-    del fastapi, prometheus_client, uvicorn
+    del fastapi, fastapi_offline, prometheus_client, uvicorn
 
 
-def _show_requests() -> None:
-    """Write the line of each request to standard error as it is."""
+def _url(host: str, port: int) -> str:
+    """Where a browser on this machine finds the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _show_requests(form: LogFormat) -> None:
+    """Write the line of each request to standard error; JSON has its time itself."""
     lines = logging.getLogger("tokenleap.serve.requests")
     lines.setLevel(logging.INFO)
     lines.propagate = False
     if not lines.handlers:
-        lines.addHandler(logging.StreamHandler(sys.stderr))
+        handler = logging.StreamHandler(sys.stderr)
+        if form == "plain":
+            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        lines.addHandler(handler)

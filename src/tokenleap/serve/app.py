@@ -7,18 +7,24 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from base64 import b64encode
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
@@ -38,7 +44,7 @@ from tokenleap.serve.chat import chat_ids, refuse_special_tokens, text_ids
 from tokenleap.serve.fields import DetokenizeBody, Templated, TokenizeBody
 from tokenleap.serve.models import Models
 from tokenleap.serve.running import MAX_CONTEXTS, ServerState, answer_of, check_model, server_of
-from tokenleap.serve.settings import Settings
+from tokenleap.serve.settings import LogFormat, Settings
 
 
 def create_app(llm: AsyncLLM | Models, settings: Settings) -> FastAPI:
@@ -61,7 +67,7 @@ def endpoints(
         title="Tokenleap",
         version=__version__,
         middleware=[*guards, Middleware(Faults)],
-        docs_url=None,  # these pages would load their scripts from another host
+        docs_url=None,  # FastAPI's pages load their scripts from another host
         redoc_url=None,
     )
     own = llm if isinstance(llm, Models) else ServerState(llm, settings, engine)
@@ -75,7 +81,7 @@ def endpoints(
 
 
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """An app behind the same guards as `create_app`: log, origins and keys."""
+    """An app behind the same guards as `create_app`: log, origins, keys and their limits."""
     for kind, arguments, options in reversed(_guards(settings)):
         app = kind(app, *arguments, **options)
     return app
@@ -83,25 +89,31 @@ def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 def _guards(settings: Settings) -> list[Middleware]:
     """Middleware around the endpoints, outermost first."""
-    found = [Middleware(RequestLog)] if settings.log_requests else []
+    found = []
+    if settings.log_requests:
+        found.append(Middleware(RequestLog, form=settings.log_format))
     if settings.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # clients send their own, such as X-Stainless-Lang
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", *_rates(_allowances(settings))],
         )
         found.append(cors)
     found.append(Middleware(Origins, host=settings.host, allowed=settings.allowed_origins))
     if settings.api_keys:
         found.append(Middleware(Authentication, keys=settings.api_keys))
+    if settings.limits:
+        found.append(Middleware(KeyLimits, settings=settings))
     return found
 
 
 async def _answered(request: Request, error: Any) -> Response:
     assert isinstance(error, APIError)
-    request.state.log = {"error": error.code, "param": error.param}  # the message may quote prompts
+    # Without the message, which may quote prompts; with the tokens that were computed.
+    log = getattr(request.state, "log", {})
+    request.state.log = {**log, "error": error.code, "param": error.param}
     return answer_of(error)
 
 
@@ -113,58 +125,82 @@ async def _of_routing(request: Request, error: Any) -> Response:
     return await _answered(request, made)
 
 
-# The page at `/`: a chat and the trace viewer, from the files in `static/`.
+# The page at `/`: a chat and the trace viewer, from the files in `static/`; and Swagger UI at
+# `/docs`, from the files of `fastapi-offline`.
 #
-# The page is a client of `/v1/chat/completions` like any other. Its files are read once, when the
-# app is made, so no request reads a file. A strict policy lets the page load these files and ask
-# this server, and nothing else.
+# The pages are clients of this server like any other. Their files are read once, when the app is
+# made, so no request reads a file. A strict policy lets a page load these files and ask this
+# server, and nothing else.
 
 
 _STATIC = resources.files("tokenleap.serve") / "static"
+_SWAGGER = resources.files("fastapi_offline") / "static"
 FILES = {
     "/" if entry.name == "index.html" else f"/page/{entry.name}": entry
     for entry in sorted(_STATIC.iterdir(), key=lambda entry: entry.name)
     if entry.name != "trace.html"  # a template of `tokenleap trace --html`
-}
+} | {f"/docs/{name}": _SWAGGER / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")}
 """The files by their paths."""
 
+_DOCS = bytes(
+    get_swagger_ui_html(
+        title="Tokenleap API",
+        openapi_url="openapi.json",  # all are relative: the app may be mounted
+        swagger_js_url="docs/swagger-ui-bundle.js",
+        swagger_css_url="docs/swagger-ui.css",
+        swagger_favicon_url="data:,",
+        swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True},
+    ).body
+)
+_START = _DOCS.rpartition(b"<script>")[2].partition(b"</script>")[0]
+_SCRIPT = f"script-src 'sha256-{b64encode(sha256(_START).digest()).decode()}'"
+"""How the policy allows the script in that page."""
+
 _KINDS = {
-    "css": "text/css; charset=utf-8",
-    "html": "text/html; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "txt": "text/plain; charset=utf-8",  # licences
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",  # licences
 }
+_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "connect-src 'self'",
+        "img-src data:",
+        "script-src 'self'",
+        "style-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
 _HEADERS = {
     "Cache-Control": "no-cache",  # ask again, with the tag below
-    "Content-Security-Policy": "; ".join(
-        [
-            "default-src 'none'",
-            "connect-src 'self'",
-            "img-src data:",
-            "script-src 'self'",
-            "style-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    ),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 
 
-async def _file(content: bytes, kind: str, request: Request) -> Response:
+async def _file(content: bytes, kind: str, headers: dict[str, str], request: Request) -> Response:
     """A file, or 304 if the browser has it."""
-    headers = {**_HEADERS, "ETag": f'"{sha256(content).hexdigest()[:32]}"'}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=kind, headers=headers)
 
 
 page_router = APIRouter()
+
+
+def _add_file(path: str, content: bytes, suffix: str, policy: str = _POLICY) -> None:
+    tag = f'"{sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "Content-Security-Policy": policy, "ETag": tag}
+    respond = partial(_file, content, _KINDS[suffix], headers)
+    page_router.add_route(path, respond, methods=["GET", "HEAD"], include_in_schema=False)
+
+
 for _path, _entry in FILES.items():
-    _respond = partial(_file, _entry.read_bytes(), _KINDS[_entry.name.rpartition(".")[2]])
-    page_router.add_route(_path, _respond, methods=["GET", "HEAD"], include_in_schema=False)
+    _add_file(_path, _entry.read_bytes(), Path(_entry.name).suffix)
+_add_file("/docs", _DOCS, ".html", _POLICY.replace("script-src", _SCRIPT))
 
 
 # `POST .../ID/cancel`: a client stops an answer that it reads, and gets its end with the trace.
@@ -185,15 +221,18 @@ async def cancel(request: Request, response_id: str) -> Response:
     return Response(status_code=204)
 
 
-# Around every request: its id, its log line, the API key, and what becomes of errors.
+# Around every request: its id and log line, the API key, its limits, and what becomes of errors.
 
 
 _log = logging.getLogger("tokenleap.serve.requests")
 _faults = logging.getLogger(__name__)
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_OPEN = frozenset({*FILES, "/health", "/live", "/version", "/openapi.json", "/metrics"})
-"""Paths that need no key, as the app's routes have them; all others need one, known or not."""
+_WORD = re.compile(r"[\w.,:/@+-]+", re.ASCII)
+_UNLOGGED = frozenset({*FILES, "/docs", "/health", "/live", "/metrics"})
+"""Paths, as the app's routes have them, that have a line in the log only if they fail."""
+_OPEN = frozenset({*_UNLOGGED, "/version", "/openapi.json"})
+"""Paths that need no key; all others need one, known or not."""
 
 
 class Faults:
@@ -226,7 +265,7 @@ class Authentication:
     The path is the one that the app routes by, wherever the app is mounted. So a path that is
     written in another way, or that the app does not know, needs a key.
 
-    The state of requests with a key has the `caller`, which identifies the key.
+    The state of requests with a key has the `caller`, which identifies the key, and its number.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -237,7 +276,8 @@ class Authentication:
         lifespan = scope["type"] == "lifespan"
         caller = None if lifespan else self._caller(scope)
         if caller is not None:
-            scope.setdefault("state", {})["caller"] = caller
+            number = 1 + list(self._callers.values()).index(caller)
+            scope.setdefault("state", {}).update(caller=caller, key=number)
         if lifespan or caller is not None or get_route_path(scope) in _OPEN:
             await self._app(scope, receive, send)
             return
@@ -257,11 +297,115 @@ class Authentication:
         return matches[0] if kind.lower() == "bearer" and matches else None
 
 
-class RequestLog:
-    """Gives each request an id, or keeps that of `X-Request-Id`, and logs its end as JSON."""
+class Allowance:
+    """What an API key may take per minute.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    It refills steadily, and whoever took too much waits until that is refilled, too. So whatever
+    the end of a request adds, the limit holds over time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._left, self._at = float(limit), time.monotonic()
+
+    @property
+    def left(self) -> float:
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._at) * self.limit / 60, self.limit)
+        self._at = now
+        return self._left
+
+    def take(self, amount: int) -> None:
+        self._left = self.left - amount
+
+    def seconds_until(self, amount: int) -> float:
+        """Seconds until so much is left."""
+        return max(amount - self.left, 0.0) * 60 / self.limit
+
+
+class KeyLimits:
+    """Refuses requests of an API key beyond its limits, before their bodies are read.
+
+    Tokens count when a request ends, as its log line has them. GET requests and `.../cancel` are
+    free.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._most = app, settings.max_parallel_requests
+        self._running = Counter[str]()
+        self._allowances = defaultdict[str, dict[str, Allowance]](partial(_allowances, settings))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = scope.get("state", {}).get("caller")
+        free = scope["type"] != "http" or scope["method"] != "POST"
+        if caller is None or free or get_route_path(scope).endswith("/cancel"):
+            await self._app(scope, receive, send)
+            return
+        allowances = self._allowances[caller]
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_rates(allowances))
+            await send(message)
+
+        refused = self._refused(caller, allowances)
+        if refused is not None:
+            await refuse(refused, scope, receive, send_on)
+            return
+        if "requests" in allowances:
+            allowances["requests"].take(1)
+        self._running[caller] += 1
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            self._running[caller] -= 1
+            if "tokens" in allowances:
+                log = scope["state"].get("log", {})
+                used = log.get("prompt_tokens", 0) + log.get("completion_tokens", 0)
+                allowances["tokens"].take(used)
+
+    def _refused(self, caller: str, allowances: Mapping[str, Allowance]) -> APIError | None:
+        if self._most is not None and self._running[caller] >= self._most:
+            return _beyond(f"{self._most} requests at a time", 1)
+        for what, allowance in allowances.items():
+            if seconds := math.ceil(allowance.seconds_until(1)):
+                return _beyond(f"{allowance.limit} {what} per minute", seconds)
+        return None
+
+
+def _allowances(settings: Settings) -> dict[str, Allowance]:
+    """Those of a key, by what they count."""
+    counted = {"requests": settings.rpm_limit, "tokens": settings.tpm_limit}
+    return {what: Allowance(limit) for what, limit in counted.items() if limit is not None}
+
+
+def _rates(allowances: Mapping[str, Allowance]) -> dict[str, str]:
+    """OpenAI's headers about these limits."""
+    found = {}
+    for what, each in allowances.items():
+        found[f"x-ratelimit-limit-{what}"] = str(each.limit)
+        found[f"x-ratelimit-remaining-{what}"] = str(max(int(each.left), 0))
+        found[f"x-ratelimit-reset-{what}"] = f"{each.seconds_until(each.limit):.3f}s"
+    return found
+
+
+def _beyond(limit: str, seconds: int) -> APIError:
+    return APIError(
+        429,
+        f"rate limit: {limit} for this API key: try again in {seconds} s.",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(seconds)},
+    )
+
+
+class RequestLog:
+    """Gives each request an id, or keeps that of `X-Request-Id`, and logs its end.
+
+    Files of a page, probes and scrapes have a line only if they fail.
+    """
+
+    def __init__(self, app: ASGIApp, form: LogFormat) -> None:
+        self._app, self._written = app, json.dumps if form == "json" else _plain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -282,15 +426,34 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_on)
         finally:
-            line = {
-                "request_id": request_id,
-                "method": scope["method"],
-                "path": scope["path"],
-                "status": status or None,
-                "seconds": round(time.perf_counter() - began, 4),
-                **scope["state"].get("log", {}),
-            }
-            _log.info("%s", json.dumps(line))
+            if not 200 <= status < 400 or get_route_path(scope) not in _UNLOGGED:
+                state, client = scope["state"], scope.get("client")
+                line = {
+                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                    "request_id": request_id,
+                    "client": client and client[0],
+                    "key": state.get("key"),
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status or None,
+                    "seconds": round(time.perf_counter() - began, 4),
+                    **state.get("log", {}),
+                }
+                _log.info("%s", self._written(line))
+
+
+def _plain(line: Mapping[str, Any]) -> str:
+    """One line without the time, which the log's handler adds."""
+    named = {name: _word(value) for name, value in line.items() if value is not None}
+    named.pop("time")
+    first = [named.pop(name, "-") for name in ("client", "method", "path", "status")]
+    first.append(f"{named.pop('seconds')}s")
+    return " ".join([*first, *(f"{name}={word}" for name, word in named.items())])
+
+
+def _word(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if _WORD.fullmatch(text) else json.dumps(text)
 
 
 # Which web pages may use the server: a page must not reach it through its visitor's browser.
@@ -397,7 +560,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     return next(card for card in server.cards() if card["id"] == name)
 
 
-@router.post("/tokenize", **takes(TokenizeBody))
+@router.post("/tokenize", **takes(TokenizeBody, prompt="Hello"))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or a conversation."""
     body = await read(request, TokenizeBody, server_of(request).settings)
@@ -432,7 +595,7 @@ def _tokenized(body: TokenizeBody, state: ServerState) -> dict[str, Any]:
     }
 
 
-@router.post("/detokenize", **takes(DetokenizeBody))
+@router.post("/detokenize", **takes(DetokenizeBody, tokens=[1]))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     body = await read(request, DetokenizeBody, server_of(request).settings)

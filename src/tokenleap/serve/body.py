@@ -81,6 +81,8 @@ def invalid(param: str | None, message: str, code: str | None = None) -> APIErro
 
 async def refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request with an error before it reaches the app; close a websocket (403)."""
+    told = {"error": error.code, "param": error.param}
+    scope.setdefault("state", {}).setdefault("log", told)
     if scope["type"] == "websocket":
         await WebSocketClose(reason=error.message)(scope, receive, send)
     else:
@@ -96,7 +98,7 @@ def of_validation(error: ValidationError, known: Collection[str]) -> APIError:
     """The first error of a request's body."""
     first = error.errors(include_input=False, include_url=False)[0]
     # Tags of unions are not in the request.
-    location = tuple(part for part in first["loc"] if not _TAG.fullmatch(str(part)))
+    location = tuple(str(part)[:100] for part in first["loc"] if not _TAG.fullmatch(str(part)))
     if first["type"] in ("unsupported_field", "unknown_field"):
         location = (*location, first["ctx"]["field"])
     param = ".".join(str(part) for part in location) or None
@@ -299,11 +301,16 @@ _STATUSES = {
 }
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _kinds: dict[str, type[Body]] = {}
+_examples: dict[str, dict[str, Any]] = {}
 
 
-def takes(kind: type[Body]) -> dict[str, Any]:
-    """Arguments of a route whose body is of this kind."""
-    _kinds[kind.__name__] = kind
+def takes(kind: type[Body], **example: Any) -> dict[str, Any]:
+    """Arguments of a route whose body is of this kind.
+
+    Args:
+        example: the fields of an example besides the model.
+    """
+    _kinds[kind.__name__], _examples[kind.__name__] = kind, example
     reference = {"$ref": _REFERENCE.format(model=kind.__name__)}
     return {
         "openapi_extra": {
@@ -337,7 +344,10 @@ def describe(app: FastAPI, settings: Settings) -> dict[str, Any]:
         bounds = _bounds(settings)
         for kind in _kinds:
             _narrow(schemas[kind]["properties"], bounds)
+            schemas[kind]["examples"] = [{"model": settings.model, **_examples[kind]}]
         schemas["Error"] = _ERROR
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        made["security"] = [{"key": []}, {}]  # none is needed without --api-key
         app.openapi_schema = made
     return app.openapi_schema
 
@@ -390,11 +400,16 @@ Texts: TypeAlias = Annotated[list[Text], MaxLen(64), FirstError()]
 TokenIds: TypeAlias = Annotated[list[Annotated[int, Ge(0)]], FirstError()]
 
 
-def few(value: Any) -> Any:
-    """Refuse a large object before it is read: pydantic would collect an error for each item."""
-    if isinstance(value, dict) and len(value) > 1024:
-        raise PydanticCustomError("too_long", "it must have at most 1024 items")
-    return value
+def few(most: int) -> Callable[[Any], Any]:
+    """Refuses a large object before it is read: pydantic would collect an error for each item."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            shown = {"most": most}
+            raise PydanticCustomError("too_long", "it must have at most {most} items", shown)
+        return value
+
+    return check
 
 
 def _kind_of_prompt(value: Any) -> str | None:

@@ -40,7 +40,10 @@ from tokenleap.serve.text_limit import TextLimit
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **takes(ChatBody))
+@router.post(
+    "/v1/chat/completions",
+    **takes(ChatBody, messages=[{"role": "user", "content": "Hello"}], max_tokens=64),
+)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     return await answered(request, ChatBody, _Chat)

@@ -27,6 +27,7 @@ from tokenleap.serve.fields import (
     Message,
     ResponseBody,
     SamplingBody,
+    TextOptions,
     form_of,
     params_of,
 )
@@ -48,7 +49,7 @@ router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", **takes(CompletionBody))
+@router.post("/v1/completions", **takes(CompletionBody, prompt="The sky is", max_tokens=16))
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
     return await answered(request, CompletionBody, _Completion)
@@ -206,7 +207,7 @@ _CUT = {"length": "max_output_tokens", "abort": "cancelled"}
 """Why an output is not complete, by its finish reason."""
 
 
-@router.post("/v1/responses", **takes(ResponseBody))
+@router.post("/v1/responses", **takes(ResponseBody, input="Hello", max_output_tokens=64))
 async def create_response(request: Request) -> Response:
     """Answer a text or a conversation."""
     return await answered(request, ResponseBody, _Response)
@@ -227,12 +228,6 @@ class _Response(Answer[ResponseBody]):
 
     def prepare(self) -> list[JobSpec]:
         body, llm = self.body, self.state.llm.llm
-        text = dict(body.text or {})
-        response_format = text.pop("format", None)
-        if text.pop("verbosity", None) is not None or text:
-            raise invalid("text", "text: only 'format' is supported.")
-        if response_format is not None and not isinstance(response_format, dict):
-            raise invalid("text", "text: format must be an object.")
         fields = SamplingBody(**{name: getattr(body, name) for name in ("model", *OF_RESPONSES)})
         params = params_of(
             fields,
@@ -240,7 +235,7 @@ class _Response(Answer[ResponseBody]):
             llm.engine.sampling_defaults,
             max_tokens=body.max_output_tokens,
             logprobs=None,
-            form=form_of(fields, response_format, "text"),
+            form=form_of(fields, (body.text or TextOptions()).format, "text"),
         )
         ids = chat_ids(_messages(body), llm.tokenizer, limit=self.state.text_limit)
         return [JobSpec(ids, params, body.speculative_config)]
@@ -254,12 +249,12 @@ class _Response(Answer[ResponseBody]):
             "created_at": self.created,
             "model": self.state.settings.model,
             "instructions": body.instructions,
-            "metadata": {},
+            "metadata": body.metadata or {},
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": body.text or {"format": {"type": "text"}},
+            "text": {"format": (body.text or TextOptions()).format or {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -344,7 +339,7 @@ def _part(text: str) -> dict[str, Any]:
 # `/v1/embeddings`: vectors in place of texts, if the model's folder says how they are made.
 
 
-@router.post("/v1/embeddings", **takes(EmbeddingBody))
+@router.post("/v1/embeddings", **takes(EmbeddingBody, input="Hello"))
 async def create_embeddings(request: Request) -> Response:
     """Turn one text or several into vectors."""
     return await answered(request, EmbeddingBody, _Embeddings)

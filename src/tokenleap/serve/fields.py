@@ -207,7 +207,7 @@ class SamplingBody(_asked(SAMPLED)):  # type: ignore[misc]
         ]
         | None
     ) = None
-    logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(few)] | None = None
+    logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(few(1024))] | None = None
     user: str | None = None
     # vLLM's
     stop_token_ids: Annotated[TokenIds, MaxLen(1024)] | None = None
@@ -236,6 +236,25 @@ class SamplingBody(_asked(SAMPLED)):  # type: ignore[misc]
         return self.tokenleap is not None and self.tokenleap.trace
 
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity: TypeAlias = Literal["low", "medium", "high"]
+
+
+class WithoutEffect(Body):
+    """OpenAI's fields that change nothing here; their values are checked."""
+
+    metadata: (
+        Annotated[
+            dict[Annotated[str, MaxLen(64)], Annotated[str, MaxLen(512)]], BeforeValidator(few(16))
+        ]
+        | None
+    ) = None
+    prompt_cache_key: Text | None = None
+    safety_identifier: Annotated[str, MaxLen(128)] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    store: bool | None = None
+
+
 class CompletionBody(SamplingBody):
     """The body of `/v1/completions`."""
 
@@ -258,22 +277,15 @@ class Templated(Body):
     chat_template_kwargs: JSONObject | None = None
 
 
-class ChatBody(Templated, SamplingBody):
+class ChatBody(Templated, WithoutEffect, SamplingBody):
     """The body of `/v1/chat/completions`."""
 
     only: ClassVar = {
-        "store": (False,),
-        "metadata": ({},),
-        "service_tier": ("auto", "default"),
         "modalities": (["text"],),
         "audio": (),
         "functions": (),
         "function_call": (),
-        "reasoning_effort": (),
-        "verbosity": (),
         "web_search_options": (),
-        "prompt_cache_key": (),
-        "safety_identifier": (),
     }
 
     messages: Annotated[Items[Message], MinLen(1)]
@@ -292,6 +304,9 @@ class ChatBody(Templated, SamplingBody):
     ) = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
+    # without effect
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
 
 
 class InputMessage(Body):
@@ -304,11 +319,26 @@ class InputMessage(Body):
     content: Content
 
 
+class Reasoning(Body):
+    """How much a reasoning model thinks; without effect."""
+
+    only: ClassVar = {"context": (), "generate_summary": (), "mode": (), "summary": ()}
+
+    effort: Effort | None = None
+
+
+class TextOptions(Body):
+    """The form of a response's text."""
+
+    format: JSONObject | None = None
+    verbosity: Verbosity | None = None  # without effect
+
+
 OF_RESPONSES = ("temperature", "top_p", "seed", "top_k")
 """Parameters that are fields of `/v1/responses`."""
 
 
-class ResponseBody(_asked(OF_RESPONSES)):  # type: ignore[misc]
+class ResponseBody(WithoutEffect, _asked(OF_RESPONSES)):  # type: ignore[misc]
     """The body of `/v1/responses`: text in, text out."""
 
     only: ClassVar = {
@@ -316,15 +346,9 @@ class ResponseBody(_asked(OF_RESPONSES)):  # type: ignore[misc]
         "conversation": (),
         "include": ([],),
         "max_tool_calls": (),
-        "metadata": ({},),
         "parallel_tool_calls": (True,),
         "previous_response_id": (),
         "prompt": (),
-        "prompt_cache_key": (),
-        "reasoning": (),
-        "safety_identifier": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
         "stream_options": ({},),
         "tool_choice": ("auto", "none"),
         "tools": ([],),
@@ -340,8 +364,9 @@ class ResponseBody(_asked(OF_RESPONSES)):  # type: ignore[misc]
     max_output_tokens: Annotated[int, Ge(1)] | None = None
     top_logprobs: Annotated[int, Ge(0), Le(0)] | None = None
     stream: bool | None = None
-    text: JSONObject | None = None
+    text: TextOptions | None = None
     user: str | None = None
+    reasoning: Reasoning | None = None
     # vLLM's and ours
     cache_salt: CacheSalt = None
     speculative_config: JSONObject | None = None

@@ -36,7 +36,7 @@ _COUNTERS = {
     "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified."),
     "drafted": ("vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
     "accepted": ("vllm:spec_decode_num_accepted_tokens", "Tokens accepted."),
-    "refused": ("tokenleap:requests_refused", "Requests that were answered with 429."),
+    "refused": ("tokenleap:requests_refused", "Requests that found too many waiting."),
     "failures": (
         "tokenleap:drafter_failures",
         "Outputs that went on without drafts after a failure.",

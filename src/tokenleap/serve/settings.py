@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
 from annotated_types import Ge, Gt
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
 
 from tokenleap.core.config import Config
 from tokenleap.errors import ConfigError
@@ -33,6 +33,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
             error.errno, f"{error.strerror}: choose another --port", f"{host}:{port}"
         ) from error
     return made
+
+
+LogFormat: TypeAlias = Literal["plain", "json"]
+
+KEY_LIMITS = ("rpm_limit", "tpm_limit", "max_parallel_requests")
+"""Limits of each API key."""
 
 
 class Settings(Config):
@@ -77,14 +83,35 @@ class Settings(Config):
     """Seconds in which a client has to take a piece of a stream. Then its request ends."""
     shutdown_timeout: Annotated[float, Ge(0)] = 30.0
     """Seconds that requests have left after SIGTERM."""
+    rpm_limit: Annotated[int | None, Ge(1)] = None
+    """Requests per minute of each API key; more get 429."""
+    tpm_limit: Annotated[int | None, Ge(1)] = None
+    """Tokens per minute of each API key, of prompts and outputs; more requests get 429."""
+    max_parallel_requests: Annotated[int | None, Ge(1)] = None
+    """Requests of each API key at a time; more get 429."""
     log_requests: bool = True
-    """Write a line of JSON for each request."""
+    """Write a line for each request."""
+    log_format: LogFormat = "plain"
+    """Form of these lines."""
     share_drafts: bool = False
     """Draft from the outputs of all earlier requests with the same API key. It is about requests
     without a `cache_salt`.
     """
     traces: bool = True
     """Answer requests that ask for the trace of their steps."""
+
+    @model_validator(mode="after")
+    def _limits_have_keys(self) -> Self:
+        for name in self.limits:
+            if not self.api_keys:
+                raise ValueError(f"{name} limits each API key, and there is none: give --api-key.")
+        return self
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The limits of each API key, by their names."""
+        found = {name: getattr(self, name) for name in KEY_LIMITS}
+        return {name: limit for name, limit in found.items() if limit is not None}
 
     @property
     def model(self) -> str:
