@@ -25,14 +25,13 @@ from tokenleap.serve.fields import (
     form_of,
     params_of,
 )
+from tokenleap.serve.logprobs import chat_logprobs, prompt_logprobs
 from tokenleap.serve.running import (
     Choices,
     Run,
     ServerState,
     answered,
-    chat_logprobs,
     data,
-    prompt_logprobs,
     refuse_stream_options,
 )
 from tokenleap.serve.text_limit import TextLimit

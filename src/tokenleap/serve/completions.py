@@ -31,15 +31,14 @@ from tokenleap.serve.fields import (
     form_of,
     params_of,
 )
+from tokenleap.serve.logprobs import completion_logprobs, prompt_logprobs
 from tokenleap.serve.running import (
     Answer,
     Choices,
     Run,
     ServerState,
     answered,
-    completion_logprobs,
     event,
-    prompt_logprobs,
     refuse_stream_options,
 )
 from tokenleap.serve.settings import Settings
