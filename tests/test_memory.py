@@ -17,6 +17,7 @@ from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
 from tests.programs import Program
 from tests.tiny import tiny_model
 from tokenleap import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams, StreamChunk
+from tokenleap.engine.jobs import JobSpec
 from tokenleap.runtime.target import Target
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
@@ -121,6 +122,18 @@ def test_closing_frees_it_while_an_async_llm_is_kept() -> None:
     server.llm.close()
     assert alive(parts) == []
     assert chunks[-1].output is not None
+
+
+def test_an_async_llm_ends_after_its_model() -> None:
+    server = AsyncLLM(tiny_llm(tiny_model(), "ngram"))
+    engine, parts = server.llm.engine, parts_of(server.llm)
+    server.llm.close()
+    with pytest.raises(RequestError, match="the LLM was closed"):
+        engine.run(engine.jobs([JobSpec([1, 2, 3])]))
+    del engine
+    gc.collect()
+    assert server.close()
+    assert alive(parts) == []
 
 
 def test_an_async_llm_that_nobody_closed_ends_its_threads() -> None:

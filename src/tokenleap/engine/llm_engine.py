@@ -128,6 +128,7 @@ class LLMEngine:
         if config is None:
             config = default_config(loaded.name, self.target)
         grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
+        self._closed = False
         own = weakref.proxy(self)  # without a cycle, memory is free as soon as the `LLM` is dropped
         self.worker = Worker(lambda: own.advance(), lambda: own._scheduler.busy)
         self.strategies = StrategyFactory(
@@ -285,9 +286,9 @@ class LLMEngine:
                     self.end([job])
 
     def close(self) -> None:
-        """End all requests with an error, and take no others."""
-        self.worker.call(lambda: self.give_up(RequestError("the LLM was closed.")))
-        self.worker.close()
+        """End all requests with an error, and those that still come."""
+        self._closed = True
+        self.worker.call(self._end_if_closed)
 
     def reset_prefix_cache(self) -> None:
         self.worker.call(self._scheduler.reset_prefix_cache)
@@ -397,6 +398,11 @@ class LLMEngine:
                     _log.exception("a request could not be queued")
                     request.fail(error)
                     request.close()
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        if self._closed:
+            self.give_up(RequestError("the LLM was closed."))
 
     # The model
 

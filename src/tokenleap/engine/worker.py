@@ -114,7 +114,6 @@ class Worker:
         self._threads: set[threading.Thread] = set()  # if there are any, only these drive
         self._process = SameProcess()
         self._ended_by: int | None = None  # the thread in which Python ends
-        self._closed = False
         self._observes = True  # the observer has not failed so far
         _all.add(self)
 
@@ -131,7 +130,6 @@ class Worker:
     def post(self, act: Callable[[], T]) -> Command[T]:
         """Queue a command, which runs between two steps; returns at once."""
         self._process.check()
-        self._check_open()
         command = Command(act)
         with self._condition:
             self._inbox.append(command)
@@ -141,7 +139,6 @@ class Worker:
     def call(self, act: Callable[[], T]) -> T:
         """Run a command between two steps; returns what it returns."""
         self._check()
-        self._check_open()
         while True:
             with Uninterrupted() as uninterrupted:
                 try:
@@ -200,10 +197,6 @@ class Worker:
         self._drive(lambda: not self._inbox and (closed() or not self._has_work()))
 
     # Driving
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TokenleapError("the LLM was closed.")
 
     def _check(self) -> None:
         self._process.check()
@@ -293,10 +286,6 @@ class Worker:
             if self._observes:
                 self._observes = False
                 _log.exception("a step could not be counted; later failures are not logged")
-
-    def close(self) -> None:
-        """Take no more commands."""
-        self._closed = True
 
     def end(self) -> None:
         """Wait for the step that runs, and begin no other: daemon threads wait until the end."""
