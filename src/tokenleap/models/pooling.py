@@ -150,20 +150,21 @@ class Pooled:
     def add(self, start: int, states: Tensor) -> None:
         """Take the states [n, E] that enter the final norm, of the tokens from `start` on.
 
-        A text that has lost its row is read from its beginning again. Sums are of 64 bits, so that
-        the result does not depend on the pieces.
+        A text that has lost its row is read from its beginning again. Tokens are added one by one,
+        so that not even the last bit depends on the pieces.
         """
         states = self._norm(states.float())
         if start == 0:
             self._length, self._first, self._most = 0, states[0].clone(), states[0]
-            self._sum = self._weighted = torch.zeros_like(states[0], dtype=torch.float64)
+            self._sum = torch.zeros_like(states[0], dtype=torch.float64)
+            self._weighted = torch.zeros_like(self._sum)
         assert start == self._length, "texts are read in order"
         self._length += len(states)
-        places = torch.arange(start + 1, self._length + 1, device=states.device)
         self._last = states[-1].clone()
         self._most = torch.maximum(self._most, states.amax(dim=0))
-        self._sum = self._sum + states.double().sum(dim=0)
-        self._weighted = self._weighted + places.double() @ states.double()
+        for place, state in enumerate(states.double(), start + 1):
+            self._sum += state
+            self._weighted.add_(state, alpha=place)
 
     @torch.inference_mode()
     def vector(self) -> Tensor:
