@@ -11,7 +11,7 @@ from tests.cli.conftest import ascii_tokenizer
 from tokenleap.engine.prompts import conversation_text
 from tokenleap.errors import PromptError
 from tokenleap.models import chat_template
-from tokenleap.models.chat_template import rendered
+from tokenleap.models.chat_template import rendered, without_tools
 
 MESSAGES = [
     {"role": "system", "content": "Be\nbrief"},
@@ -98,3 +98,12 @@ def test_time_is_limited(template: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_elsewhere_nothing_is_counted() -> None:
     tokenizer: Any = ascii_tokenizer("{{ 'x' * 10**8 }}")
     assert len(tokenizer.apply_chat_template(MESSAGES, tokenize=False)) == 10**8
+
+
+def test_without_tools_a_template_gets_the_messages_as_they_are() -> None:
+    told = [{"role": "system", "content": "first"}, {"role": "system", "content": "second"}]
+    named = {"role": "user", "content": "Hello", "name": "Eve"}
+    assert without_tools([*told, named], ()) == [*told, named]
+    first, *others = without_tools([*told, named], [{"type": "function"}])
+    assert first["content"].startswith("first\n\n")
+    assert others == [told[1], named]

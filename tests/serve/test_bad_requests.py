@@ -347,7 +347,7 @@ def test_a_template_that_cannot_write_what_is_nested(
     def refusing(*_: Any, **__: Any) -> Any:
         raise RecursionError
 
-    monkeypatch.setattr("tokenleap.serve.chat.conversation_text", refusing)
+    monkeypatch.setattr("tokenleap.engine.prompts.rendered", refusing)
     assert "nested too deeply" in server.refused(CHAT, messages=HELLO)["message"]
 
 

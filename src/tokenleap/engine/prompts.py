@@ -197,18 +197,20 @@ def conversation_text(
     listed = [_as_templates_read(message) for message in messages]
     if not all(isinstance(tool, Mapping) for tool in tools or ()):
         raise PromptError('tools: expected a list of {"type": "function", "function": {...}}.')
-    if not knows_tools(template):
-        listed = without_tools(listed, tools or ())
-    elif tools:
-        arguments["tools"] = list(tools)
     if continue_final_message:
         arguments["continue_final_message"] = True
     if chat_template:
         arguments["chat_template"] = chat_template
     try:
+        if not knows_tools(template):
+            listed = without_tools(listed, tools or ())
+        elif tools:
+            arguments["tools"] = list(tools)
         return rendered(tokenizer, listed, add_generation_prompt=generates, **arguments)
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
+    except RecursionError:
+        raise PromptError("messages or tools are nested too deeply.") from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # raised inside it
         raise PromptError(
             f"the model's chat template cannot format this: {in_one_line(error)}"

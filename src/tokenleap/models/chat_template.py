@@ -76,25 +76,24 @@ def without_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """A conversation for a template that has only text: tools, calls and results become text."""
-    plain: list[dict[str, Any]] = []
+    plain = [_as_text(message) for message in messages]
     if tools:
-        listed = "\n".join(json.dumps(tool) for tool in tools)
-        plain.append({"role": "system", "content": _TOOLS.format(tools=listed)})
-    for message in messages:
-        role, content = message["role"], message.get("content") or ""
-        if role == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
-            plain.append({"role": "user", "content": content})
-        elif role == "system" and plain and plain[0]["role"] == "system" and len(plain) == 1:
-            plain[0] = {"role": "system", "content": f"{content}\n\n{plain[0]['content']}"}
+        told = _TOOLS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+        if plain and plain[0]["role"] == "system":
+            plain[0]["content"] += f"\n\n{told}"
         else:
-            calls = [
-                f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
-                for call in message.get("tool_calls") or ()
-            ]
-            parts = [part for part in (content, *calls) if part]
-            plain.append({"role": role, "content": "\n".join(parts)})
+            plain.insert(0, {"role": "system", "content": told})
     return plain
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without calls, whose content has them."""
+    content, calls = message["content"], message.get("tool_calls") or ()
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    written = [f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>" for call in calls]
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": "\n".join(part for part in (content, *written) if part)}
 
 
 class _Budget:

@@ -234,10 +234,7 @@ def chat_ids(
     if tools:
         template["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     listed = [message.model_dump(exclude_none=True) for message in messages]
-    try:
-        text = conversation_text(listed, tokenizer, **template)
-    except RecursionError:  # a template writes the JSON of calls and tools
-        raise invalid("messages", "messages or tools are nested too deeply.") from None
+    text = conversation_text(listed, tokenizer, **template)
     limit.check(text)
     return tokens_of(needed(tokenizer), text, in_output=False)
 
