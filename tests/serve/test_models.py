@@ -252,7 +252,7 @@ def test_the_command_serves_several(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--model", "a"], "--model: expected NAME=PATH, got a"),
-        (["--model", "a=no-such-model"], "there is no model 'no-such-model'"),
+        (["--model=a=qwen3-4b", "--model=b=no-such-model"], "there is no model 'no-such-model'"),
         (["--model=a=smollm2-135m", "--model=a=smollm2-135m"], "two models with the name a"),
         (["smollm2-135m", "--model=a=smollm2-135m"], "argument MODEL and --model NAME=PATH"),
         (["--model=a=smollm2-135m", "--replicas=2"], "--replicas and --model NAME=PATH"),

@@ -259,8 +259,10 @@ class Conversation:
         file, before = cache_dir() / "interrupted-chat.json", os.umask(0o077)
         with suppress(OSError):  # what is wrong with it, saving says
             file.parent.mkdir(parents=True, exist_ok=True)
-        self.obey(f"/save {file}")
-        os.umask(before)
+        try:
+            self.obey(f"/save {file}")
+        finally:
+            os.umask(before)
 
     def _load(self, name: str) -> None:
         try:

@@ -223,7 +223,7 @@ def _served(url: str, api_key: str | None) -> list[dict[str, Any]]:
             asked.add_unredirected_header("Authorization", f"Bearer {api_key}")
         with urlopen(asked, timeout=_ANSWERS_WITHIN) as answer:
             found = json.load(answer)["data"]
-            return [{"id": str(each["id"]), **each} for each in found]
+            return [{**each, "id": str(each["id"])} for each in found]
     except HTTPError as error:
         advice = ": add --api-key" if error.code in (401, 403) else ""
         raise TokenleapError(

@@ -120,13 +120,11 @@ def resolve(name: str) -> Path:
     """A model's folder; fetches or converts the model first if needed, with a progress bar."""
     from tokenleap import models
     from tokenleap.errors import ModelError
-    from tokenleap.models.resolver import is_hub_id
 
     try:
         return models.resolve(name)
     except ModelError as error:
-        known = {*models.aliases(), *models.short_names()}
-        if name in known or _exists(name) or is_hub_id(name):
+        if _is_model(name):
             raise
         raise UsageError(str(error)) from error
 
@@ -134,14 +132,20 @@ def resolve(name: str) -> Path:
 def check_known(name: str) -> None:
     """Refuse a model that is neither here nor can be fetched, without fetching it."""
     from tokenleap import models
-    from tokenleap.models.resolver import is_hub_id, packed_name
+    from tokenleap.models.resolver import packed_name
 
-    known = name in models.aliases() or name in (each.name for each in models.cached())
-    if not (known or _exists(name) or is_hub_id(name) or packed_name(name)):
+    cached = (each.name for each in models.cached())
+    if not (_is_model(name) or packed_name(name) or name in cached):
         raise UsageError(f"there is no model '{name}': `tokenleap models` lists the known ones")
 
 
-def _exists(name: str) -> bool:
+def _is_model(name: str) -> bool:
+    """Whether this is a path that exists, or the name of a model that can be fetched."""
+    from tokenleap import models
+    from tokenleap.models.resolver import is_hub_id
+
+    if name in models.aliases() or name in models.short_names() or is_hub_id(name):
+        return True
     try:
         return bool(name) and Path(name).expanduser().exists()
     except (OSError, RuntimeError):  # no valid file name, or no such user in `~user`

@@ -235,19 +235,17 @@ def serve(
             from tokenleap.async_llm import AsyncLLM
             from tokenleap.serve.run import serve as run
 
-            def opened(model: ServedModel, *, quiet: bool = quiet) -> AsyncLLM:
-                config = speculation.config_for(model.model)
-                return AsyncLLM(open_llm(model, config, quiet=quiet, **engine.arguments()))
+            def opened(path: str) -> AsyncLLM:
+                model, config = replace(target, model=path), speculation.config_for(path)
+                silent = quiet or paths is not None
+                return AsyncLLM(open_llm(model, config, quiet=silent, **engine.arguments()))
 
             if paths is None:
-                run(opened(target), settings, at, ready)
+                run(opened(target.model), settings, at, ready)
                 return
             from tokenleap.serve.models import Models
 
-            def load(path: str) -> AsyncLLM:
-                return opened(replace(target, model=path), quiet=True)
-
-            run(Models(paths, load, settings, target.device), settings, at, ready)
+            run(Models(paths, opened, settings, target.device), settings, at, ready)
             return
         from tokenleap.ray.cluster import cluster
         from tokenleap.ray.serving import deployed, serve_replicas
