@@ -301,7 +301,7 @@ class Prefill:
     def _num_missing(self, request: Request) -> int:
         """Tokens whose KV must still be computed. The last token needs none yet (invariant 1).
 
-        Of a prompt that is pooled, it is read, too, and no step follows.
+        A pooled prompt is computed to its last token, because no step follows.
         """
         unread = 1 if request.pooled is None else 0
         return len(request.token_ids) - unread - self._target.cached(request.key)
@@ -361,8 +361,10 @@ class Prefill:
 
     def _prefill_tokens(self, request: Request, limit: int) -> int:
         """Compute at most `limit` tokens of a request; returns how many."""
-        pooled, layers = request.pooled, self._speculation.hidden_layers([request])
-        if pooled is not None:
+        pooled = request.pooled
+        if pooled is None:
+            layers = self._speculation.hidden_layers([request])
+        else:
             layers = (self._target.network.num_layers,)
         if not self._target.cached(request.key):
             self._restore_prefix(request, layers)
