@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 bound_spinning()  # before PyTorch is loaded
 
-if "ipykernel" in sys.modules:  # Transformers imports it, too, and it asks for ipywidgets
+if "ipykernel" in sys.modules:  # the bar of `LLM` and Transformers, which asks for ipywidgets
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
         importlib.import_module("tqdm.auto")

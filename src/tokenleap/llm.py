@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -629,8 +628,11 @@ class _Bar:
         self._changed = {}
 
     def _made(self) -> Any:
-        make = self._make or _tqdm()
-        return make(
+        if self._make is None:
+            from tqdm.auto import tqdm
+
+            self._make = tqdm
+        return self._make(
             total=self._total,
             desc="Processed prompts",
             unit=" prompts",
@@ -645,26 +647,10 @@ class _Bar:
         return f"input: {read:.1f} tokens/s, output: {written:.1f} tokens/s"
 
 
-def _tqdm() -> Callable[..., Any]:
-    """The bar of notebooks if they can show it, else that of terminals.
-
-    `tqdm.auto` chooses alike, but warns in a notebook without ipywidgets.
-    """
-    if _in_notebook() and find_spec("ipywidgets") is not None:
-        from tqdm.notebook import tqdm
-    else:
-        from tqdm.std import tqdm
-    return tqdm  # type: ignore[no-any-return]
-
-
-def _in_notebook() -> bool:
-    interactive = sys.modules.get("IPython")
-    shell = None if interactive is None else interactive.get_ipython()
-    return type(shell).__name__ == "ZMQInteractiveShell"
-
-
 def _somebody_looks() -> bool:
     """Whether stderr is a terminal, or Python runs in a notebook."""
-    if _in_notebook():
+    interactive = sys.modules.get("IPython")
+    shell = None if interactive is None else interactive.get_ipython()
+    if type(shell).__name__ == "ZMQInteractiveShell":
         return True
     return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
