@@ -295,9 +295,9 @@ _STATUSES = {
     404: "no such model",
     408: "the body came too slowly",
     413: "the body is too large",
-    429: "too many requests run and wait",
+    429: "too many requests run and wait, or the API key is beyond its limits",
     500: "the request failed",
-    503: "the server is shutting down",
+    503: "the server is shutting down, or the model could not be loaded",
 }
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _kinds: dict[str, type[Body]] = {}
