@@ -80,18 +80,20 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._decode = None if tokenizer is None else _decoder(tokenizer)
+        self._tokenizer = tokenizer
         self.of = cache(self._piece)
 
     def all_of(self, tokens: Sequence[int]) -> list[str]:
         return [self.of(token) for token in tokens]
 
     def _piece(self, token: int) -> str:
-        if self._decode is None:
+        if self._tokenizer is None:
             return ""
         try:
-            alone = self._decode([token], skip_special_tokens=False)
-            twice = self._decode([token, token], skip_special_tokens=False)
+            alone, twice = (
+                str(self._tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
+                for times in (1, 2)
+            )
         except Exception:  # a rejected token must not fail the output
             return ""
         return twice[len(alone) :] if twice.startswith(alone) else alone
