@@ -194,7 +194,7 @@ def test_the_arguments_of_methods(llm: LLM, method: str) -> None:
         with pytest.raises(ConfigError, match=rf"{method}\(\) takes no argument '{name}': \w"):
             call(*given, **{name: [1]})
         assert call(*given, **{name: None})
-    assert llm.generate([[1], [2]], priority=[0, 0])
+    assert llm.generate([[1], [2]], priority=(0, 0))
 
 
 def test_the_results(llm: LLM) -> None:
@@ -254,6 +254,12 @@ def test_a_seed_for_all_requests() -> None:
     runs = [[o.token_ids for o in tiny_llm(seed=seed).generate(prompts)] for seed in (7, 7, 8)]
     assert runs[0] == runs[1] != runs[2]
     assert len(set(runs[0])) == 3  # by accident alike with a chance below 1e-20
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "a"])
+def test_a_seed_that_is_none(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed: "):
+        LLM("none", seed=seed)
 
 
 def test_prefixes_are_forgotten() -> None:

@@ -54,7 +54,7 @@ def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> N
     """Say what to write in place of an argument that `LLM` does not take."""
     for name, value in unknown.items():
         if name in _ENGINE:
-            if _asks_nothing(value):
+            if _asks_nothing(value) or (value is True and name in _ALWAYS):
                 continue
             advice = _ENGINE[name]
         elif _is_of(SpeculativeConfig, name):
@@ -68,9 +68,9 @@ def refuse_unknown_engine(unknown: Mapping[str, Any], known: Iterable[str]) -> N
 
 def _asks_nothing(value: Any) -> bool:
     """Whether a value of an argument that is not there changes nothing."""
-    if isinstance(value, list):  # priorities
+    if isinstance(value, list | tuple):  # priorities
         return not any(value)
-    return value is None or value is False or value in ("", "auto", 0)
+    return value is None or (isinstance(value, str | int | float) and value in ("", "auto", 0))
 
 
 def _is_of(options: type[SamplingParams] | type[SpeculativeConfig], name: str) -> bool:
@@ -158,6 +158,9 @@ _ENGINE = {
     "trust_remote_code": "code that comes with a model never runs here; leave it out.",
 }
 """Arguments of other libraries' constructors, and what to write for `LLM` instead."""
+
+_ALWAYS = ("disable_log_stats", "enable_chunked_prefill")
+"""Those of them that need not be asked for."""
 
 _CALL = {
     "chat_template_content_format": "content may be text or a list of parts.",

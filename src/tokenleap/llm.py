@@ -160,6 +160,8 @@ class LLM:
     ) -> None:
         refuse_unknown_engine(unknown, LLM.__init__.__kwdefaults__ or ())
         check_at_least_1(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        if seed is not None:
+            seed = SamplingParams(seed=seed).seed  # checks it
         kv_bytes = (
             None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
         )
