@@ -3,8 +3,8 @@
 A model is loaded for the first request that names it, in a thread, one model at a time. The memory
 that it takes is measured. If there is too little for the next one, models without requests make
 way, the one that was used longest ago first. If all have requests, that one takes no more of them
-until those that run have ended, and is then unloaded. Clients have
-`write_timeout` to read what has ended.
+until those that run have ended, and is then unloaded. Clients have `write_timeout` to read
+what has ended.
 
 Clients choose among the names that the server was started with; no text of a request is a path.
 """
