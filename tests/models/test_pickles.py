@@ -126,6 +126,20 @@ def test_pickles_that_are_refused(make_model: Any, tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {*cases, "damaged.bin"}
 
 
+def test_small_files_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these fits into memory. A number may stand for as many as a tensor's shape says."""
+    source = tmp_path / "model"
+    source.mkdir()
+    names = {f"w{number}": f"{number}.bin" for number in range(4)}
+    for name, file in names.items():
+        torch.save({name: torch.zeros(1).expand(2**24)}, source / file)
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    monkeypatch.setattr("tokenleap.models.pickles._MEGABYTES", 250)
+    with pytest.raises(ModelError, match="would become 268435456 bytes, far more than its files"):
+        convert_pickles(source, tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither after an interruption, nor on a full disk, nor of a run that was killed."""
     torch.save({"x": torch.ones(1)}, tmp_path / "a.bin")

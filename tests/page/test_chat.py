@@ -436,6 +436,31 @@ def test_markdown_that_nests_without_end(page: Page) -> None:
         expect(ask(page).locator(".markdown")).to_contain_text("the end")
 
 
+READ = """async (cost) => {
+  const { MarkdownView } = await import("/page/markdown.js");
+  const { Lexer } = await import("/page/marked.esm.js");
+  const { lex } = Lexer.prototype;
+  const [sizes, now] = [[], performance.now];
+  let clock = 0;
+  performance.now = () => clock;
+  Lexer.prototype.lex = function (text) {
+    sizes.push(text.length);
+    clock += cost * text.length ** 2;
+    return lex.call(this, text);
+  };
+  const view = new MarkdownView();
+  view.show([{ text: "words *and* ".repeat(1000), origin: "plain" }]);
+  Lexer.prototype.lex = lex;
+  performance.now = now;
+  return [sizes, view.root.textContent.length, view.root.querySelectorAll("em").length];
+}"""
+
+
+def test_markdown_that_takes_long_to_read_is_found_in_its_first_piece(page: Page) -> None:
+    assert page.evaluate(READ, 2e-5) == [[4000], 12_000, 0]
+    assert page.evaluate(READ, 0) == [[4000, 4000, 12_000], 10_000, 1000]
+
+
 def test_edit_and_regenerate(page: Page) -> None:
     bodies = sent_by(page)
 

@@ -319,6 +319,25 @@ def test_the_operator_may_allow_more() -> None:
     check_speculation(nested(MAX_NESTED), SpeculativeConfig())
 
 
+def test_what_is_wrong_is_quoted_in_part(server: Served) -> None:
+    """In the answer, and in the line of the log; and it is not compared in all its length."""
+    long = "x" * 100_000
+    for fields in (
+        {long: 1},
+        {"messages": [{"role": "user", "content": "x", long: 1}]},
+        {"logit_bias": {long: 1}},
+        {"structured_outputs": {long: 1}},
+    ):
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], **fields}
+        error = server.refused("/v1/chat/completions", **body)
+        assert len(error["message"]) <= 4000
+        assert len(error["param"] or "") <= 200
+    twice = f'{{"{long}": 1, "{long}": 2}}'
+    error = server.http.post("/v1/completions", content=twice).json()["error"]
+    assert error["code"] == "duplicate_field"
+    assert error["param"] == long[:200]
+
+
 def test_other_paths_and_methods(server: Served) -> None:
     for method, path, status in (("GET", "/nothing", 404), ("GET", COMPLETIONS, 405)):
         response = server.http.request(method, path)

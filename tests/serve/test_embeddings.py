@@ -63,6 +63,13 @@ def test_wrong_requests_are_refused(embedding: Served) -> None:
         assert says in error["message"]
 
 
+def test_a_model_that_overflows_says_so(embedding: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = embedding.llm.engine.pooler._norm
+    monkeypatch.setattr(norm.weight, "data", norm.weight.data * math.nan)
+    error = embedding.refused("/v1/embeddings", 500, input="hello")
+    assert error["message"].startswith("the embedding is not finite")
+
+
 def test_a_model_without_pooling_says_so(server: Served) -> None:
     error = server.refused("/v1/embeddings", input="a text")
     assert "this model makes no embeddings" in error["message"]

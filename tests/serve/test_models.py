@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 import threading
@@ -24,6 +25,7 @@ from tests.serve.processes import process
 from tests.serve.support import Served, serving, tiny_llm, until
 from tokenleap import LLM, AsyncLLM, ModelError
 from tokenleap.serve import models
+from tokenleap.serve.body import APIError
 from tokenleap.serve.models import Models, used_bytes
 from tokenleap.serve.settings import Settings
 
@@ -179,6 +181,64 @@ def test_a_model_that_is_too_large_is_unloaded_and_refused(loader: Loader) -> No
             assert "the model 'a' takes 1.00 GiB, and this server has less" in error["message"]
         assert loader.loads == {ALL["a"]: 1}
         assert not loader.engines
+
+
+def test_memory_of_requests_does_not_refuse_a_model_for_ever(
+    loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count while a model is measured: so it is tried again, less and less often."""
+    bodies = iter([0, 4 * GIB])
+    monkeypatch.setattr(
+        models, "used_bytes", lambda: {"cpu": loader.used()["cpu"] + next(bodies, 0), "cuda": 0}
+    )
+    with several(loader, 2.5) as running:
+        error = running.refused("/v1/completions", 503, model="a", prompt="x")
+        assert "takes 5.00 GiB" in error["message"]
+        model = running.state._models["a"]  # type: ignore[attr-defined]
+        assert model.refused_until < math.inf
+        monkeypatch.setattr(model, "refused_until", 0.0)
+        assert text_of(running, "a")
+        assert loader.loads == {ALL["a"]: 2}
+
+
+class Unread:
+    """A run that has ended, and whose client reads it ever so slowly."""
+
+    ended = True
+
+    def __init__(self, runs: set[Any]) -> None:
+        self.runs = runs
+        runs.add(self)
+
+    def cut_off(self, error: APIError) -> None:
+        self.told = error.message
+        self.runs.discard(self)
+
+
+def test_a_client_that_reads_slowly_does_not_keep_a_model_in_memory(loader: Loader) -> None:
+    with several(loader, 1.5, write_timeout=0.01) as running:
+        text = text_of(running, "b")
+        assert text_of(running, "a") == text
+        unread = Unread(running.state._models["a"].loaded.state.runs)  # type: ignore[attr-defined]
+        assert text_of(running, "b") == text
+        assert unread.told == "the answer was read too slowly."
+
+
+def test_a_model_is_not_loaded_when_all_who_wanted_it_have_gone(loader: Loader) -> None:
+    loader.gates[ALL["a"]] = gate = threading.Event()
+    with several(loader, 2.5) as running, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(text_of, running, "a")
+        until(lambda: loader.loads[ALL["a"]] == 1)
+        body = {"model": "b", "prompt": "x"}
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{running.url}/v1/completions", json=body, timeout=0.2)
+        model = running.state._models["b"]  # type: ignore[attr-defined]
+        until(lambda: model.waiting == 0)
+        gate.set()
+        assert first.result()
+        until(lambda: model.bringing is None)
+        assert loader.loads == {ALL["a"]: 1}
+        assert text_of(running, "b") == first.result()
 
 
 def test_clients_that_wait_may_go_and_are_told_of_the_end(loader: Loader) -> None:

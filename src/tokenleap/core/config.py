@@ -68,6 +68,7 @@ things: then all names are listed."""
 
 def nearest(name: str, known: list[str]) -> str:
     """The end of a message about an unknown name: the closest known name, or all of them."""
+    name = name[:200]  # the time grows with it
     longer = [each for each in known if each.startswith(name)] if len(name) > 2 else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE)
     close = close or sorted(longer, key=len)

@@ -119,6 +119,7 @@ def _run(
         "tied": dict(tied),
         "seconds": _SECONDS + _SECONDS_PER_GB * total / 1e9,
         "megabytes": _MEGABYTES + 3 * largest // 1_000_000,
+        "most_written": (_MEGABYTES << 20) + 3 * total,
     }
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     path = os.pathsep.join(each for each in sys.path if each)
@@ -225,9 +226,13 @@ def main(job: dict[str, Any]) -> None:
     folder = Path(job["folder"])
     limit(job["seconds"], job["megabytes"])
     print(*confine(folder), sep="\n", flush=True)
+    written = 0
     for source, target in job["files"]:
         try:
             tensors = _distinct(_read(Path(source)), job["tied"])
+            written += sum(each.nbytes for each in tensors.values())
+            if written > job["most_written"]:
+                raise ValueError(f"it would become {written} bytes, far more than its files have")
             save_file(tensors, folder / target, metadata={"format": "pt"})
         except BaseException as error:
             sys.exit(_reason(error))

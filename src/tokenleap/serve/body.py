@@ -46,6 +46,10 @@ _TOO_LONG = ("no room in the context", "kv_cache_memory has ")
 _TAG = re.compile("<[a-z]+>")
 
 
+_MOST_SHOWN = 200, 4000
+"""Characters of a field's name and of a message, which may quote any length of a request."""
+
+
 class APIError(Exception):
     """A request that is answered with an error object."""
 
@@ -58,8 +62,10 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        names, messages = _MOST_SHOWN
+        super().__init__(message[:messages])
+        self.status, self.message, self.code = status, message[:messages], code
+        self.param = None if param is None else param[:names]
         self.headers = dict(headers or {})
 
     def as_dict(self) -> dict[str, Any]:

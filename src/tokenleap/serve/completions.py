@@ -16,6 +16,7 @@ from tokenleap.core.detokenizer import Detokenizer
 from tokenleap.core.distribution import TokenLogprobs
 from tokenleap.core.params import SamplingParams
 from tokenleap.engine.jobs import JobSpec
+from tokenleap.errors import RequestError, told
 from tokenleap.models.pooling import shortened
 from tokenleap.outputs import CompletionOutput, RequestOutput, StreamChunk, StreamedToken
 from tokenleap.serve.body import APIError, invalid, takes
@@ -365,13 +366,16 @@ class _Embeddings(Answer[EmbeddingBody]):
         return text_ids(given, tokenizer, add_special_tokens=True, limit=limit)
 
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
-        vectors = [request.job.embedding for request in self.run.requests]
-        told = base64_of if self.body.encoding_format == "base64" else Tensor.tolist
+        try:
+            vectors = [request.job.embedding for request in self.run.requests]
+        except RequestError as error:  # the model overflows
+            raise APIError(500, told(error)) from error
+        given = base64_of if self.body.encoding_format == "base64" else Tensor.tolist
         usage = self.run.usage()
         return {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": told(vector)}
+                {"object": "embedding", "index": index, "embedding": given(vector)}
                 for index, vector in enumerate(shortened(vectors, self.body.dimensions))
             ],
             "model": self.state.settings.model,

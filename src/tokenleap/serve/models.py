@@ -3,7 +3,8 @@
 A model is loaded for the first request that names it, in a thread, one model at a time. The memory
 that it takes is measured. If there is too little for the next one, models without requests make
 way, the one that was used longest ago first. If all have requests, that one takes no more of them
-until those that run have ended, and is then unloaded.
+until those that run have ended, and is then unloaded. Clients have `write_timeout` to read
+what has ended.
 
 Clients choose among the names that the server was started with; no text of a request is a path.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -34,7 +34,7 @@ from tokenleap.models.support import default_device
 from tokenleap.runtime.cores import memory_limit
 from tokenleap.serve.body import APIError, invalid, unknown_response
 from tokenleap.serve.metrics import Registry
-from tokenleap.serve.running import ServerState, card, check_model, shut_down, while_connected
+from tokenleap.serve.running import Run, ServerState, card, check_model, shut_down, while_connected
 from tokenleap.serve.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class _Model:
         bringing: loads it.
         waiting: requests that wait for that.
         refusal: why it cannot be loaded, until `refused_until`.
+        times_too_large: how often more memory was measured than there is for models.
         num_bytes: what it took when it was last loaded; None if it never was.
     """
 
@@ -95,6 +96,7 @@ class _Model:
         self.bringing: asyncio.Task[None] | None = None
         self.waiting = 0
         self.refusal, self.refused_until = "", 0.0
+        self.times_too_large = 0
         self.num_bytes: int | None = None
         self.about: Mapping[str, Any] | None = None
 
@@ -230,6 +232,8 @@ class Models:
         began = time.monotonic()
         try:
             async with self._turn:
+                if not model.waiting:  # all have gone meanwhile
+                    return
                 if model.loaded is not None:  # its engine has failed
                     await self._unloaded(model)
                 files = partial(_file_bytes, model.path)
@@ -271,7 +275,7 @@ class Models:
         return found
 
     def _taken_in(self, model: _Model, seconds: float) -> bool:
-        """Count a model that was loaded now; False if it is too large, and refused from now on.
+        """Count a model that was loaded now; False if it is too large, and refused.
 
         Args:
             seconds: how long its first request has waited.
@@ -289,7 +293,10 @@ class Models:
         if size > self._budget:
             budget = f"{self._budget / _GIB:.2f} GiB"
             _log.error("the model %s %s, and --models-memory is %s", model.name, takes, budget)
-            self._refuse(model, f"{takes}, and this server has less for models.", math.inf)
+            # What requests took meanwhile may be in it, so it is tried again, ever more seldom.
+            seconds = RETRY_SECONDS * 2**model.times_too_large
+            model.times_too_large += 1
+            self._refuse(model, f"{takes}, and this server has less for models.", seconds)
             return False
         _log.info("the model %s %s; it was ready after %.1f s", model.name, takes, seconds)
         return True
@@ -317,7 +324,12 @@ class Models:
         """Unload a model when its requests have ended; later ones have it loaded again."""
         loaded, model.loaded = model.loaded, None
         assert loaded is not None
+        ends: dict[Run, float] = {}  # of those that only their clients' reading holds up
         while loaded.busy:
+            now = time.monotonic()
+            for run in list(loaded.state.runs):
+                if run.ended and now >= ends.setdefault(run, now + model.settings.write_timeout):
+                    run.cut_off(APIError(503, "the answer was read too slowly."))
             await asyncio.sleep(_LOOK_SECONDS)
         loaded.state.metrics.close()
         await self._in_thread(loaded.state.llm.close)

@@ -15,11 +15,13 @@ const ADDRESS = /^(?:https?:\/\/|mailto:)/i;
 const LONGEST = 50_000; // characters
 const DEEPEST = 50; // elements in elements
 const SLOWEST = 300; // milliseconds
+const PIECE = 4000; // characters
 
 /** A text that grows: `show` draws it, and keeps the blocks that are as they were. */
 export class MarkdownView {
   #blocks = []; // {raw, nodes}
   #slow = false;
+  #read = 0; // characters that took no longer
 
   constructor() {
     this.root = el("div", { class: "text markdown" });
@@ -56,7 +58,14 @@ export class MarkdownView {
     if (source.length > LONGEST || this.#slow) return whole;
     const began = performance.now();
     try {
+      // The time may grow with the square of the length. A text that comes at once, as after a
+      // reload, shows that in pieces first.
+      for (; source.length - this.#read > PIECE; this.#read += PIECE) {
+        new Lexer().lex(source.slice(this.#read, this.#read + PIECE));
+        if (performance.now() - began > SLOWEST) return whole;
+      }
       const found = new Lexer().lex(source);
+      this.#read = source.length;
       return found.map(({ raw }) => raw).join("") === source ? found : whole;
     } catch {
       return whole; // quotes in quotes in quotes ...
