@@ -170,6 +170,7 @@ _CALL = {
     "mm_processor_kwargs": _MEDIA,
     "priority": "requests run in the order in which they come.",
     "prompt_adapter_request": _LORA,
+    "request_id": "use LLM.engine.add_request(); closing a stream ends its request.",
     "tokenization_kwargs": "pass {'prompt_token_ids': ...}, tokenized as you wish.",
 }
 """Arguments of vLLM's methods, and what to do instead."""

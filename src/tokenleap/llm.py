@@ -29,6 +29,7 @@ from tokenleap.config import SpeculativeConfig
 from tokenleap.core.config import num_bytes, return_freed
 from tokenleap.core.params import Sampling, SamplingParams
 from tokenleap.drafters.base import VocabularyOverlap
+from tokenleap.drafters.heads.shipped import with_shipped
 from tokenleap.drafters.online import OnlineReport
 from tokenleap.drafters.vocabulary import DraftModel
 from tokenleap.engine.jobs import CallOptions, Job, specs_of
@@ -44,7 +45,7 @@ from tokenleap.engine.prompts import (
     needed,
 )
 from tokenleap.engine.strategies import Speculative
-from tokenleap.errors import PromptError, TokenleapError
+from tokenleap.errors import ConfigError, PromptError, TokenleapError
 from tokenleap.models.loaded import LoadedModel
 from tokenleap.models.resolver import as_packed
 from tokenleap.outputs import (
@@ -166,6 +167,8 @@ class LLM:
             None if kv_cache_memory is None else num_bytes("kv_cache_memory", kv_cache_memory)
         )
         prefix_bytes = num_bytes("prefix_cache_memory", prefix_cache_memory)
+        if isinstance(speculative_config, Mapping):
+            speculative_config = with_shipped(speculative_config, model)
         given = None if speculative_config is None else SpeculativeConfig.parse(speculative_config)
         model, quantization, dtype = as_packed(model, quantization, dtype)
         packed = partial(open_packed, quantization=quantization, runtime=runtime)
@@ -439,6 +442,11 @@ class LLM:
         known_options("beam_search", unknown, prompts)
         if isinstance(params, Mapping):
             params = BeamSearchParams(**params)
+        if not isinstance(params, BeamSearchParams):
+            raise ConfigError(
+                "beam_search() takes BeamSearchParams(beam_width=..., max_tokens=...); generate() "
+                "takes SamplingParams(beam_width=...)."
+            )
         given, config = params.sampling_params, speculative_config
         found = self.generate(prompts, given, speculative_config=config, use_tqdm=use_tqdm)
         return [sequences_of(each, params, self.tokenizer, self.eos_token_ids) for each in found]

@@ -236,8 +236,15 @@ def test_save_and_load(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_cannot_be_loaded(
-    llm: LLM, tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
+    llm: LLM,
+    tmp_path: Path,
+    content: str | None,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    interrupted = tmp_path / "interrupted.json"
+    monkeypatch.setattr("tokenleap.cli.chat._interrupted", lambda: interrupted)
     file = tmp_path / "talk.json"
     if content is not None:
         file.write_text(content)
@@ -248,3 +255,6 @@ def test_what_cannot_be_loaded(
     assert conversation.messages == [user("a"), assistant("b")]
     conversation.obey("/load")
     assert "name a file" in capsys.readouterr().err
+    interrupted.write_text(json.dumps([user("b"), assistant("c")]))
+    conversation.obey("/load")
+    assert conversation.messages == [user("b"), assistant("c")]

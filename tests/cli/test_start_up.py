@@ -59,7 +59,7 @@ WRONG = {
         "did you mean 'prompt_lookup_m"
     ),
     ("generate", "Hi", "--method", "layer_skip", "--draft-model", "x"): "--draft-model",
-    ("generate", "Hi", "--method", "eagle"): "add --draft-model with its folder",
+    ("generate", "Hi", "--method", "medusa"): "add --draft-model with its folder",
     ("generate", "Hi", "--method", "eagle", "--draft-model", "x"): "there is no folder x",
     ("bench", "PROMPTS", "--method", "eagle", "--draft-model", "x"): "there is no folder x",
     ("run", "smollm2-135m", " ", "--json"): "the prompt is empty",

@@ -329,7 +329,7 @@ def test_a_stream_that_breaks_or_fails_and_text_that_is_markup(page: Page) -> No
     answered(json.dumps({"error": {"message": "an API key is needed"}}), 401)
     answer = ask(page)
     expect(answer.locator(".failure")).to_have_text(
-        "The server wants an API key: an API key is needed"
+        "The server wants one of its API keys: enter it in the settings."
     )
     expect(page.locator("[name=key]")).to_be_focused()
     kept = page.evaluate("localStorage.getItem('tokenleap-settings')")

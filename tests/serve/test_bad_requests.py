@@ -92,6 +92,8 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"structured_outputs": {"colour": 1}}, "structured_outputs"),
     ({"tokenleap": {"colour": True}}, "tokenleap"),
     ({"speculative_config": {"method": "nogram"}}, "speculative_config"),
+    ({"speculative_config": {"method": "eagle"}}, "speculative_config"),
+    ({"speculative_config": {"method": "hybrid", "min_lookup": 3}}, "speculative_config"),
     ({"speculative_config": {"method": "ngram", "prompt_lookup": 1}}, None),
     ({"speculative_config": "ngram"}, "speculative_config"),
 ]

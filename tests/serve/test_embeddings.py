@@ -7,6 +7,7 @@ import struct
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -64,7 +65,7 @@ def test_wrong_requests_are_refused(embedding: Served) -> None:
 
 
 def test_a_model_that_overflows_says_so(embedding: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = embedding.llm.engine.pooler._norm
+    norm: Any = embedding.llm.engine.pooler._norm
     monkeypatch.setattr(norm.weight, "data", norm.weight.data * math.nan)
     error = embedding.refused("/v1/embeddings", 500, input="hello")
     assert error["message"].startswith("the embedding is not finite")

@@ -254,9 +254,7 @@ class Conversation:
         """Save a conversation that Ctrl-C ends where only this user reads it, and say where."""
         if self.messages == self._start:
             return
-        from tokenleap.models.store import cache_dir
-
-        file, before = cache_dir() / "interrupted-chat.json", os.umask(0o077)
+        file, before = _interrupted(), os.umask(0o077)
         with suppress(OSError):  # what is wrong with it, saving says
             file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -265,6 +263,8 @@ class Conversation:
             os.umask(before)
 
     def _load(self, name: str) -> None:
+        if not name and _interrupted().exists():
+            name = str(_interrupted())
         try:
             found = read_json(_file(name))
         except ValueError as error:
@@ -332,6 +332,13 @@ class Conversation:
 def note(text: str) -> None:
     """Print a remark on stderr."""
     errors().print(plain(text, "note"))
+
+
+def _interrupted() -> Path:
+    """The conversation that Ctrl-C has ended."""
+    from tokenleap.models.store import cache_dir
+
+    return cache_dir() / "interrupted-chat.json"
 
 
 def _file(name: str) -> Path:

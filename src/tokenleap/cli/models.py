@@ -137,6 +137,8 @@ def convert(
     finally:
         signal.signal(signal.SIGTERM, before)
     tell(f"{output} is ready")
+    if not any(Path(output).glob("tokenizer*")):
+        remark("it has no tokenizer: put the files of one into it, or give prompts as token ids")
     if len(forbidden) < 2:
         remark(
             "This system has no Landlock or seccomp for the process that read the pickles: its "

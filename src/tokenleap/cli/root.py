@@ -191,6 +191,8 @@ def _what(error: typer.TyperException, context: Any) -> str:
     if unknown is not None and unknown not in options:
         arguments = {each.name for each in context.command.params if each.name == each.opts[0]}
         advice = instead_of_option(unknown, sorted(options | arguments))
+        if unknown == "--help-all":
+            advice = "commands have it, such as 'tokenleap generate --help-all'"
         return f"no such option: {unknown}" + (f": {advice}" if advice else "")
     message = error.format_message()
     if message.startswith("Got unexpected extra argument"):

@@ -162,8 +162,8 @@ class ServerOptions(_LIMITS):  # type: ignore[misc]
     def settings(self, *models: str) -> Settings:
         """The server's settings."""
         keys, names = self.api_key or [], self.served_model_name or list(models)
-        if not all(keys):
-            raise UsageError("--api-key: a key cannot be empty")
+        if not all(key.split() == [key] for key in keys):
+            raise UsageError("--api-key: a key has a character and no spaces; repeat the option")
         if self.no_log_requests and self.log_format:
             raise UsageError("--no-log-requests writes no lines: leave out --log-format")
         if not all(names):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, count
@@ -26,6 +26,7 @@ from tokenleap.core.references import References
 from tokenleap.core.rules import DecodingRules
 from tokenleap.core.sampler import BadWords, check_token_ids
 from tokenleap.core.sequence import SHARED, Scope
+from tokenleap.drafters.heads.shipped import with_shipped
 from tokenleap.engine.prompts import (
     GivenPrediction,
     GivenReferences,
@@ -372,7 +373,7 @@ class JobMaker:
         seed: int | None = None,
     ) -> None:
         self.tokenizer = loaded.tokenizer
-        self.sampling_defaults = loaded.sampling_defaults
+        self.sampling_defaults, self._name = loaded.sampling_defaults, loaded.name
         self.pieces = Pieces(loaded.tokenizer)
         self.references = ReferenceReader(target, loaded.tokenizer)
         self._target, self._grammars = target, grammars
@@ -410,9 +411,7 @@ class JobMaker:
             _Read(
                 spec,
                 SamplingParams.parse(spec.params, self.sampling_defaults),
-                None
-                if spec.speculative_config is None
-                else SpeculativeConfig.parse(spec.speculative_config),
+                self._config(spec.speculative_config),
                 *texts,
             )
             for spec, *texts in zip(specs, references, predictions, strict=True)
@@ -424,6 +423,15 @@ class JobMaker:
         return found
 
     # How requests speculate
+
+    def _config(self, given: Speculative) -> SpeculativeConfig | None:
+        """A configuration; a method of heads without one takes the `LLM`'s, or the model's own."""
+        own = self._strategies.config
+        if isinstance(given, Mapping):
+            if own.takes_head and given == {"method": own.method_name}:
+                return own
+            given = with_shipped(given, self._name, trees=self._target.exact_trees)
+        return None if given is None else SpeculativeConfig.parse(given)
 
     def _strategies_of(self, specs: Sequence[_Read]) -> list[Strategy | None]:
         """How the requests of each prompt speculate; None is the default.

@@ -301,6 +301,8 @@ def _with_text(message: Message) -> dict[str, Any]:
     """A message whose content is one text; content may be a list of parts, as in OpenAI's API."""
     content = message.get("content")
     if content is None:
+        if message["role"] in ("system", "user"):
+            raise PromptError(f"messages: a message of role '{message['role']}' has no content.")
         return {**message, "content": ""}
     if isinstance(content, str):
         return {**message, "content": checked_text("messages", content)}

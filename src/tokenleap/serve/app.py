@@ -283,7 +283,9 @@ class Authentication:
             return
         error = APIError(
             401,
-            "an API key is needed: send 'Authorization: Bearer KEY'.",
+            "an API key is needed: send 'Authorization: Bearer KEY'."
+            if Headers(scope=scope).get("authorization") is None
+            else "this API key is not one of the server's.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

@@ -517,6 +517,9 @@ def check_speculation(given: Any, own: SpeculativeConfig) -> None:
     drafters = _check_nesting(given)
     if drafters > MAX_DRAFTERS:
         raise _refused(f"at most {MAX_DRAFTERS} drafters on this server, got {drafters}.")
+    method = given.get("method") if isinstance(given, dict) else None
+    if method in METHODS and METHODS[method].takes_head and given != {"method": own.method_name}:
+        raise _refused(f"{method} needs a head; without the field, {own.method_name} drafts.")
     _check_fields(given, "speculative_config")
     limits = _memory_limits(own)
     for name, value in _options_in(given):

@@ -49,11 +49,13 @@ def test_it_is_the_default_of_its_model() -> None:
         SamplingParams(temperature=1, seed=3, max_tokens=12),
     ):
         (plain,) = llm.chat([messages], params, speculative_config={"method": "none"})
-        for config in (None, always):
+        for config in ({"method": "hybrid"}, {"method": "eagle"}, None, always):
             (drafted,) = llm.chat([messages], params, speculative_config=config)
             assert drafted.token_ids == plain.token_ids
             assert drafted.metrics.drafter_failure is None
         assert drafted.metrics.num_accepted_tokens > 0 or params.temperature
+    given = LLM(ALIAS, speculative_config={"method": "hybrid"}).speculative_config
+    assert given == llm.speculative_config
 
 
 def test_the_command_line_takes_it_if_nothing_is_chosen() -> None:
@@ -82,5 +84,7 @@ def test_hybrid_takes_it_and_default_is_what_runs_otherwise() -> None:
     assert (of_bench.label, of_bench.config["model"]) == ("hybrid", head)
     _, other = methods(["hybrid"], head, None, target="another")
     assert other.config == {"method": "hybrid", "model": head}
+    _, alone = methods(["eagle"], None, None, target=ALIAS)
+    assert alone.config["model"] == head
     with pytest.raises(ConfigError, match="needs a trained head"):
-        methods(["eagle"], None, None, target=ALIAS)
+        methods(["medusa"], None, None, target=ALIAS)

@@ -32,10 +32,13 @@ def shipped_config(alias: object, *, trees: bool) -> dict[str, Any] | None:
 
 
 def with_shipped(fields: Mapping[str, Any], alias: object, *, trees: bool = True) -> dict[str, Any]:
-    """A `speculative_config`; `hybrid` without a head takes the one that comes with the model."""
-    if fields.get("method") != "hybrid" or "model" in fields:
+    """A `speculative_config`; without a head, `hybrid` and `eagle` take the model's own of ours."""
+    own = None if "model" in fields else shipped_config(alias, trees=trees)
+    if own is None or fields.get("method") not in ("hybrid", "eagle"):
         return dict(fields)
-    return {**(shipped_config(alias, trees=trees) or {}), **fields}
+    if fields["method"] == "eagle":
+        own = {**own["drafter"], "model": own["model"]}
+    return {**own, **fields}
 
 
 def existing_folder(path: str | Path) -> Path:

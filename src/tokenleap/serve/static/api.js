@@ -33,10 +33,11 @@ async function refusal(response) {
   const retry = Number(response.headers.get("Retry-After")) || null;
   const kinds = {
     400: "The server refused the request",
-    401: "The server wants an API key",
+    401: "The server wants one of its API keys",
     429: "The server is busy",
     503: "The server is not ready",
   };
+  if (response.status === 401) told = "enter it in the settings.";
   const kind = kinds[response.status] ?? `The server answered ${response.status}`;
   return new ServerError(`${kind}: ${told}`, response.status, retry);
 }
