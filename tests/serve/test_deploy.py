@@ -39,7 +39,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_commands_of_the_files_have_options_that_exist() -> None:
-    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    text = CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "200"}).output
     unit = (ROOT / "deploy/tokenleap.service").read_text()
     image = (ROOT / "docker/Dockerfile").read_text()
     for file in (unit, image, (ROOT / "deploy/nginx.conf").read_text()):
