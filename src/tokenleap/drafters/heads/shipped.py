@@ -33,8 +33,10 @@ def shipped_config(alias: object, *, trees: bool) -> dict[str, Any] | None:
 
 def with_shipped(fields: Mapping[str, Any], alias: object, *, trees: bool = True) -> dict[str, Any]:
     """A `speculative_config`; without a head, `hybrid` and `eagle` take the model's own of ours."""
-    own = None if "model" in fields else shipped_config(alias, trees=trees)
-    if own is None or fields.get("method") not in ("hybrid", "eagle"):
+    if "model" in fields or fields.get("method") not in ("hybrid", "eagle"):
+        return dict(fields)
+    own = shipped_config(alias, trees=trees)
+    if own is None:
         return dict(fields)
     if fields["method"] == "eagle":
         own = {**own["drafter"], "model": own["model"]}
