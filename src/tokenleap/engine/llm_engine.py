@@ -291,7 +291,8 @@ class LLMEngine:
         self.worker.call(self._end_if_closed)
 
     def reset_prefix_cache(self) -> None:
-        self.worker.call(self._scheduler.reset_prefix_cache)
+        if self._prefixes is not None:
+            self.worker.call(self._prefixes.clear)
 
     def reset_drafter_memory(self) -> None:
         def forget() -> None:

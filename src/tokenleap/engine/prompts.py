@@ -193,7 +193,8 @@ def conversation_text(
         not continue_final_message if add_generation_prompt is None else add_generation_prompt
     )
     arguments = dict(chat_template_kwargs or {})
-    _check_template_arguments(arguments, tokenizer)
+    if arguments:
+        _check_template_arguments(arguments, tokenizer)
     listed = [_as_templates_read(message) for message in messages]
     if not all(isinstance(tool, Mapping) for tool in tools or ()):
         raise PromptError('tools: expected a list of {"type": "function", "function": {...}}.')

@@ -108,11 +108,6 @@ class Scheduler:
         for request in requests:
             self._end(request, request.abort)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the KV of earlier prompts and what was kept of sources."""
-        if self._prefixes is not None:
-            self._prefixes.clear()
-
     def give_up(self, error: Exception) -> None:
         """End all requests because of an error that is not of one of them."""
         for request in [*self._waiting, *self._running]:
