@@ -145,6 +145,7 @@ class Pooled:
 
     def __init__(self, pooling: Pooling, norm: Callable[[Tensor], Tensor]) -> None:
         self._pooling, self._norm = pooling, norm
+        self._sums = not {"cls", "max", "lasttoken"}.issuperset(pooling.modes)
 
     @torch.inference_mode()
     def add(self, start: int, states: Tensor) -> None:
@@ -162,7 +163,7 @@ class Pooled:
         self._length += len(states)
         self._last = states[-1].clone()
         self._most = torch.maximum(self._most, states.amax(dim=0))
-        for place, state in enumerate(states.double(), start + 1):
+        for place, state in enumerate(states.double() if self._sums else (), start + 1):
             self._sum += state
             self._weighted.add_(state, alpha=place)
 
