@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tokenleap.core.sandbox import confine, end_with, limit
 from tokenleap.errors import ModelError
 from tokenleap.models.folder import PICKLES, header_of, indexed_files, pickle_files, read_config
@@ -193,22 +195,10 @@ def _finish(folder: Path, targets: Mapping[Path, str], making: Path) -> None:
 
 def _remove_leftovers(output: Path) -> None:
     """Remove what killed processes have left of the same folder."""
-    if sys.platform == "win32":  # there, the signal 0 ends a process
-        return
     for path in output.absolute().parent.glob(f".{glob.escape(output.name)}.*"):
         number = path.name.rpartition(".")[2]
-        if number.isdecimal() and path.is_dir() and not _runs(int(number)):
+        if number.isdecimal() and path.is_dir() and not psutil.pid_exists(int(number)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    return True
 
 
 # The program of the process that reads pickles.
