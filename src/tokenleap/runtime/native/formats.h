@@ -108,20 +108,20 @@ public:
     static Prefetch later(const uint8_t* from, size_t bytes) { return {from, bytes, false}; }
 
     // Spread the prefetch over this many calls of `some`.
-    void split_into(int parts) { step_ = (bytes_ / 64 + parts - 1) / parts * 64; }
+    void split_into(int parts) { step_ = bytes_ / parts; }
 
     void some() {
-        const uint8_t* stop = from_ + step_;
+        stop_ += step_;
         if (soon_)
-            for (; from_ < stop; from_ += 64) __builtin_prefetch(from_, 0, 3);
+            for (; from_ < stop_; from_ += 64) __builtin_prefetch(from_, 0, 3);
         else
-            for (; from_ < stop; from_ += 64) __builtin_prefetch(from_, 0, 2);
+            for (; from_ < stop_; from_ += 64) __builtin_prefetch(from_, 0, 2);
     }
 
 private:
-    Prefetch(const uint8_t* from, size_t bytes, bool soon) : from_(from), bytes_(bytes), soon_(soon) {}
+    Prefetch(const uint8_t* from, size_t bytes, bool soon) : from_(from), stop_(from), bytes_(bytes), soon_(soon) {}
 
-    const uint8_t* from_;
+    const uint8_t *from_, *stop_;
     size_t bytes_, step_ = 0;
     bool soon_;
 };
