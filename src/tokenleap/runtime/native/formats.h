@@ -101,7 +101,7 @@ inline void encode(const Linear& layer, const float* from, uint8_t* row, int off
 // both.
 class Prefetch {
 public:
-    // What a kernel that reads a panel only once will read soon. Further ahead, it would wait for the lines that it needs now.
+    // What a kernel that reads a panel only once reads next. Further ahead, less of it comes in time.
     static Prefetch soon(const uint8_t* panel, size_t bytes) { return {panel + 2048, bytes, true}; }
 
     // What is read after this call, into the second cache.
