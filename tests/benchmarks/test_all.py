@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import all as everything
 
+from benchmarks import all as everything
 from tests.benchmarks.program import run
 
 
