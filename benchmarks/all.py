@@ -12,6 +12,7 @@ whose files are not given, or that fails or runs out of its time, keeps its old 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -46,6 +47,10 @@ def _methods(*configs: Mapping[str, object]) -> str:
 
 
 INT4 = {"quantization": "int4"}
+SHOWN = ("Speed", "Speed by kind of prompt", "Start")
+"""The tables of `tokenleap bench` that the page shows."""
+
+_OUT_OF_TIME = 124  # of `timeout`
 BENCH = "tokenleap bench {prompts} --rounds 1 --output {folder}"
 
 
@@ -144,27 +149,38 @@ def _measure(
     ]
     if missing:
         return f"not measured without --{', --'.join(missing).replace('_', '-')}"
-    places = {name: shlex.quote(str(path)) for name, path in files.items()}
     folder, amount = report.with_suffix(""), max(2, round(section.amount * scale))
-    command = section.command.format(**places, folder=shlex.quote(str(folder)), amount=amount)
-    typer.echo(command, err=True)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command)],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=60 * section.minutes * scale + 60,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        return f"did not end within {error.timeout:.0f} s"
+    places = {**files, "folder": folder, "amount": amount}
+    command = re.sub(r"{(\w+)}", lambda at: shlex.quote(str(places[at[1]])), section.command)
+    resumed = [*["--resume"] * (folder / "results.jsonl").exists()]  # of `tokenleap bench`
+    typer.echo(shlex.join([command, *resumed]), err=True)
+    seconds = round(60 * section.minutes * scale + 60)
+    # An interrupt, so that the command ends the servers and processes that it started.
+    limit = ["timeout", "--foreground", "--signal=INT", "--kill-after=60", str(seconds)]
+    done = subprocess.run(
+        [*limit, sys.executable, "-m", *shlex.split(command), *resumed],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode == _OUT_OF_TIME:
+        return f"did not end within {seconds} s"
     if done.returncode:
         return f"ended with status {done.returncode}"
     version = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()
     facts = f"Commit {commit}, {datetime.now(UTC):%d %B %Y}."
-    report.write_text(f"{done.stdout.strip()}\n\n{facts}\n", encoding="utf-8")
+    report.write_text(f"{_shown(command, done.stdout)}\n\n{facts}\n", encoding="utf-8")
     return None
+
+
+def _shown(command: str, printed: str) -> str:
+    """What a command printed, as a part of a page: without names of folders and some tables."""
+    first, *parts = re.split(r"^## (.*)$", re.sub(r"\A# .*\s*", "", printed), flags=re.M)
+    titled = zip(parts[::2], parts[1::2], strict=True)
+    kept = [f"**{title}**{text}" for title, text in titled if title in SHOWN]
+    called = "" if "python -m" in first else f"`{command}`\n\n"
+    return re.sub(r"(?<=[\s'\"=`])/\S*/", "", "".join([called, first, *kept])).strip()
 
 
 def _replace(name: str, text: str) -> None:

@@ -108,7 +108,8 @@ def main(
         llama = llama_command(llama_server, gguf, threads, max(levels))
         commands |= {LLAMA: llama, LLAMA_SPEC: [*llama, "--spec-default"]}
         if draft_model is not None:
-            commands[LLAMA_DRAFT] = [*llama, "-md", str(draft_model)]
+            # Without a type it loads the draft model, and drafts nothing.
+            commands[LLAMA_DRAFT] = [*llama, "-md", str(draft_model), "--spec-type", "draft-simple"]
     chosen = _contestants(contestant, commands)
 
     def send_to(url: str, prompts: Sequence[Prompt], clients: int) -> Burst:

@@ -27,7 +27,7 @@ def test_sections_are_measured_once_and_replaced(
     def called(command: list[str], **_: Any) -> Any:
         if command[0] != "git":
             commands.append(command)
-        return subprocess.CompletedProcess(command, 0, "| new |")
+        return subprocess.CompletedProcess(command, 0, "`python -m x`\n\n| new |")
 
     monkeypatch.setattr(subprocess, "run", called)
     prompts = tmp_path / "prompts.jsonl"
@@ -40,7 +40,7 @@ def test_sections_are_measured_once_and_replaced(
     ((*_, amount),) = commands
     assert amount == "10"  # twice as many in twice the time
     text = page.read_text()
-    assert text.startswith("# Results\n<!-- int4 -->\n\n| new |")
+    assert text.startswith("# Results\n<!-- int4 -->\n\n`python -m x`\n\n| new |")
     assert text.endswith("<!-- end of int4 -->\nafter\n")
     assert "old" not in text
 
@@ -56,3 +56,34 @@ def test_a_command_that_fails_keeps_the_old_table(
     assert "int4: ended with status 3" in done.stderr
     assert not list((tmp_path / "out").iterdir())
     assert "no section 'x'" in run(everything.main, [*arguments, "--only", "x"]).stderr
+
+
+def test_the_page_shows_some_tables_of_a_benchmark_and_no_folders() -> None:
+    printed = "# tokenleap bench\n\nfacts\n\n## Speed\n\n| 5 tokens/s |\n\n## Steps\n\n| b |\n"
+    command = 'tokenleap bench /home/me/p.jsonl --method \'{"model": "/home/me/head"}\''
+    assert everything._shown(command, printed) == (
+        '`tokenleap bench p.jsonl --method \'{"model": "head"}\'`\n\nfacts\n\n'
+        "**Speed**\n\n| 5 tokens/s |"
+    )
+    printed = "`python -m benchmarks.serving --prompts /home/p.jsonl`\n\n1 client"
+    assert everything._shown("x", printed) == printed.replace("/home/", "")
+
+
+def test_a_command_that_takes_too_long_is_interrupted_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def called(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        (tmp_path / "out/methods").mkdir(exist_ok=True)
+        (tmp_path / "out/methods/results.jsonl").touch()
+        return subprocess.CompletedProcess(command, 124, "half")
+
+    monkeypatch.setattr(subprocess, "run", called)
+    arguments = ["--prompts", str(tmp_path), "--gguf", "f", "--output", str(tmp_path / "out")]
+    for _ in range(2):
+        done = run(everything.main, [*arguments, "--only", "methods"])
+        assert "methods: did not end within 1560 s" in done.stderr
+    assert commands[0][0] == "timeout"
+    assert commands[1] == [*commands[0], "--resume"]
