@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model drafter demo notebook test coverage test-slow test-gpu lint format docs clean
+.PHONY: help install model drafter demo notebook test coverage test-slow test-gpu lint format docs sbom release clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -53,11 +53,12 @@ test-slow: model ## tests that take minutes
 test-gpu: model ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict, import-linter
+lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict, import-linter, zizmor
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/zizmor --offline --quiet --no-progress .github
 
 format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix .
@@ -65,6 +66,13 @@ format: $(STAMP) ## format and mend what ruff can mend
 
 docs: $(STAMP) ## build the site into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+sbom: $(STAMP) ## list what a user's environment holds, as CycloneDX in dist/
+	.ci/sbom
+
+release: ## check version, tag, changelog and home, and build what is uploaded into dist/
+	.ci/release.py
+	$(MAKE) wheel sbom
 
 clean: ## remove .venv and caches (the model cache stays)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site .coverage* .import_linter_cache src/*.egg-info
