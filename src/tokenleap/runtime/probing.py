@@ -49,7 +49,9 @@ class Probed(Protocol):
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
-    bucket: Hashable
+
+    @property
+    def bucket(self) -> Hashable: ...
 
     def with_network(self, network: Network) -> Self: ...
 
@@ -90,13 +92,9 @@ def probe(
         return exact
     # PyTorch chooses kernels by shape, and the shapes of all layers are alike: two are enough, of
     # which the second one reads what the first has computed. The weights do not matter.
-    kinds = (target.device, target.dtype, quantized, type(target.network).__name__, target.bucket)
-    key = (
-        model.config.to_json_string(),
-        *kinds,
-        min(_CHUNKS[0] + 1, target.max_model_len),
-        torch.get_num_threads(),
-    )
+    kind = (target.device, target.dtype, quantized, type(target.network).__name__, target.bucket)
+    longest = min(_CHUNKS[0] + 1, target.max_model_len)
+    key = (model.config.to_json_string(), *kind, longest, torch.get_num_threads())
     if key not in _LONG_PASSES:
         try:
             few = target.with_own_rows(min(2, target.network.num_layers))
