@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model drafter demo notebook test coverage test-slow test-gpu lint format docs clean
+.PHONY: help install model drafter demo notebook test coverage test-slow gpu lint format docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -50,8 +50,10 @@ coverage: model ## the same, half as fast, and which lines it never ran
 test-slow: model ## tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-test-gpu: model ## tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+# Without the default model's files it goes on, with random weights.
+gpu: $(STAMP) ## with an NVIDIA GPU: its tests, and measurements, into build/gpu/; 10 minutes
+	-$(BIN)/tokenleap models fetch smollm2-135m
+	$(BIN)/python -m benchmarks.gpu
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict, import-linter
 	$(BIN)/ruff check .
