@@ -471,6 +471,11 @@ class CachingOptions(EngineOptions):
     no_enable_prefix_caching: bool = option(
         "Turn the prefix cache off.", "--no-enable-prefix-caching", default=False
     )
+    batch_invariant: bool = option(
+        "Give all passes one shape, for equal bits where kernels are chosen by shape.",
+        "--batch-invariant",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         if self.prefix_cache_memory is not None and self.no_enable_prefix_caching:
