@@ -162,7 +162,7 @@ def test_in_bfloat16(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS[:2])
 def test_any_schedule_in_passes_of_one_shape(seed: int) -> None:
-    """In memory for two buckets of three sequences, so that some are preempted."""
+    """In memory for one bucket of three sequences, which draft models share."""
     cell_bytes = _plain(torch.float32).engine.target.cell_bytes
     memory = 3 * (CONTEXT + KEY_BLOCK) * cell_bytes
     checked(torch.float32, seed, (*ONE_SHAPE, ("kv_cache_memory", memory)))
