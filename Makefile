@@ -4,6 +4,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A package index with builds of PyTorch. Where it cannot be reached, and with an NVIDIA GPU, pip
+# takes PyPI's build, which is gigabytes of CUDA libraries on Linux.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 # Two test processes of one thread each: tiny models gain nothing from threads.
 TEST_PROCESSES ?= 2
 
@@ -17,6 +20,8 @@ install: $(STAMP) ## make .venv and install the pinned versions
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
+		$(addprefix --extra-index-url ,$(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
