@@ -7,7 +7,7 @@ by burst; while one works, the others wait.
     python -m benchmarks.serving --prompts spec_bench.jsonl --gguf model.gguf
 
 `--contestant tokenleap --contestant replicas` compares one server with `--replicas` of it on Ray,
-which share the same threads (`pip install 'tokenleap[ray]'`). Ray's own processes run all the time.
+which share the same threads (the extra `ray`). Ray's own processes run all the time.
 
 Every contestant serves the same GGUF file, in the numbers of the file. llama.cpp's server needs
 `pip install 'llama-cpp-python[server]'`, here or in the environment of `--llama-python`. Exits with

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.tiny import tiny_model
 
@@ -72,3 +76,15 @@ def test_it_generates_outside_the_checkout(unpacked: Path, tmp_path: Path) -> No
 
 def test_python_m_tokenleap(unpacked: Path) -> None:
     assert "generate" in run(unpacked, "-m", "tokenleap", "--help")
+
+
+def test_any_index_has_the_pinned_versions_and_they_are_in_the_declared_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert [name for name, version in pins.items() if "+" in version] == []  # such as 2.13.0+cpu
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = chain(project["dependencies"], *project["optional-dependencies"].values())
+    for each in map(Requirement, declared):
+        pinned = versions.get(canonicalize_name(each.name))
+        assert pinned is None or each.specifier.contains(pinned), each
