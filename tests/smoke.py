@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,10 +27,23 @@ def main() -> None:
         print(subprocess.run(doctor, check=True, capture_output=True, text=True).stdout)
         assert build.library_origin().startswith("prebuilt"), build.library_origin()
         one_openmp()
-        tokens = [generated(config) for config in (None, {"method": "ngram"})]
-        assert tokens[0] == tokens[1]
+        here = torch.cpu.get_capabilities()
+        for variant in build.variants():
+            if all(here[need] for need in variant.needs):
+                try_variant(variant)
         assert not (Path(cache) / "native").exists()
-    print(build.__file__, build.library_origin(), tokens[0], sep="\n")
+    print(build.__file__, build.library_origin(), sep="\n")
+
+
+def try_variant(variant: build.Variant) -> None:
+    """Load its library as on a processor that has no more than it needs, and compare tokens."""
+    build._library.cache_clear()
+    capabilities = dict.fromkeys(variant.needs, True)
+    with patch("torch.cpu.get_capabilities", return_value=capabilities):
+        assert build.library_origin() == f"prebuilt for {variant.name}"
+    tokens = [generated(config) for config in (None, {"method": "ngram"})]
+    print(variant.name, tokens[0])
+    assert tokens[0] == tokens[1]
 
 
 def one_openmp() -> None:
