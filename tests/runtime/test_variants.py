@@ -75,10 +75,8 @@ def instructions(*flags: str) -> set[str]:
     for each in (flags, ("-march=x86-64",)):
         command = ["g++", *each, "-dM", "-E", "-x", "c++", "/dev/null"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        lines = [line.split() for line in done.stdout.splitlines()]
-        found.append(
-            {words[1] for words in lines if words[1].endswith("__") and words[2:] == ["1"]}
-        )
+        rows = [line.split() for line in done.stdout.splitlines()]
+        found.append({row[1] for row in rows if row[1].endswith("__") and row[2:] == ["1"]})
     return {name.replace("_", "").lower() for name in found[0] - found[1]}
 
 
