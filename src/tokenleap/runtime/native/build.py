@@ -19,6 +19,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -45,9 +46,14 @@ _ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}  # of Windows and macOS
 _MACHINE = _ALIASES.get(platform.machine().lower(), platform.machine())
 _FLAGS = (
     *_TABLE["flags"],
-    "-march=native",
+    "-mcpu=native" if _MACHINE == "aarch64" else "-march=native",
     *_TABLE.get(_MACHINE, _NO_ROWS)["flags"],
-    "-fopenmp",  # of g++, which PyTorch has loaded already: both share its threads
+    # Of the OpenMP that PyTorch has loaded already: both share its threads.
+    *(
+        ("-Xclang", "-fopenmp", "-undefined", "dynamic_lookup")
+        if sys.platform == "darwin"
+        else ("-fopenmp",)
+    ),
     "-fPIC",
     "-shared",
 )
