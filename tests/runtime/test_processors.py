@@ -68,9 +68,7 @@ def test_avx2_has_the_bits_of_the_portable_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", build.variants("aarch64"), ids=lambda variant: variant.name)
-def test_aarch64_has_the_bits_of_the_portable_code(
-    variant: build.Variant, tmp_path: Path
-) -> None:
+def test_aarch64_has_the_bits_of_the_portable_code(variant: build.Variant, tmp_path: Path) -> None:
     emulator = next(filter(None, map(shutil.which, EMULATOR)), None)
     if shutil.which(CROSS) is None or emulator is None:
         pytest.skip(f"there is no cross-compiler or no emulator: {HOW}")
