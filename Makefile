@@ -11,7 +11,7 @@ TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install model drafter demo notebook test coverage test-slow gpu lint format docs sbom release clean
+.PHONY: help install model drafter demo notebook test coverage test-slow gpu lint format wheel docs sbom release clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict, import-linter,
 format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+wheel: $(STAMP) ## build sdist and wheel into dist/, check them, and try the wheel without the checkout
+	.ci/wheel
 
 docs: $(STAMP) ## build the site into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

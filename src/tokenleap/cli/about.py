@@ -124,7 +124,6 @@ def doctor(
             *_processor(),
             _memory(),
             _gpu(),
-            _compiler(),
             _native(),
             _dtype(),
             _threads(),
@@ -183,22 +182,13 @@ def _gpu() -> _Finding:
     return _Finding("GPU", f"{name}, {free / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB")
 
 
-def _compiler() -> _Finding:
-    from tokenleap.runtime.native.build import NativeLibraryError, compiler_version
-
-    try:
-        return _Finding("C++ compiler", compiler_version())
-    except NativeLibraryError as error:
-        return _Finding("C++ compiler", "none that works", f"{error}.")
-
-
 def _native() -> _Finding:
-    from tokenleap.runtime.native.build import why_no_library
+    from tokenleap.runtime.native.build import library_origin, why_no_library
 
     missing = why_no_library()
     if missing is None:
-        ready = "ready: Llama and its relatives, and encoder-decoders, run in C++ on the CPU"
-        return _Finding("native runtime", ready)
+        what = "Llama and its relatives, and encoder-decoders, run in C++ on the CPU"
+        return _Finding("native runtime", f"ready, {library_origin()}: {what}")
     return _Finding(
         "native runtime",
         f"not available: {missing}",
