@@ -7,8 +7,9 @@ prompts from the same HTTP client, and take turns burst by burst; while one work
 
 `benchmarks/llama_server.sh` builds `llama-server`. All servers serve the same GGUF file, in the
 numbers of the file. `--contestant tokenleap --contestant replicas` compares one server with
-`--replicas` of it on Ray, which share the same threads (the extra `ray`). Exits with 1 if a request
-failed, or if greedy answers with speculation differ from those without.
+`--replicas` of it on Ray, which share the same threads (the extra `ray`). Ray's own processes run
+all the time. Exits with 1 if a request failed, or if greedy answers with speculation differ from
+those without.
 
 - first: seconds from when a request was sent to its first text.
 - per token: seconds per token after the first one, of a request.

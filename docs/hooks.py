@@ -50,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **unused: Any) -> str:
     """Add its options to the page of a method."""
     folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
     return markdown + method_options(name) if folder == "methods" and name in METHODS else markdown
