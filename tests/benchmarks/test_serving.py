@@ -25,7 +25,7 @@ def test_clients_read_streams() -> None:
 
 
 def test_contestants_need_their_files() -> None:
-    commands = {NONE: [], REPLICAS: []}
+    commands: dict[str, list[str]] = {NONE: [], REPLICAS: []}
     assert _contestants(None, commands) == (NONE,)
     assert _contestants([NONE, REPLICAS, NONE], commands) == (NONE, REPLICAS)
     with pytest.raises(BenchmarkError, match="needs --llama-server"):
