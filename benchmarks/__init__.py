@@ -16,7 +16,7 @@ Run them from the project root:
     python -m benchmarks.topic_shift --head HEAD --out FOLDER   learning while serving
     python -m benchmarks.control_replay --prompts FILE --recorded FILE   parts of the controller
     python -m benchmarks.draft_replay --recorded FILE   the controller against fixed draft lengths
-    python -m benchmarks.gpu --prompts FILE           single operations, torch.compile
+    python -m benchmarks.gpu                          on a GPU: its tests, networks, bits, drafters
     python -m benchmarks.serving --prompts FILE --gguf FILE   load on `tokenleap serve` and others
 
 They share the runner of `benchmarks.harness`: contestants take turns on every item of every round.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
+import psutil
 import torch
 import typer
 from rich.console import Console
@@ -70,7 +71,10 @@ Threads: TypeAlias = Annotated[int, typer.Option(min=1, help="Of PyTorch.")]
 Model: TypeAlias = Annotated[str, typer.Option(help="Folder, id (ORG/NAME), GGUF file or alias.")]
 TinyModel: TypeAlias = Annotated[
     str,
-    typer.Option(help="Folder, id (ORG/NAME), GGUF file or alias; tiny: random weights, no files."),
+    typer.Option(
+        help="Folder, id (ORG/NAME), GGUF file or alias; tiny, random-135m, random-7b: random "
+        "weights, no files."
+    ),
 ]
 Dtype: TypeAlias = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device: TypeAlias = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -103,6 +107,37 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 TINY = "tiny"
 """The name of a model of two layers with random weights, for trying a benchmark out."""
 
+RANDOM: dict[str, dict[str, int]] = {
+    TINY: {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+    },
+    "random-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+    },
+    "random-7b": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+    },
+}
+"""Models with random weights: sizes of a Llama. The last two are SmolLM2-135M's and Llama-7B's."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -113,32 +148,34 @@ class Loaded:
 
 
 def load(model: str, dtype: str, device: str) -> Loaded:
-    """Load a folder, a GGUF file, an alias or `TINY`."""
+    """Load a folder, a GGUF file, an alias, or make one of `RANDOM`."""
     place = default_device(device)
-    if model == TINY:
-        return Loaded(_tiny(default_dtype(dtype, place), place), None)
+    if model in RANDOM:
+        return Loaded(_random(RANDOM[model], default_dtype(dtype, place), place), None)
     folder = models.resolve(model)
     module = models.load_model(folder, default_dtype(dtype, place), place)
     return Loaded(module, models.load_tokenizer(folder))
 
 
-def _tiny(dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+def _random(sizes: Mapping[str, int], dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+    """A Llama of these sizes, made where it runs; of fewer layers where memory is short."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
+    config = AutoConfig.for_model("llama", **sizes)
+    layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
+    most = int(0.7 * _free_bytes(place) / (layer * dtype.itemsize))
+    config.num_hidden_layers = max(1, min(config.num_hidden_layers, most))
     torch.manual_seed(0)
     make: Any = AutoModelForCausalLM
-    model: PreTrainedModel = make.from_config(config, dtype=dtype).to(place)
+    with place:
+        model: PreTrainedModel = make.from_config(config, dtype=dtype)
     return model
+
+
+def _free_bytes(place: torch.device) -> int:
+    if place.type == "cuda":
+        return torch.cuda.mem_get_info(place)[0]
+    return int(psutil.virtual_memory().available)
 
 
 def llm_for(loaded: Loaded, config: Mapping[str, Any], **options: Any) -> LLM:

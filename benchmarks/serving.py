@@ -1,22 +1,19 @@
-"""A load test of `tokenleap serve`: with speculation, without, replicas, and llama.cpp's server.
+"""A load test of `tokenleap serve`, and of llama.cpp's `llama-server` beside it.
 
-Requests come as a Poisson process at several rates, whether earlier ones have ended or not. All
-contestants get the same prompts at the same times from the same HTTP client, and take turns burst
-by burst; while one works, the others wait.
+1 to 16 clients send a request each, read its stream, and send the next. All servers get the same
+prompts from the same HTTP client, and take turns burst by burst; while one works, the others wait.
 
-    python -m benchmarks.serving --prompts spec_bench.jsonl --gguf model.gguf
+    python -m benchmarks.serving --prompts spec_bench.jsonl --gguf model.gguf --llama-server PATH
 
-`--contestant tokenleap --contestant replicas` compares one server with `--replicas` of it on Ray,
-which share the same threads (`pip install 'tokenleap[ray]'`). Ray's own processes run all the time.
+`benchmarks/llama_server.sh` builds `llama-server`. All servers serve the same GGUF file, in the
+numbers of the file. `--contestant tokenleap --contestant replicas` compares one server with
+`--replicas` of it on Ray, which share the same threads (the extra `ray`). Ray's own processes run
+all the time. Exits with 1 if a request failed, or if greedy answers with speculation differ from
+those without.
 
-Every contestant serves the same GGUF file, in the numbers of the file. llama.cpp's server needs
-`pip install 'llama-cpp-python[server]'`, here or in the environment of `--llama-python`. Exits with
-1 if a request failed, or if greedy answers with speculation differ from those without.
-
-- first: seconds from when a request was due to its first text.
+- first: seconds from when a request was sent to its first text.
 - per token: seconds per token after the first one, of a request.
-- tokens/s: tokens of all answers over the time from the first arrival to the last answer.
-- goodput: requests per second that kept `--max-first` and `--max-per-token`.
+- tokens/s: tokens of all answers over the time from the first request to the last answer.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -36,7 +32,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import fmean, quantiles
-from typing import IO, Annotated, Any, TypeAlias
+from typing import IO, Annotated, TypeAlias
 
 import httpx2
 import typer
@@ -47,14 +43,15 @@ from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
 from tokenleap.bench.report import markdown_table
 from tokenleap.bench.summary import t_ratio
 
-SPECULATION, NONE, LLAMA, REPLICAS = "tokenleap", "none", "llama.cpp", "replicas"
-DEFAULTS = (SPECULATION, NONE, LLAMA)
-CONTESTANTS = (*DEFAULTS, REPLICAS)
-RATES = (0.5, 1.0, 2.0)
+SPECULATION, NONE, DRAFT, REPLICAS = "tokenleap", "none", "draft_model", "replicas"
+LLAMA, LLAMA_SPEC, LLAMA_DRAFT = "llama-server", "llama-server --spec-default", "llama-server -md"
+CONTESTANTS = (SPECULATION, NONE, DRAFT, REPLICAS, LLAMA, LLAMA_SPEC, LLAMA_DRAFT)
+CLIENTS = (1, 4, 8, 16)
+CONTEXT = 2048
 LEVEL = 0.95
 
-Bursts: TypeAlias = "dict[tuple[str, float], list[Burst]]"
-"""By contestant and rate, one per round."""
+Bursts: TypeAlias = "dict[tuple[str, int], list[Burst]]"
+"""By contestant and number of clients, one per round."""
 
 
 @one_line_errors()
@@ -63,12 +60,20 @@ def main(
     gguf: Annotated[Path, typer.Option(help="The model that all serve.", exists=True)],
     contestant: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(CONTESTANTS)} (repeatable). Default: the first three."),
+        typer.Option(help=f"{', '.join(CONTESTANTS)} (repeatable). Default: all but {REPLICAS}."),
     ] = None,
-    rate: Annotated[
-        list[float] | None, typer.Option(help="Requests per second (repeatable).", min=0.01)
+    llama_server: Annotated[
+        Path | None, typer.Option(help="llama.cpp's `llama-server`.", exists=True)
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests per round, rate, server.")] = 20,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="A smaller GGUF file with the same tokens.", exists=True)
+    ] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(help="Clients at once (repeatable).", min=1)
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests per round, at least two of each client.")
+    ] = 8,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds.")] = 3,
     max_tokens: harness.MaxTokens = 48,
     max_prompt_chars: Annotated[
@@ -78,47 +83,50 @@ def main(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Rows of tokenleap's batch.")] = 16,
     threads: Annotated[int, typer.Option(min=1, help="Threads of each server.")] = 2,
     replicas: Annotated[int, typer.Option(min=1, help="Of the contestant replicas.")] = 2,
-    max_first: Annotated[float, typer.Option(min=0, help="Limit of goodput, seconds.")] = 2.0,
-    max_per_token: Annotated[float, typer.Option(min=0, help="Limit of goodput, seconds.")] = 0.1,
-    llama_python: Annotated[
-        str, typer.Option(help="Interpreter that has llama-cpp-python[server].")
-    ] = sys.executable,
     speculative_config: Annotated[
         str | None, typer.Option(help="Instead of the default speculation.", metavar="JSON")
     ] = None,
     seed: harness.Seed = 0,
 ) -> None:
     """Measure the servers and print Markdown tables."""
-    chosen = _contestants(contestant, llama_python)
     pool = [p for p in read_prompts(prompts) if len(p.text) <= max_prompt_chars]
     if not pool:
         raise BenchmarkError(f"no prompt has at most {max_prompt_chars} characters.")
-    rates = tuple(rate or RATES)
-    texts = stratified(pool, requests * rounds * len(rates), seed)
+    levels = tuple(clients or CLIENTS)
+    counts = {level: max(requests, 2 * level) for level in levels}
+    texts = stratified(pool, rounds * sum(counts.values()), seed)
     own = tokenleap_command(gguf, speculative_config, max_num_seqs)
-    shared = ["--replicas", str(replicas), "--threads", str(max(1, threads // replicas))]
+    share = max(1, threads // replicas)
     commands = {
         SPECULATION: own,
         NONE: tokenleap_command(gguf, '{"method": "none"}', max_num_seqs),
-        LLAMA: llama_command(llama_python, gguf, threads, 2048),
-        REPLICAS: [*own, *shared],
+        REPLICAS: [*own, "--replicas", str(replicas), "--threads", str(share)],
     }
+    if draft_model is not None:
+        config = json.dumps({"method": "draft_model", "model": str(draft_model)})
+        commands[DRAFT] = tokenleap_command(gguf, config, max_num_seqs)
+    if llama_server is not None:
+        llama = llama_command(llama_server, gguf, threads, max(levels))
+        commands |= {LLAMA: llama, LLAMA_SPEC: [*llama, "--spec-default"]}
+        if draft_model is not None:
+            # Without a type it loads the draft model, and drafts nothing.
+            commands[LLAMA_DRAFT] = [*llama, "-md", str(draft_model), "--spec-type", "draft-simple"]
+    chosen = _contestants(contestant, commands)
 
-    def send_to(url: str, prompts: Sequence[Prompt], due: Sequence[float]) -> Burst:
-        return asyncio.run(send(url, prompts, due, max_tokens, temperature))
+    def send_to(url: str, prompts: Sequence[Prompt], clients: int) -> Burst:
+        return asyncio.run(send(url, prompts, clients, max_tokens, temperature))
 
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(started(name, commands[name], threads)) for name in chosen
         }
-        bursts = _measured(servers, texts, rates, requests, rounds, send_to, seed)
+        bursts = _measured(servers, texts, counts, rounds, send_to)
     found = {
-        f"{each:g} requests per second": _table(bursts, chosen, each, max_first, max_per_token)
-        for each in rates
+        f"{level} client{'s' * (level > 1)}": _table(bursts, chosen, level) for level in levels
     }
     remark = (
-        f"{requests} requests a round, {rounds} rounds, at most {max_tokens} tokens, {gguf.name}; "
-        f"in brackets {LEVEL:.0%} intervals over rounds."
+        f"{', '.join(map(str, counts.values()))} requests a round, {rounds} rounds, at most "
+        f"{max_tokens} tokens, {gguf.name}; in brackets {LEVEL:.0%} intervals over rounds."
     )
     print(report("serving", machine("cpu"), *chain.from_iterable(found.items()), remark))
     if wrong := _wrong(bursts, greedy=temperature == 0):
@@ -126,51 +134,44 @@ def main(
         raise typer.Exit(1)
 
 
-def _contestants(given: Sequence[str] | None, llama_python: str) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(given or DEFAULTS))
+def _contestants(given: Sequence[str] | None, commands: Mapping[str, object]) -> tuple[str, ...]:
+    chosen = tuple(dict.fromkeys(given or (name for name in commands if name != REPLICAS)))
     if unknown := [name for name in chosen if name not in CONTESTANTS]:
         raise BenchmarkError(f"no contestant {unknown[0]!r}: choose of {', '.join(CONTESTANTS)}.")
+    if missing := [name for name in chosen if name not in commands]:
+        raise BenchmarkError(f"{missing[0]} needs --llama-server, or --draft-model.")
     if not {SPECULATION, NONE} & set(chosen):
         raise BenchmarkError(f"--contestant: one of {SPECULATION} and {NONE} counts the tokens.")
-    if LLAMA in chosen and llama_is_missing(llama_python):
-        message = f"llama.cpp's server is not installed for {llama_python}: "
-        message += "pip install 'llama-cpp-python[server]', or name --llama-python."
-        if given:
-            raise BenchmarkError(message)
-        typer.echo(f"Without llama.cpp: {message}", err=True)
-        chosen = tuple(name for name in chosen if name != LLAMA)
     return chosen
 
 
 def _measured(
     servers: Mapping[str, Server],
     texts: Sequence[Prompt],
-    rates: Sequence[float],
-    requests: int,
+    counts: Mapping[int, int],
     rounds: int,
-    send_to: Callable[[str, Sequence[Prompt], Sequence[float]], Burst],
-    seed: int,
+    send_to: Callable[[str, Sequence[Prompt], int], Burst],
 ) -> Bursts:
-    """All bursts: the servers take turns, with the same prompts at the same times."""
+    """All bursts: the servers take turns, with the same prompts and as many clients."""
     for server in servers.values():
         server.wait()
-        send_to(server.url, texts[:4], [0.0] * len(texts[:4]))  # pays for buffers and cost curves
+        send_to(server.url, texts[:4], 4)  # pays for buffers and cost curves
     prompts = cycle(texts)  # new ones for each burst, because servers cache prefixes
     planned = [
-        (rate, list(islice(prompts, requests)), arrivals(requests, rate, f"{seed}/{turn}/{rate}"))
-        for turn in range(rounds)
-        for rate in rates
+        (list(islice(prompts, count)), level)
+        for _ in range(rounds)
+        for level, count in counts.items()
     ]
 
-    def burst(name: str, plan: tuple[float, list[Prompt], list[float]]) -> Burst:
-        return send_to(servers[name].url, *plan[1:])
+    def burst(name: str, plan: tuple[list[Prompt], int]) -> Burst:
+        return send_to(servers[name].url, *plan)
 
     made = in_turn(list(servers), planned, 1, burst, doing="bursts")
-    found: Bursts = {(name, rate): [] for name in servers for rate in rates}
+    found: Bursts = {(name, level): [] for name in servers for level in counts}
     for name, bursts in made.items():
-        for (rate, *_), (one,) in zip(planned, bursts, strict=True):
-            found[name, rate].append(one)
-    return _counted(found, next(server for name, server in servers.items() if name != LLAMA))
+        for (_, level), (one,) in zip(planned, bursts, strict=True):
+            found[name, level].append(one)
+    return _counted(found, next(server for name, server in servers.items() if _is_own(name)))
 
 
 def _counted(bursts: Bursts, counter: Server) -> Bursts:
@@ -188,12 +189,11 @@ def _counted(bursts: Bursts, counter: Server) -> Bursts:
         return {place: list(map(counted, listed)) for place, listed in bursts.items()}
 
 
-def _table(
-    bursts: Bursts, chosen: Sequence[str], rate: float, max_first: float, max_per_token: float
-) -> str:
+def _table(bursts: Bursts, chosen: Sequence[str], clients: int) -> str:
+    others = [name for name in _others(chosen) if name in chosen]
     rows = []
     for name in chosen:
-        listed = bursts[name, rate]
+        listed = bursts[name, clients]
         answers = [answer for burst in listed for answer in burst.answers if answer.error is None]
         rows.append(
             [
@@ -201,19 +201,20 @@ def _table(
                 *_times([answer.first for answer in answers]),
                 *_times([answer.per_token for answer in answers]),
                 f"{fmean(burst.tokens_per_second for burst in listed):.1f}",
-                f"{fmean(burst.goodput(max_first, max_per_token) for burst in listed):.2f}",
-                *(_ratios(bursts, name, other, rate) for other in _others(chosen)),
+                *(_ratios(bursts, name, other, clients) for other in others),
             ]
         )
-    header = ["server", "first p50", "p95", "per token p50", "p95", "tokens/s", "goodput"]
-    header += [f"speed over {other}" for other in _others(chosen)]
-    return markdown_table(header, rows)
+    header = ["server", "first p50", "p95", "per token p50", "p95", "tokens/s"]
+    return markdown_table([*header, *(f"over {other}" for other in others)], rows)
 
 
-def _others(chosen: Sequence[str]) -> list[str]:
+def _others(chosen: Sequence[str]) -> tuple[str, ...]:
     """Whom the others are compared with."""
-    with_replicas = (SPECULATION,) if REPLICAS in chosen else ()
-    return [name for name in (*with_replicas, NONE, LLAMA) if name in chosen]
+    return (SPECULATION,) if REPLICAS in chosen else (NONE, LLAMA)
+
+
+def _is_own(name: str) -> bool:
+    return not name.startswith(LLAMA)
 
 
 def _times(seconds: Sequence[float]) -> tuple[str, str]:
@@ -223,47 +224,38 @@ def _times(seconds: Sequence[float]) -> tuple[str, str]:
     return f"{cuts[9]:.3f}", f"{cuts[18]:.3f}"
 
 
-def _ratios(bursts: Mapping[Any, Sequence[Burst]], name: str, other: str, rate: float) -> str:
-    """Mean time of a request with the other server over that with this one, round by round.
-
-    Below its capacity a server cannot have more tokens/s than are asked for; the time of a request
-    tells servers apart at every rate.
-    """
+def _ratios(bursts: Bursts, name: str, other: str, clients: int) -> str:
+    """Tokens/s over those of another server, round by round."""
     if name == other:
         return ""
-    pairs = zip(bursts[other, rate], bursts[name, rate], strict=True)
-    ratios = [_mean_time(theirs) / _mean_time(ours) for theirs, ours in pairs]
-    return str(t_ratio(ratios, LEVEL))
-
-
-def _mean_time(burst: Burst) -> float:
-    return fmean(answer.last for answer in burst.answers)
+    pairs = zip(bursts[name, clients], bursts[other, clients], strict=True)
+    return str(t_ratio([a.tokens_per_second / b.tokens_per_second for a, b in pairs], LEVEL))
 
 
 def _wrong(bursts: Bursts, *, greedy: bool) -> list[str]:
     """Errors: failed requests, and greedy answers that speculation changed."""
     lines = [
-        f"{name}, {rate:g}/s, prompt {answer.prompt}: {answer.error}"
-        for (name, rate), listed in bursts.items()
+        f"{name}, {clients} clients, prompt {answer.prompt}: {answer.error}"
+        for (name, clients), listed in bursts.items()
         for burst in listed
         for answer in burst.answers
         if answer.error is not None
     ]
     texts: dict[str, str] = {}
     for (name, _), listed in bursts.items():
-        if greedy and name != LLAMA:
+        if greedy and _is_own(name):
             for answer in [a for burst in listed for a in burst.answers if a.error is None]:
                 if answer.text != texts.setdefault(answer.prompt, answer.text):
                     lines.append(f"prompt {answer.prompt}: another answer of {name}")
     return lines
 
 
-# The load: requests are sent when they are due, however many still run
+# The load
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request; its times count from when the request was due.
+    """The answer to a request; its times count from when it was sent.
 
     Tokens are counted after the load, with one tokenizer for all contestants.
     """
@@ -282,7 +274,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Burst:
-    """The answers to the requests of one round at one rate, in order; seconds until the last."""
+    """The answers to the requests of one round, in order; seconds until the last."""
 
     answers: Sequence[Answer]
     seconds: float
@@ -291,34 +283,16 @@ class Burst:
     def tokens_per_second(self) -> float:
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
-    def goodput(self, first: float, per_token: float) -> float:
-        """Requests per second that kept both limits, in seconds."""
-        kept = [
-            answer
-            for answer in self.answers
-            if answer.error is None and answer.first <= first and answer.per_token <= per_token
-        ]
-        return len(kept) / self.seconds
-
-
-def arrivals(count: int, rate: float, seed: str) -> list[float]:
-    """When requests are due: a Poisson process of `rate` per second that begins at 0."""
-    gaps, due = random.Random(seed), [0.0]
-    while len(due) < count:
-        due.append(due[-1] + gaps.expovariate(rate))
-    return due
-
 
 async def send(
-    url: str, prompts: Sequence[Prompt], due: Sequence[float], max_tokens: int, temperature: float
+    url: str, prompts: Sequence[Prompt], clients: int, max_tokens: int, temperature: float
 ) -> Burst:
-    """Send a chat request for each prompt when it is due, and read the streams."""
+    """Send a chat request for each prompt, so many at once, and read the streams."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx2.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        began = time.perf_counter()
+        began, free = time.perf_counter(), asyncio.Semaphore(clients)
 
-        async def one(prompt: Prompt, at: float) -> Answer:
-            await asyncio.sleep(began + at - time.perf_counter())
+        async def one(prompt: Prompt) -> Answer:
             body = {
                 "messages": [{"role": "user", "content": prompt.text}],
                 "max_tokens": max_tokens,
@@ -326,19 +300,20 @@ async def send(
                 "seed": prompt.seed,
                 "stream": True,
             }
-            try:
-                return await _read(client, prompt, body, began + at)
-            except (httpx2.HTTPError, ValueError, LookupError) as error:
-                now = time.perf_counter() - began - at
-                return Answer(prompt.id, "", now, now, error=str(error) or repr(error))
+            async with free:
+                sent = time.perf_counter()
+                try:
+                    return await _read(client, prompt, body, sent)
+                except (httpx2.HTTPError, ValueError, LookupError) as error:
+                    passed = time.perf_counter() - sent
+                    return Answer(prompt.id, "", passed, passed, error=str(error) or repr(error))
 
-        pairs = zip(prompts, due, strict=True)
-        answers = await asyncio.gather(*(one(*pair) for pair in pairs))
+        answers = await asyncio.gather(*map(one, prompts))
         return Burst(answers, time.perf_counter() - began)
 
 
 async def _read(
-    client: httpx2.AsyncClient, prompt: Prompt, body: dict[str, object], due: float
+    client: httpx2.AsyncClient, prompt: Prompt, body: dict[str, object], sent: float
 ) -> Answer:
     text, first, last = "", 0.0, 0.0
     async with client.stream("POST", "/v1/chat/completions", json={"model": "m", **body}) as got:
@@ -354,7 +329,7 @@ async def _read(
             for choice in chunk["choices"]:
                 piece = choice["delta"].get("content") or ""
                 if piece:
-                    last = time.perf_counter() - due
+                    last = time.perf_counter() - sent
                     first = first or last
                     text += piece
     if not text:
@@ -384,7 +359,7 @@ class Server:
             if self.process.poll() is not None:
                 raise BenchmarkError(f"{self.name} ended: {self._last_line()}")
             with suppress(httpx2.HTTPError):
-                if httpx2.get(f"{self.url}/v1/models", timeout=5).status_code == 200:
+                if httpx2.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             time.sleep(0.2)
         raise BenchmarkError(f"{self.name} did not start in {_PATIENCE:.0f} s.")
@@ -427,17 +402,11 @@ def tokenleap_command(model: Path, config: str | None, max_num_seqs: int) -> lis
     return command + ([] if config is None else ["--speculative-config", config])
 
 
-def llama_command(python: str, gguf: Path, threads: int, context: int) -> list[str]:
-    """llama.cpp's server on a free port. It serves one request at a time, in order of arrival."""
-    command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--model_alias", "m"]
-    command += ["--port", "{port}", "--n_ctx", str(context), "--n_threads", str(threads)]
-    # Else a new request ends the one that runs.
-    return [*command, "--n_threads_batch", str(threads), "--interrupt_requests", "False"]
-
-
-def llama_is_missing(python: str) -> bool:
-    found = subprocess.run([python, "-c", "import llama_cpp.server.app"], capture_output=True)
-    return found.returncode != 0
+def llama_command(program: Path, gguf: Path, threads: int, slots: int) -> list[str]:
+    """`llama-server` on a free port, with a slot for each client."""
+    command = [str(program), "-m", str(gguf), "--alias", "m", "--port", "{port}"]
+    command += ["-np", str(slots), "-c", str(slots * CONTEXT)]
+    return [*command, "-t", str(threads), "-tb", str(threads)]
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""MkDocs hook: the page of all options, written from the classes that check them."""
+"""MkDocs hook: tables of options, written from the classes that check them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from tokenleap.control import CONTROLLERS
 from tokenleap.core.acceptance import RULES, AcceptanceRule
 from tokenleap.core.config import Config
 from tokenleap.drafters.online import OnlineOptions
 from tokenleap.drafters.registry import METHODS
-from tokenleap.drafters.spec import DrafterSpec
 from tokenleap.training.method import TrainingSettings, training_methods
 
 PAGE = "reference/options.md"
 
 INTRODUCTION = """# Options
 
-This page is generated from the classes that check the options. [Methods](../methods.md) says what
-each method is for. A method's options are fields of `speculative_config`, next to those that
-[all methods have](parameters.md). The options of a rule or a controller are given with its name:
+This page is generated from the classes that check the options. Those of a method are on
+[its page](../methods.md). The options of a rule or a controller are given with its name:
 `"acceptance": {"rule": "lenient", "lenience": 0.3}`. Options of [training](../training.md) are
 `--set NAME=VALUE`, with JSON values.
 """
@@ -51,11 +50,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Page, **unused: Any) -> str:
+    """Add its options to the page of a method."""
+    folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
+    return markdown + method_options(name) if folder == "methods" and name in METHODS else markdown
+
+
+def method_options(name: str) -> str:
+    """The end of a method's page, as Markdown."""
+    spec = METHODS[name]
+    facts = (
+        "Fields of `speculative_config`, next to those that "
+        "[all methods have](../reference/parameters.md). `num_speculative_tokens` is "
+        f"{spec.default_num_speculative_tokens} by default."
+    )
+    return f"\n## Options\n\n{facts}\n\n{_table(spec.options)}\n"
+
+
 def options_page() -> str:
-    """The options of methods, acceptance rules, controllers and trainings, as Markdown."""
-    parts = [INTRODUCTION, "## Methods\n"]
-    parts += [_section(name, _method(name, spec), spec.options) for name, spec in METHODS.items()]
-    parts.append("## Acceptance rules\n")
+    """The options of acceptance rules, controllers and trainings, as Markdown."""
+    parts = [INTRODUCTION, "## Acceptance rules\n"]
     parts += [_section(name, _rule(rule), rule.Options) for name, rule in RULES.items()]
     parts.append("## Controllers\n")
     parts += [
@@ -72,22 +86,12 @@ def options_page() -> str:
 
 
 def _section(name: str, about: str, options: type[Config]) -> str:
+    return f"### {name}\n\n{about}\n\n{_table(options)}\n"
+
+
+def _table(options: type[Config]) -> str:
     rows = list(_rows(options))
-    table = HEAD + "\n".join(rows) if rows else "It has no options of its own."
-    return f"### {name}\n\n{about}\n\n{table}\n"
-
-
-def _method(name: str, spec: DrafterSpec) -> str:
-    facts = [
-        _sentence(spec.summary),
-        f"`num_speculative_tokens` is {spec.default_num_speculative_tokens} by default.",
-        f"[When to use it](../methods.md#{name}).",
-    ]
-    if spec.takes_model:
-        facts.insert(1, "It needs `model`, a draft model.")
-    if spec.takes_head:
-        facts.insert(1, "It needs `model`, the folder of what was trained.")
-    return " ".join(facts)
+    return HEAD + "\n".join(rows) if rows else "It has no options of its own."
 
 
 def _rule(rule: type[AcceptanceRule]) -> str:

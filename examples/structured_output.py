@@ -3,8 +3,8 @@
     python examples/structured_output.py
     python examples/structured_output.py --text "Ada Lovelace, born 1815, of London"
 
-It needs `pip install '.[structured]'`. At every drafted position, tokens that the schema
-does not allow have probability 0. So the output has the same distribution as without drafts.
+It needs the extra `structured`. At every drafted position, tokens that the schema does not allow
+have probability 0. So the output has the same distribution as without drafts.
 """
 
 from __future__ import annotations

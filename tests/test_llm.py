@@ -148,7 +148,7 @@ def test_defaults_are_vllms(llm: LLM) -> None:
         ({"num_speculative_tokens": 3}, "write {'num_speculative_tokens': ...}"),
         ({"temperature": 0}, "give `SamplingParams` to generate()"),
         ({"max_model_length": 99}, "did you mean 'max_model_len'?"),
-        ({"zzz": 1}, "known: device, dtype, "),
+        ({"zzz": 1}, "known: batch_invariant, device, dtype, "),
     ],
 )
 def test_a_model_with_arguments_of_other_libraries(arguments: dict[str, Any], message: str) -> None:

@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     )
     from tokenleap.trace import StepTrace, Trace
 
+    __version__: str
+
 bound_spinning()  # before PyTorch is loaded
 
 if "ipykernel" in sys.modules:  # the bar of `LLM` and Transformers, which asks for ipywidgets
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")
         importlib.import_module("tqdm.auto")
-
-__version__ = "0.1.0"
 
 _MODULES = {
     "tokenleap.async_llm": ["AsyncLLM"],
@@ -135,6 +135,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version(__name__)
     if name not in _HOME:
         raise AttributeError(f"module 'tokenleap' has no attribute '{name}'")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -24,6 +24,8 @@ from tokenleap.drafters.registry import drafter_spec, spec_of
 from tokenleap.drafters.spec import DrafterSpec
 from tokenleap.errors import ConfigError
 
+_SYNTHETIC = "use 'acceptance': {{'rule': 'synthetic', 'acceptance_{name}': ...}}."
+
 
 class SpeculativeConfig(Config):
     """How to draft, how much, and what to accept.
@@ -60,6 +62,9 @@ class SpeculativeConfig(Config):
         "draft_model": "use 'model'.",
         "prompt_lookup_num_tokens": "use method 'ngram' with 'num_speculative_tokens'.",
         "num_assistant_tokens": "use 'num_speculative_tokens'.",
+        "rejection_sample_method": "use 'acceptance': 'rejection', 'block' or 'synthetic'.",
+        "synthetic_acceptance_rates": _SYNTHETIC.format(name="rates"),
+        "synthetic_acceptance_length": _SYNTHETIC.format(name="length"),
     }
 
     method: str | Drafter = "none"

@@ -111,6 +111,10 @@ class LLM:
             operations: those of "lean", for Llama, Mistral and Qwen, or of "module", the
             Transformers module; "compiled" is that module with its MLPs under `torch.compile`.
             "auto" takes "native" where it is available.
+        batch_invariant: compute in a way that makes a position's bits independent of the batch and
+            of drafts (invariant 7), where kernels are chosen by shape, as on GPUs: all passes get
+            one shape (`docs/gpu.md` says at what cost). What cannot be made so is refused. The
+            native runtime needs no such way. vLLM's name is the variable `VLLM_BATCH_INVARIANT`.
         generation_config: where the model's defaults of sampling and its rules come from: "auto"
             is its own `generation_config.json`, and a folder has another. "none" (vLLM's "vllm")
             reads only special tokens from it. Defaults hold for sampling parameters that are not
@@ -154,6 +158,7 @@ class LLM:
         prefix_cache_memory: int | str = "256MiB",
         quantization: str | None = "auto",
         runtime: str = "auto",
+        batch_invariant: bool = False,
         generation_config: str | Path = "auto",
         seed: int | None = None,
         tensor_parallel_size: int = 1,
@@ -184,6 +189,7 @@ class LLM:
             prefix_cache_bytes=prefix_bytes if enable_prefix_caching else None,
             quantization=quantization,
             runtime=runtime,
+            batch_invariant=batch_invariant,
             seed=seed,
         )
         self.model_path, self.tokenizer = loaded.path, loaded.tokenizer

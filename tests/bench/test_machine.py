@@ -86,7 +86,7 @@ def test_a_gpu_without_counter_or_library(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pynvml", None)
     meter, said = open_meter("cuda")
     assert meter is None
-    assert "pip install 'tokenleap[energy]'" in said
+    assert "pip install 'nvidia-ml-py>" in said
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

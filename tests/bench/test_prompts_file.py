@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,56 @@ def test_spec_bench_lines_give_first_turns_and_six_kinds(tmp_path: Path) -> None
     ]
 
 
+def speed_bench(number: int, category: str, *turns: str, **fields: Any) -> dict[str, Any]:
+    """A row with the columns of the dataset's card."""
+    return {
+        "question_id": f"{number:032x}",
+        "category": category,
+        "sub_category": "",
+        "turns": list(turns),
+        "source": "",
+        "src_id": "",
+        "difficulty": "",
+        "multiturn": len(turns) > 1,
+        **fields,
+    }
+
+
+def test_categories_of_speed_bench_are_kinds(tmp_path: Path) -> None:
+    """Also those that have the name of one of MT-Bench's."""
+    rows = [speed_bench(1, "writing", "a", "b"), speed_bench(2, "rag", "c")]
+    expected = [Prompt(f"{1:032x}", "writing", "a"), Prompt(f"{2:032x}", "rag", "c")]
+    assert read_prompts(write(tmp_path, "qualitative.jsonl", *rows)) == expected
+    for row in rows:  # as NeMo-Skills' prepare.py writes them
+        row["messages"] = [{"role": "user", "content": turn} for turn in row.pop("turns")]
+    assert read_prompts(write(tmp_path, "prepared.jsonl", *rows)) == expected
+
+
+def test_speed_bench_is_published_as_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow, which `.[ray]` brings")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [speed_bench(1, "low_entropy", "a"), speed_bench(2, "mixed", "b")]
+    file = tmp_path / "throughput_1k.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    assert [(p.kind, p.text) for p in read_prompts(file)] == [("low_entropy", "a"), ("mixed", "b")]
+    file.write_bytes(b"PAR1")
+    with pytest.raises(PromptError, match="throughput_1k"):
+        read_prompts(file)
+
+
+def test_parquet_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TokenleapError, match="needs pyarrow: pip install pyarrow"):
+        read_prompts(tmp_path / "test.parquet")
+
+
+def test_a_text_that_could_not_be_published_is_refused(tmp_path: Path) -> None:
+    text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\n{article}"
+    file = write(tmp_path, "qualitative.jsonl", speed_bench(1, "summarization", text))
+    with pytest.raises(PromptError, match=r"line 1: a placeholder.*prepare\.py"):
+        read_prompts(file)
+
+
 def test_other_json_lines_and_plain_text(tmp_path: Path) -> None:
     lines = write(tmp_path, "mine.jsonl", {"prompt": "a"}, '"b"', "", {"question": "c"})
     assert [p.text for p in read_prompts(lines)] == ["a", "b", "c"]
@@ -50,6 +101,7 @@ def test_other_json_lines_and_plain_text(tmp_path: Path) -> None:
         (["3"], "line 1: no text"),
         ([{"turns": []}], "line 1: no text"),
         ([{"turns": [5]}], "line 1: no text"),
+        ([{"messages": [{"role": "user"}]}], "line 1: no text"),
         ([{"answer": "a"}], "line 1: no text"),
         ([{"question_id": 1, "text": "a"}, {"question_id": 1, "text": "b"}], "1 occurs twice"),
     ],

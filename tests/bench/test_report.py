@@ -185,7 +185,7 @@ def test_without_matplotlib_the_page_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     text = html(results(), HEADER)
     assert Page(text).images == {}
-    assert "pip install 'tokenleap[plots]'" in text
+    assert "pip install &#39;matplotlib&lt;" in text
 
 
 def test_a_table_is_markdown() -> None:

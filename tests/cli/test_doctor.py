@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,10 @@ def findings(run: Run) -> dict[str, tuple[str, str]]:
 
 def test_what_is_there(run: Run) -> None:
     found = findings(run)
-    assert found["native runtime"][0].startswith("ready")
+    assert found["native runtime"][0].startswith(("ready, compiled here by", "ready, prebuilt for"))
     assert "of" in found["cores"][0]
-    assert found["tokenleap[bench]"][0] == found["tokenleap[serve]"][0] == "installed"
-    assert found["C++ compiler"][1] == ""
-    extras = set(metadata("tokenleap").get_all("Provides-Extra", [])) - {"dev", "docs"}
-    assert {f"tokenleap[{extra}]" for extra in extras} <= found.keys()
+    assert found["extra bench"][0] == found["extra serve"][0] == "installed"
+    assert "extra dev" not in found
     shown = run("doctor").stdout
     assert all(name in shown for name in found)
 
@@ -40,7 +37,6 @@ def test_no_compiler(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     value, advice = found["native runtime"]
     assert "install g++" in value
     assert "slower" in advice
-    assert "install g++" in found["C++ compiler"][1]
 
 
 def test_a_processor_without_vectors(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,12 +36,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_generate(run: Run, tiny: Path, made: list[dict[str, Any]]) -> None:
     several = ["generate", "hello", "-m", tiny, *SHORT, "--n", 3, "--temperature", 1, "--seed", 1]
     expected = run(*several).stdout
-    more = ["--max-num-seqs", 2, "--prefix-cache-memory", "1MiB"]
+    more = ["--max-num-seqs", 2, "--prefix-cache-memory", "1MiB", "--batch-invariant"]
     result = run.done(*several, *GIVEN, *more)
     assert result.stdout == expected
     assert made[0]["enable_prefix_caching"]
     assert {"kv_cache_memory", "max_num_seqs", "prefix_cache_memory"}.isdisjoint(made[0])
     wanted = {**EXPECTED, "max_num_seqs": 2, "prefix_cache_memory": "1MiB"}
+    wanted["batch_invariant"] = True
     assert {name: made[1][name] for name in wanted} == wanted
 
 

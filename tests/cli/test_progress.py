@@ -112,7 +112,7 @@ def test_compiling_is_said(
     monkeypatch.setattr(build, "_run", lambda command, **_: Path(command[-1]).touch())
     with working("Loading", quiet=quiet):
         build._compile("g++", (), tmp_path / "library.so")
-    said = "compiling the native runtime with g++: once, in about a minute\n"
+    said = "compiling the native runtime, about 20 s, once (g++)\n"
     assert capsys.readouterr().err == ("" if quiet else said)
     build._compile("g++", (), tmp_path / "library.so")
     assert capsys.readouterr().err == ""

@@ -387,6 +387,6 @@ def test_wrong_use(run: Run, tmp_path: Path, arguments: list[str], message: str)
 def test_svg_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenleap.cli.options.find_spec", lambda _: None)
     file = saved(tmp_path, WITH_PROMPT, "one.json")
-    assert "--svg needs Matplotlib: pip install 'tokenleap[plots]'" in run.refused(
+    assert "--svg needs Matplotlib: pip install 'matplotlib<" in run.refused(
         "trace", file, "--svg", tmp_path / "x.svg"
     )

@@ -447,9 +447,8 @@ def test_without_the_library_it_stands_on(
     run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    assert (
-        run.refused("train", "eagle", "-m", tiny, "-o", tmp_path / "head")
-        == "error: training needs accelerate: pip install 'tokenleap[train]'"
+    assert run.refused("train", "eagle", "-m", tiny, "-o", tmp_path / "head").startswith(
+        "error: training needs accelerate: pip install 'accelerate<"
     )
 
 

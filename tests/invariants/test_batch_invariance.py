@@ -71,32 +71,38 @@ def params_of(dice: random.Random) -> SamplingParams:
     return SamplingParams(seed=dice.randrange(9), max_tokens=length, logprobs=1, **shape)
 
 
+NATIVE = ()
+ONE_SHAPE = (("runtime", "module"), ("batch_invariant", True), ("max_num_seqs", 3))
+
+
 @cache
-def alone(dtype: torch.dtype, prompt: tuple[int, ...], params: str) -> Any:
+def alone(
+    dtype: torch.dtype, prompt: tuple[int, ...], params: str, kind: tuple[Any, ...] = NATIVE
+) -> Any:
     """A plain LLM that has never seen another request."""
-    plain = _plain(dtype)
+    plain = _plain(dtype, kind)
     (output,) = plain.generate([list(prompt)], SamplingParams.model_validate_json(params))
     assert not plain.engine.target._keys
     return output.token_ids, output.logprobs
 
 
 @cache
-def _plain(dtype: torch.dtype) -> LLM:
-    return LLM(model_of(dtype), enable_prefix_caching=False)
+def _plain(dtype: torch.dtype, kind: tuple[Any, ...] = NATIVE) -> LLM:
+    return LLM(model_of(dtype), enable_prefix_caching=False, **dict(kind))
 
 
-def random_llm(dice: random.Random, dtype: torch.dtype) -> LLM:
+def random_llm(dice: random.Random, dtype: torch.dtype, kind: tuple[Any, ...]) -> LLM:
     budget, cell_bytes = dice.choice(BUDGETS), _plain(dtype).engine.target.cell_bytes
     memory = None if budget is None else budget * KEY_BLOCK * cell_bytes
-    return LLM(
-        model_of(dtype),
-        speculative_config=config_of(dice.choice(CHOICES), dtype),
-        max_num_seqs=dice.choice((2, 3, 8, 16)),
-        max_num_batched_tokens=dice.choice(CHUNKS),
-        kv_cache_memory=memory,
-        enable_prefix_caching=dice.random() < 0.8,
-        prefix_cache_memory=dice.choice((2, 9, 100)) * BLOCK * cell_bytes,
-    )
+    fields: dict[str, Any] = {
+        "speculative_config": config_of(dice.choice(CHOICES), dtype),
+        "max_num_seqs": dice.choice((2, 3, 8, 16)),
+        "max_num_batched_tokens": dice.choice(CHUNKS),
+        "kv_cache_memory": memory,
+        "enable_prefix_caching": dice.random() < 0.8,
+        "prefix_cache_memory": dice.choice((2, 9, 100)) * BLOCK * cell_bytes,
+    }
+    return LLM(model_of(dtype), **{**fields, **dict(kind)})
 
 
 def serve(llm: LLM, dice: random.Random, dtype: torch.dtype) -> list[tuple[Any, CompletionOutput]]:
@@ -119,16 +125,19 @@ def serve(llm: LLM, dice: random.Random, dtype: torch.dtype) -> list[tuple[Any, 
     return ended
 
 
-def checked(dtype: torch.dtype, seed: int) -> list[CompletionOutput]:
+def checked(
+    dtype: torch.dtype, seed: int, kind: tuple[Any, ...] = NATIVE
+) -> list[CompletionOutput]:
     """The outputs of a schedule, which are those of the same requests by themselves."""
     dice = random.Random(seed)
-    llm = random_llm(dice, dtype)
+    llm = random_llm(dice, dtype, kind)
     ended = serve(llm, dice, dtype)
     assert llm.bit_exact
     assert ended
     for (prompt, params), output in ended:
         assert output.metrics.drafter_failure is None
-        expected = alone(dtype, prompt, params.model_dump_json(exclude={"structured_outputs"}))
+        given = params.model_dump_json(exclude={"structured_outputs"})
+        expected = alone(dtype, prompt, given, kind)
         assert (output.token_ids, output.logprobs) == expected
     assert not llm.engine.target._keys
     assert not llm.engine._scheduler.busy
@@ -149,3 +158,11 @@ def test_any_batch_any_schedule() -> None:
 )
 def test_in_bfloat16(seed: int) -> None:
     checked(torch.bfloat16, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_any_schedule_in_passes_of_one_shape(seed: int) -> None:
+    """In memory for one bucket of three sequences, which draft models share."""
+    cell_bytes = _plain(torch.float32).engine.target.cell_bytes
+    memory = 3 * (CONTEXT + KEY_BLOCK) * cell_bytes
+    checked(torch.float32, seed, (*ONE_SHAPE, ("kv_cache_memory", memory)))

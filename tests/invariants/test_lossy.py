@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -21,15 +22,24 @@ from tests.enumeration import (
     trees,
     without_replacement,
 )
-from tokenleap import SamplingParams
+from tests.matrix import tiny_llm
+from tests.tiny import tiny_model
+from tokenleap import CompatibilityError, ConfigError, SamplingParams
 from tokenleap.core.acceptance import RULES, AcceptanceRule
-from tokenleap.core.acceptance.rules import Distance, Lenient, Rejection, TopBeta, Typical
+from tokenleap.core.acceptance.rules import (
+    Distance,
+    Lenient,
+    Rejection,
+    Synthetic,
+    TopBeta,
+    Typical,
+)
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.sampler import Sampler, TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree, chain
 
 LOSSY = [name for name, rule in RULES.items() if not rule.lossless]
-JUDGING_TOKENS = [name for name in LOSSY if name != "lenient"]
+JUDGING_TOKENS = [name for name in LOSSY if name not in ("lenient", "synthetic")]
 """Rules that judge each token on its own; `lenient` tries siblings in turn, as `rejection` does."""
 
 
@@ -243,3 +253,71 @@ def test_the_longest_passing_path_wins(rule: str) -> None:
     accept = RULES[rule](RULES[rule].Options(**options))
     for decision, _ in decisions(accept, Draft.deterministic(tree), distribution_of):
         assert decision.path == (2, 3, 4)
+
+
+# `synthetic`: promises a mean acceptance length, and nothing of the text.
+
+
+def kept(options: dict[str, Any], gamma: int) -> list[float]:
+    """The probability of each number of accepted tokens of a chain of gamma."""
+    rule = Synthetic(Synthetic.Options(**options))
+    draft = Draft.deterministic(chain([0, *[1] * gamma]))
+    shares = [0.0] * (gamma + 1)
+    for decision, weight in decisions(rule, draft, random_distributions(3, 1)):
+        shares[len(decision.path)] += weight
+        assert bool(decision.rejected) == (len(decision.path) < gamma)
+    return shares
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8])
+def test_synthetic_acceptance_has_the_mean_length_of_its_rate(rate: float, gamma: int) -> None:
+    mean = 1 + sum(n * share for n, share in enumerate(kept({"acceptance_rate": rate}, gamma)))
+    assert mean == pytest.approx((1 - rate ** (gamma + 1)) / (1 - rate))
+
+
+def test_synthetic_acceptance_takes_vllms_rates_and_length() -> None:
+    """Rates include the tokens before; a length varies as little as it can."""
+    rates = {"acceptance_rates": (0.7, 0.5, 0.5)}
+    assert kept(rates, 5) == pytest.approx([0.3, 0.2, 0.0, 0.5, 0.0, 0.0])
+    assert kept({"acceptance_rates": (0.5, 0.0, 0.0)}, 3) == pytest.approx([0.5, 0.5, 0, 0])
+    assert kept({"acceptance_length": 3.5}, 5) == pytest.approx([0, 0, 0.5, 0.5, 0, 0])
+    assert kept({"acceptance_length": 1}, 2) == pytest.approx([1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"acceptance_rate": 0.5, "acceptance_length": 2}, "give one of them"),
+        ({"acceptance_rates": (0.5, 0.6)}, "none grows"),
+        ({"acceptance_rate": 1.1}, "acceptance_rate"),
+    ],
+)
+def test_contradictory_synthetic_acceptance_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Synthetic.Options(**options)
+
+
+@pytest.mark.parametrize("method", ["random", "draft_model"])
+def test_generation_has_the_synthetic_acceptance(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever drafts. It is warned of, and takes no forms, which it could not keep.
+
+    By Hoeffding's inequality, the share of n first tokens that are kept is farther than 0.15 from
+    the rate with a probability below 2 exp(-0.045 n), 5e-8 for n = 390.
+    """
+    acceptance = {"rule": "synthetic", "acceptance_rate": 0.8}
+    with caplog.at_level(logging.WARNING, "tokenleap"):
+        llm = tiny_llm(tiny_model(), method, gamma=3, acceptance=acceptance)
+    assert "the text is NOT the model's" in caplog.text
+    params = SamplingParams(temperature=0, max_tokens=300, seed=1, ignore_eos=True)
+    outputs = llm.generate([[1, 2, 3], [4, 5], [6, 7], [8], [9]], params)
+    drafts = sum(output.metrics.num_drafts for output in outputs)
+    first = sum(output.metrics.accepted_per_position[0] for output in outputs)
+    assert drafts >= 390
+    assert first / drafts == pytest.approx(0.8, abs=0.15)
+    with pytest.raises(ConfigError, match="keeps to no form"):
+        llm.generate([1], SamplingParams(structured_outputs={"choice": ["a"]}))
+    with pytest.raises(CompatibilityError, match="takes chains only"):
+        llm.generate([1], speculative_config={"method": "recycle", "acceptance": acceptance})

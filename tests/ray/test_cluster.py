@@ -1,6 +1,6 @@
 """Two replicas of a tiny model on a Ray cluster of this machine: slow, and only with Ray.
 
-pip install -c constraints.txt 'tokenleap[ray]'; pytest -m slow tests/ray
+pip install -c constraints.txt -e '.[ray]'; pytest -m slow tests/ray
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def test_ray_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for command in (SERVE, ("generate", "--jsonl", "--file", prompts)):
         result = run(*command, "--replicas", 2)
         assert result.exit_code == 1
-        assert "pip install 'tokenleap[ray]'" in error_of(result)
-    with pytest.raises(TokenleapError, match=r"tokenleap\[ray\]"):
+        assert "this needs ray: pip install 'fastapi<" in error_of(result)
+    with pytest.raises(TokenleapError, match=r"'ray\[data,serve\]<"):
         tokenleap.ray.generate(None, "smollm2-135m")
 
 

@@ -84,3 +84,22 @@ def test_generation_is_that_of_the_cpu(architecture: str, method: str) -> None:
         llm = LLM(model, runtime="torch", speculative_config=config, max_num_seqs=3)
         outputs.append([output.token_ids for output in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_of_one_shape_have_equal_bits(device: str, dtype: torch.dtype) -> None:
+    """Also beside other sequences, and whatever is drafted."""
+    model = tiny_model("gpt2", dtype=dtype)
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    llm = LLM(model, runtime="module", batch_invariant=True, max_model_len=200, max_num_seqs=3)
+    assert llm.bit_exact
+    params = SamplingParams(temperature=1, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
+    prompts = [[1, 2, 3, 1, 2 + index] for index in range(4)]
+    alone = [llm.generate([prompt], params)[0] for prompt in prompts]
+    config = {"method": "ngram", "controller": "fixed", "num_speculative_tokens": 6}
+    together = llm.generate(prompts, params, speculative_config=config)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [one.outputs[0].logprobs for one in together] == [
+        one.outputs[0].logprobs for one in alone
+    ]

@@ -67,10 +67,11 @@ def test_avx2_has_the_bits_of_the_portable_code(tmp_path: Path) -> None:
     assert found == portable
 
 
-def test_aarch64_has_the_bits_of_the_portable_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", build.variants("aarch64"), ids=lambda variant: variant.name)
+def test_aarch64_has_the_bits_of_the_portable_code(variant: build.Variant, tmp_path: Path) -> None:
     emulator = next(filter(None, map(shutil.which, EMULATOR)), None)
     if shutil.which(CROSS) is None or emulator is None:
         pytest.skip(f"there is no cross-compiler or no emulator: {HOW}")
     portable = made(compiler(), tmp_path, "-march=native", "-DTOKENLEAP_PORTABLE")
-    other = made(CROSS, tmp_path, "-static")
+    other = made(CROSS, tmp_path, "-static", *variant.flags)
     assert sums(emulator, str(other)) == sums(str(portable))

@@ -315,6 +315,13 @@ def test_a_request_has_bounded_drafters(server: Served, config: dict[str, Any]) 
     assert " at most " in error["message"]
 
 
+@pytest.mark.parametrize("acceptance", ["synthetic", {"rule": "synthetic"}])
+def test_only_the_operator_replaces_the_text_by_chance(server: Served, acceptance: Any) -> None:
+    config = {"method": "ngram", "acceptance": acceptance}
+    error = server.refused(COMPLETIONS, prompt="a", speculative_config=config)
+    assert "cannot ask for 'synthetic': start the server with it" in error["message"]
+
+
 def test_the_operator_may_allow_more() -> None:
     given: dict[str, Any] = {"method": "suffix", "suffix_decoding_max_cached_tokens": 100_001}
     check_speculation(given, SpeculativeConfig(**given))

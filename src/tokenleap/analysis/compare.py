@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from tokenleap.analysis import formulas
 from tokenleap.analysis.formulas import accepted_distribution, expected_tokens, improvement
+from tokenleap.core.extras import how_to_install
 from tokenleap.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -288,9 +289,7 @@ def _save(path: Path, alpha: float, contents: Callable[[Axes], None]) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "plots need Matplotlib: install the extra, pip install 'tokenleap[plots]'."
-        ) from error
+        raise ConfigError(f"plots need Matplotlib: {how_to_install('plots')}") from error
     figure = Figure(figsize=(6, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

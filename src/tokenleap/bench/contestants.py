@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tokenleap.core.extras import how_to_install
 from tokenleap.drafters.base import with_method
 from tokenleap.errors import ConfigError
 
@@ -198,8 +199,7 @@ def check_installed(label: str) -> None:
     peer = PEERS[label]
     if importlib.util.find_spec(peer.module) is None:
         raise ConfigError(
-            f"{peer.family} is not installed: pip install 'tokenleap[peers]', or leave it out of "
-            "--peers."
+            f"{peer.family} is not installed: leave it out of --peers, or {how_to_install('peers')}"
         )
 
 

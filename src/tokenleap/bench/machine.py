@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tokenleap
+from tokenleap.core.extras import how_to_install
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.cores import available_cores
 
@@ -140,7 +141,7 @@ def _nvml() -> tuple[Meter | None, str]:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return None, "unavailable: GPU counters need pynvml (pip install 'tokenleap[energy]')"
+        return None, f"unavailable: GPU counters need pynvml ({how_to_install('energy')})"
     try:
         nvml.nvmlInit()
         meter = NvmlMeter(nvml)

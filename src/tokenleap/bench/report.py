@@ -23,6 +23,7 @@ from tokenleap.bench.summary import (
     Start,
     Steps,
 )
+from tokenleap.core.extras import how_to_install
 from tokenleap.runtime.choices import TORCH_RUNTIMES
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ img { width: 100%; height: auto; }
 <img alt="{{ title }}" src="data:image/svg+xml;base64,{{ picture }}">
 </figure>
 {% else %}
-<p>Plots need Matplotlib: pip install 'tokenleap[plots]', then run again with --resume.</p>
+<p>Plots need Matplotlib: <code>{{ how_to_install }}</code>, then run again with --resume.</p>
 {% endfor %}
 <h2>Remarks</h2>
 <ul>
@@ -357,6 +358,7 @@ def html(results: Results, settings: Mapping[str, Any]) -> str:
         tables=tables(results),
         notes=notes(results),
         plots=_pictures(results) if can_draw() else {},
+        how_to_install=how_to_install("plots"),
     )
 
 

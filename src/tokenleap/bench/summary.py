@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokenleap.bench.contestants import BASELINE, OWN, Contestant
+from tokenleap.core.extras import how_to_install
 from tokenleap.errors import TokenleapError
 
 Record = Mapping[str, Any]
@@ -568,7 +569,7 @@ def scipy_stats() -> Any:
         return importlib.import_module("scipy.stats")
     except ImportError as error:
         raise TokenleapError(
-            "confidence intervals need SciPy: pip install 'tokenleap[bench]'."
+            f"confidence intervals need SciPy: {how_to_install('bench')}"
         ) from error
 
 
@@ -635,9 +636,7 @@ def bleu_metric(name: str = "BLEU") -> Any:
     try:
         return getattr(importlib.import_module("sacrebleu.metrics"), name)()
     except ImportError as error:
-        raise TokenleapError(
-            "BLEU and chrF need sacreBLEU: pip install 'tokenleap[bench]'."
-        ) from error
+        raise TokenleapError(f"BLEU and chrF need sacreBLEU: {how_to_install('bench')}") from error
 
 
 def unjudged(records: Sequence[Record]) -> list[Record]:

@@ -103,18 +103,7 @@ def _show_names(name: str, second: str, rows: list[tuple[dict[str, Any], str]]) 
 DOCTOR_EXAMPLES = examples("tokenleap doctor", "tokenleap doctor --json")
 
 _GIB = 2**30
-_EXTRAS = {
-    "structured": ("llguidance",),
-    "train": ("accelerate", "matplotlib"),
-    "bench": ("scipy", "sacrebleu"),
-    "plots": ("matplotlib",),
-    "rest": ("pydivsufsort",),
-    "serve": ("fastapi", "uvicorn", "prometheus-client"),
-    "ray": ("ray",),
-    "peers": ("llama-cpp-python", "openvino-genai"),
-    "energy": ("nvidia-ml-py",),
-}
-"""Extras of the package, and the distributions that they install."""
+_FOR_DEVELOPERS = {"dev", "docs"}
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,6 @@ def doctor(
             *_processor(),
             _memory(),
             _gpu(),
-            _compiler(),
             _native(),
             _dtype(),
             _threads(),
@@ -194,22 +182,13 @@ def _gpu() -> _Finding:
     return _Finding("GPU", f"{name}, {free / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB")
 
 
-def _compiler() -> _Finding:
-    from tokenleap.runtime.native.build import NativeLibraryError, compiler_version
-
-    try:
-        return _Finding("C++ compiler", compiler_version())
-    except NativeLibraryError as error:
-        return _Finding("C++ compiler", "none that works", f"{error}.")
-
-
 def _native() -> _Finding:
-    from tokenleap.runtime.native.build import why_no_library
+    from tokenleap.runtime.native.build import library_origin, why_no_library
 
     missing = why_no_library()
     if missing is None:
-        ready = "ready: Llama and its relatives, and encoder-decoders, run in C++ on the CPU"
-        return _Finding("native runtime", ready)
+        what = "Llama and its relatives, and encoder-decoders, run in C++ on the CPU"
+        return _Finding("native runtime", f"ready, {library_origin()}: {what}")
     return _Finding(
         "native runtime",
         f"not available: {missing}",
@@ -253,10 +232,12 @@ def _cache() -> _Finding:
 
 def _extras() -> list[_Finding]:
     from tokenleap.bench.machine import package_version
+    from tokenleap.core.extras import extras, how_to_install, requirements
 
     found = []
-    for extra, names in _EXTRAS.items():
-        missing = [name for name in names if package_version(name) is None]
-        how = f"not installed: pip install 'tokenleap[{extra}]'" if missing else "installed"
-        found.append(_Finding(f"tokenleap[{extra}]", how))
+    for extra in extras():
+        if extra not in _FOR_DEVELOPERS:
+            missing = any(package_version(each.name) is None for each in requirements(extra))
+            how = f"not installed: {how_to_install(extra)}" if missing else "installed"
+            found.append(_Finding(f"extra {extra}", how))
     return found

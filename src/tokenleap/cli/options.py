@@ -33,6 +33,7 @@ from annotated_types import Ge
 from tokenleap.cli.console import remark, working
 from tokenleap.cli.root import HELP_ALL, SAMPLING, UsageError, flag
 from tokenleap.core.config import Config, num_bytes
+from tokenleap.core.extras import how_to_install
 from tokenleap.core.params import SamplingParams
 from tokenleap.runtime.choices import QUANTIZATION_OPTIONS, RUNTIMES
 
@@ -342,7 +343,7 @@ def numbers(
 
 def need_matplotlib(flag_name: str) -> None:
     if find_spec("matplotlib") is None:
-        raise UsageError(f"{flag_name} needs Matplotlib: pip install 'tokenleap[plots]'")
+        raise UsageError(f"{flag_name} needs Matplotlib: {how_to_install('plots')}")
 
 
 def refuse_given(reason: str, *options: Any) -> None:
@@ -470,6 +471,11 @@ class CachingOptions(EngineOptions):
     )
     no_enable_prefix_caching: bool = option(
         "Turn the prefix cache off.", "--no-enable-prefix-caching", default=False
+    )
+    batch_invariant: bool = option(
+        "Give all passes one shape, for equal bits where kernels are chosen by shape.",
+        "--batch-invariant",
+        default=False,
     )
 
     def __post_init__(self) -> None:

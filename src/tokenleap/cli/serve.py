@@ -32,6 +32,7 @@ from tokenleap.cli.options import (
 )
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import num_bytes
+from tokenleap.core.extras import how_to_install
 from tokenleap.serve.settings import KEY_LIMITS, LogFormat, Settings, bound_socket
 
 EXAMPLES = examples(
@@ -269,7 +270,7 @@ def _check_libraries() -> None:
         import prometheus_client
         import uvicorn
     except ImportError as error:
-        raise UsageError(f"the server needs {error.name}: pip install 'tokenleap[serve]'") from None
+        raise UsageError(f"the server needs {error.name}: {how_to_install('serve')}") from None
     del fastapi, fastapi_offline, prometheus_client, uvicorn
 
 

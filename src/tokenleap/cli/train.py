@@ -28,6 +28,7 @@ from tokenleap.cli.options import (
 )
 from tokenleap.cli.root import UsageError, examples
 from tokenleap.core.config import nearest
+from tokenleap.core.extras import how_to_install
 from tokenleap.training.method import TRAINABLE, check_trainable
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _check_installed() -> None:
         import accelerate  # noqa: F401
         import matplotlib as _  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"training needs {error.name}: pip install 'tokenleap[train]'") from None
+        raise UsageError(f"training needs {error.name}: {how_to_install('train')}") from None
 
 
 def _opened(

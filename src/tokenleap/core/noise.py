@@ -119,6 +119,10 @@ class Noise:
         best = int(self.scores(distribution, depth, trial).argmax())
         return best if distribution.support is None else int(distribution.support[best])
 
+    def uniform_token(self, vocab_size: int, depth: int) -> int:
+        """Draw from the uniform distribution, with one number instead of one per token."""
+        return int(self._uniform(self.token_stream, depth, 1)[0] * vocab_size)
+
     def draw_distinct(self, distribution: Distribution, depth: int, count: int) -> list[int]:
         """Draw up to `count` tokens without replacement, in the order of the draws.
 

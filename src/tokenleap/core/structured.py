@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tokenleap.core import trial
 from tokenleap.core.config import Config
+from tokenleap.core.extras import how_to_install
 from tokenleap.core.files import levels
 from tokenleap.errors import ConfigError, in_one_line
 
@@ -185,7 +186,7 @@ def library() -> Any:
         import llguidance
     except ImportError:
         raise ConfigError(
-            "structured outputs need llguidance: pip install 'tokenleap[structured]'"
+            f"structured outputs need llguidance: {how_to_install('structured')}"
         ) from None
     return llguidance
 

@@ -361,11 +361,16 @@ class RandomDrafter(OneByOne):
         self._coupled = coupled
 
     def draft(self, request: Request, budget: Budget) -> Draft:
-        distribution = uniform(request.sampler.vocab_size)
+        vocab_size = request.sampler.vocab_size
+        distribution = uniform(vocab_size)
         noise = request.noise.at(len(request.token_ids)).drafting(coupled=self._coupled)
         drafted = GrowingChain(request.root, budget)
         while not drafted.ended:
-            drafted.draw(distribution, noise)
+            if self._coupled:
+                drafted.draw(distribution, noise)
+            else:
+                token = noise.uniform_token(vocab_size, len(drafted.tokens))
+                drafted.add(token, distribution, 1 / vocab_size)
         return drafted.draft(with_probs=False)
 
 

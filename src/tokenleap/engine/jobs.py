@@ -468,6 +468,9 @@ class JobMaker:
         return self._strategies.for_beams(strategy)
 
     def _job(self, spec: _Read, strategy: Strategy | None, index: int) -> Job:
+        rule = (strategy or self._strategies.default).rule
+        if rule.by_chance and spec.params.structured_outputs is not None:
+            raise ConfigError(f"structured_outputs: acceptance '{rule.name}' keeps to no form.")
         opening = self.read(spec.given.prompt)
         requests = self._requests(spec, opening)
         if spec.given.trace:

@@ -42,6 +42,7 @@ from tokenleap.models.pooling import Pooler
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
 from tokenleap.runtime.packed import PackedModel
+from tokenleap.runtime.passes import Bucket
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation
 
@@ -122,6 +123,7 @@ class LLMEngine:
             options.quantization,
             options.runtime,
             loaded.reload,
+            bucket=Bucket.of(options.max_num_seqs) if options.batch_invariant else None,
         )
         self._kv_budget.add(self.target)
         chose_drafter = config is not None
@@ -464,6 +466,7 @@ class EngineOptions:
     prefix_cache_bytes: int | None  # None caches no prefixes
     quantization: str | None
     runtime: str
+    batch_invariant: bool = False
     seed: int | None = None  # None draws the seeds of requests without one
 
 

@@ -163,6 +163,8 @@ class StrategyFactory:
     def build(self, config: SpeculativeConfig) -> Strategy:
         """Build a strategy. If the configuration names no rule, it has the `LLM`'s."""
         rule = config.rule if config.names_rule else self.config.rule
+        if rule.by_chance:
+            _check_by_chance(rule, config)
         drafter = self.drafter(config, rule)
         same_bits = rule.ignores_draft_lengths and self._is_exact(drafter)
         if not same_bits or self._target.peers.size > 1:
@@ -306,6 +308,20 @@ def _check_controller(given: Controller, drafter: Drafter) -> None:
                 f"controller: {type(given).__name__} does not fit {type(drafter).__name__}: "
                 f"give '{given.name}', which chooses its class by the drafter."
             )
+
+
+def _check_by_chance(rule: AcceptanceRule, config: SpeculativeConfig) -> None:
+    """Warn of a rule whose text is not the model's, and refuse to learn from that text."""
+    if config.online is not None:
+        raise ConfigError(
+            f"online: under '{rule.name}' the text is not the model's, and teaches nothing: "
+            "leave one of the two out."
+        )
+    _log.warning(
+        "acceptance '%s' keeps drafted tokens by chance: the text is NOT the model's. It is for "
+        "measuring speed.",
+        rule.name,
+    )
 
 
 def _check_alone(target: Target) -> None:

@@ -1,4 +1,4 @@
-"""Beyond one process: replicas of a model on a Ray cluster (`pip install 'tokenleap[ray]'`).
+"""Beyond one process: replicas of a model on a Ray cluster (the extra `ray`).
 
 `tokenleap serve --replicas N` is the server's app on Ray Serve. `Front` listens and hands each
 request to a `Replica`, which runs the endpoints on an engine of its own; `router.py` chooses the

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from starlette.types import Receive, Scope
 
+from tokenleap.core.extras import how_to_install
 from tokenleap.errors import ConfigError, TokenleapError, in_one_line
 from tokenleap.runtime.cores import available_cores
 
@@ -393,7 +394,7 @@ def _machines() -> list[dict[str, float]]:
 
 
 def _missing(name: str | None) -> TokenleapError:
-    return TokenleapError(f"this needs {name}: pip install 'tokenleap[ray]'")
+    return TokenleapError(f"this needs {name}: {how_to_install('ray')}")
 
 
 def _failed(address: str | None, error: Exception) -> TokenleapError:

@@ -99,6 +99,21 @@ class RowNodes:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def part(self, first: int, count: int) -> RowNodes:
+        """At most `count` nodes from the `first` on; those before were computed in earlier passes.
+
+        It has just `count` nodes: after the last, token 0 stands, and sees what padding sees.
+        """
+        cut = slice(first, first + count)
+        start, missing = self.start + first, count - len(self.tokens[cut])
+        return RowNodes(
+            start,
+            (*self.tokens[cut], *[0] * missing),
+            (*self.positions[cut], *[start] * missing),
+            (*self.prefixes[cut], *[start + 1] * missing),
+            self.tails[cut],
+        )
+
 
 def tree_nodes(tree: TokenTree, num_computed: int, length: int) -> RowNodes:
     """The nodes of a tree after `length` committed tokens, without the first `num_computed`."""

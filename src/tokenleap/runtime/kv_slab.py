@@ -45,13 +45,15 @@ class SlabBuffers:
 
     `kept` is how many nodes after its tokens each row keeps for its next tree. `limit` is the most
     cells (rows x positions) to allocate, if any. Row state counts as the cells that would take its
-    bytes.
+    bytes. `least_positions` are in every row, and passes read no fewer; rows are allocated in
+    multiples of `row_multiple`.
     """
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.kept: list[int] = []
         self.limit: int | None = None
+        self.row_multiple, self.least_positions = 1, KEY_BLOCK
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._states: list[Sequence[Tensor]] = []  # by row
@@ -73,7 +75,12 @@ class SlabBuffers:
         """Whether `limit` allows this many rows, the longest of this many tokens."""
         if self.limit is None:
             return True
-        return rows * whole_blocks(tokens) + self._state_cells(state_bytes) <= self.limit
+        rows, positions = self._whole(rows, whole_blocks(tokens))
+        return rows * positions + self._state_cells(state_bytes) <= self.limit
+
+    def _whole(self, rows: int, positions: int) -> tuple[int, int]:
+        multiple = self.row_multiple
+        return -(-rows // multiple) * multiple, max(positions, self.least_positions)
 
     def reserve(self, layers: Sequence[int], like: Tensor) -> None:
         """Make the buffers of these layers, for a network that writes to their addresses.
@@ -120,7 +127,7 @@ class SlabBuffers:
 
     @torch.inference_mode()
     def shrink(self) -> None:
-        self._resize(max(1, len(self.lengths)), self._positions_in_use)
+        self._resize(*self._whole(max(1, len(self.lengths)), self._positions_in_use))
 
     @property
     def longest(self) -> int:
@@ -132,6 +139,7 @@ class SlabBuffers:
         return whole_blocks(self.longest)
 
     def _fit(self, rows: int, positions: int) -> None:
+        rows, positions = self._whole(rows, positions)
         ample = self._rows if rows <= self._rows else max(rows, 2 * self._rows)
         longest = max(positions, self._positions)
         shapes = ((ample, longest), (rows, longest), (rows, positions))
@@ -295,10 +303,12 @@ class KVSlab(SlabBuffers, Cache):
         `starts` are the slots of the rows' first new nodes, after the committed tokens and the
         nodes of earlier passes that are still needed. S is a multiple of `KEY_BLOCK`.
         """
-        self._span = whole_blocks(max(starts) + num_nodes)
+        self._span = max(self.least_positions, whole_blocks(max(starts) + num_nodes))
         if self._span > self._positions:
             self._grow(self._span)
         self._first, self._last = first, first + len(starts)
+        if self._last > self._rows:
+            self._fit(self._last, self._positions_in_use)
         self._starts, self._counts, self._num_nodes = starts, counts, num_nodes
         self._known_places = {}
         return self._span

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -21,7 +22,7 @@ from tokenleap.errors import ConfigError
 from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
 from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
-from tokenleap.runtime.kv_slab import KVBlock, KVSlab
+from tokenleap.runtime.kv_slab import KVBlock, KVSlab, whole_blocks
 from tokenleap.runtime.network import (
     LOGITS,
     GrowingNetwork,
@@ -118,8 +119,8 @@ class Rows:
 
     def limit_memory(self, num_bytes: int) -> None:
         cells = num_bytes // self._slab.cell_bytes
-        if cells < KEY_BLOCK:
-            least = KEY_BLOCK * self._slab.cell_bytes / MIB
+        if cells < (fewest := self._slab.row_multiple * self._slab.least_positions):
+            least = fewest * self._slab.cell_bytes / MIB
             raise ConfigError(
                 f"kv_cache_memory: one sequence of this model takes at least {least:.1f} MiB, got "
                 f"{num_bytes / MIB:.1f} MiB."
@@ -231,14 +232,41 @@ SCORED_CHUNK = 64
 """The same if all of them have logits, of which each takes the size of the vocabulary."""
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """The shape of all passes, for kernels that are chosen by shape: bits are then equal.
+
+    A pass is over so many rows, each with so many nodes, and reads all of the context. What is
+    missing is padding; what does not fit is computed in several passes.
+    """
+
+    rows: int
+    nodes: int = 32
+
+    @staticmethod
+    def of(max_num_seqs: int) -> Bucket:
+        """128 nodes in all: where reading the weights still takes most of a pass's time."""
+        return Bucket(min(max_num_seqs, 4))
+
+
 class Passes(SourceRows):
     """A network with its KV slab: prefill, verify, commit, rollback."""
 
     def __init__(
-        self, network: Network, max_model_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        network: Network,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        bucket: Bucket | None = None,
     ) -> None:
-        super().__init__(network, KVSlab(), max_model_len)
-        self.dtype, self.device = dtype, device
+        slab = KVSlab()
+        super().__init__(network, slab, max_model_len)
+        self.dtype, self.device, self.bucket = dtype, device, bucket
+        if bucket is not None:
+            slab.row_multiple = bucket.rows
+            slab.least_positions = whole_blocks(max_model_len + bucket.nodes)
+            slab.shrink()  # to these sizes
         self.num_passes = 0
 
     def with_network(self, network: Network) -> Self:
@@ -384,6 +412,9 @@ class Passes(SourceRows):
         need: Need,
         states: Sequence[Tensor] | None,
     ) -> list[PassOutput]:
+        if self.bucket is not None:
+            assert states is None, "a target reads tokens"
+            return self._in_bucket(self.bucket, keys, nodes, need)
         inputs = self._inputs(keys, nodes, states, [0] * len(keys))
         self.num_passes += 1
         output = self.network.forward(inputs, self._slab, need)
@@ -391,6 +422,43 @@ class Passes(SourceRows):
         scored = [count if need.last is None else min(count, need.last) for count in counts]
         parts = list(zip(_slices(counts), _slices(scored), strict=True))
         return [output.rows(*parts[self._row(key) - inputs.first]) for key in keys]
+
+    def _in_bucket(
+        self, bucket: Bucket, keys: Sequence[int], nodes: Sequence[RowNodes], need: Need
+    ) -> list[PassOutput]:
+        """Passes of the bucket's shape: by groups of rows, and each row's nodes in parts."""
+        work = {self._row(key): row for key, row in zip(keys, nodes, strict=True)}
+        parts: dict[int, list[PassOutput]] = {index: [] for index in work}
+        for first in sorted({index // bucket.rows * bucket.rows for index in work}):
+            group = range(first, first + bucket.rows)
+            longest = max(len(work[index]) for index in group if index in work)
+            for begin in range(0, longest, bucket.nodes):
+                output = self._bucket_pass(bucket, group, work, begin, replace(need, last=None))
+                for place, index in enumerate(group):
+                    count = len(work[index].tokens[begin:][: bucket.nodes]) if index in work else 0
+                    if count:
+                        own = slice(place * bucket.nodes, place * bucket.nodes + count)
+                        parts[index].append(output.rows(own, own))
+        return [_whole(parts[self._row(key)], need.last) for key in keys]
+
+    def _bucket_pass(
+        self,
+        bucket: Bucket,
+        group: range,
+        work: Mapping[int, RowNodes],
+        begin: int,
+        need: Need,
+    ) -> PassOutput:
+        """One pass over a group of rows, from each row's node `begin` on."""
+        lengths, kept = self._slab.lengths, self._slab.kept
+        ends = [lengths[i] + kept[i] if i < len(lengths) else 0 for i in group]
+        given = [work.get(i, RowNodes(end)) for i, end in zip(group, ends, strict=True)]
+        rows = [row.part(min(begin, len(row)), bucket.nodes) for row in given]
+        starts, counts = [row.start for row in rows], [bucket.nodes] * bucket.rows
+        span = self._slab.begin(group.start, starts, counts, bucket.nodes)
+        inputs = PassInputs(rows, group.start, bucket.nodes, span, self.dtype, self.device)
+        self.num_passes += 1
+        return self.network.forward(inputs, self._slab, need)
 
     def _inputs(
         self,
@@ -422,6 +490,16 @@ class Passes(SourceRows):
     def _order(self, keys: Sequence[int]) -> list[int]:
         """Indices of these keys in the order of the slab's rows."""
         return sorted(range(len(keys)), key=lambda index: self._row(keys[index]))
+
+
+def _whole(parts: Sequence[PassOutput], last: int | None) -> PassOutput:
+    """The output of a row's nodes from that of its parts; `last` as in `Need`."""
+    first = parts[0]
+    hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in first.hidden}
+    if first.logits is None:
+        return PassOutput(None, hidden=hidden)
+    logits = torch.cat([part.scores for part in parts])
+    return PassOutput(logits if last is None else logits[-last:], hidden=hidden)
 
 
 def _joined(states: Sequence[Tensor]) -> Tensor:

@@ -50,6 +50,9 @@ class Probed(Protocol):
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def bucket(self) -> Hashable: ...
+
     def with_network(self, network: Network) -> Self: ...
 
     def with_own_rows(self, num_layers: int | None = None) -> Self: ...
@@ -85,12 +88,13 @@ def probe(
     exact = exact and _same_bits(
         target, (_tokens(target.vocab_size, 5) * 4)[: target.max_model_len]
     )
-    if not exact or target.network.exact_trees or target.device.type != "cpu":
+    if not exact or target.network.exact_trees:
         return exact
     # PyTorch chooses kernels by shape, and the shapes of all layers are alike: two are enough, of
     # which the second one reads what the first has computed. The weights do not matter.
-    shapes = (model.config.to_json_string(), target.dtype, quantized, type(target.network).__name__)
-    key = (*shapes, min(_CHUNKS[0] + 1, target.max_model_len), torch.get_num_threads())
+    kind = (target.device, target.dtype, quantized, type(target.network).__name__, target.bucket)
+    longest = min(_CHUNKS[0] + 1, target.max_model_len)
+    key = (model.config.to_json_string(), *kind, longest, torch.get_num_threads())
     if key not in _LONG_PASSES:
         try:
             few = target.with_own_rows(min(2, target.network.num_layers))

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from tokenleap.errors import CompatibilityError
 from tokenleap.models.support import check_supported, context_length
 from tokenleap.runtime.choices import AUTO, NONE
 from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.network import SourceNetwork
 from tokenleap.runtime.packed import PackedModel
-from tokenleap.runtime.passes import Passes
+from tokenleap.runtime.passes import Bucket, Passes
 from tokenleap.runtime.probing import probe
 from tokenleap.runtime.seq2seq.structure import describe
 from tokenleap.runtime.sharded import peers_of, whole
@@ -37,6 +39,7 @@ class Target(Passes):
         max_model_len: most tokens of a row, prompt included; None means the model's own limit. Of
             an encoder-decoder, these are the decoder's.
         reload: loads the model again; None if that is not possible.
+        bucket: a shape for all passes, unless the network is bit-exact without (see `Bucket`).
         beside: a target whose network stays in memory as long as this one's (see `network_for`).
 
     Attributes:
@@ -55,6 +58,7 @@ class Target(Passes):
         runtime: str = "auto",
         reload: Callable[[], PreTrainedModel] | None = None,
         beside: Target | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
         packed = model if isinstance(model, PackedModel) else None
         model = model.module if isinstance(model, PackedModel) else model
@@ -74,10 +78,21 @@ class Target(Passes):
         weights = None if packed is None else packed.weights
         self.peers = peers_of(model)
         network = network_for(model, quantization, runtime, other, weights, self.peers)
-        super().__init__(network, length, model.dtype, model.device)
+        if bucket is not None and isinstance(network, SourceNetwork):
+            raise CompatibilityError(
+                "batch_invariant: it is for decoder-only models: leave it out."
+            )
+        own = None if network.exact_trees else bucket
+        super().__init__(network, length, model.dtype, model.device, own)
         self.quantization, self.runtime = quantization, runtime
         exact = probe(self, model, quantized=quantization is not None, packed=packed)
         self.bit_exact = bool(self.peers.agreed(exact))
+        if bucket is not None and not self.bit_exact:
+            raise CompatibilityError(
+                f"batch_invariant: in {model.dtype} on {model.device}, the bits of "
+                f"{type(model).__name__} depend on what is computed together, also in passes of "
+                "one shape: leave it out."
+            )
         self.exact_trees = self.bit_exact and self.network.exact_trees
         self.num_passes = 0
 
@@ -85,7 +100,7 @@ class Target(Passes):
         """The same model, or its first layers, over rows of its own; weights are in memory once."""
         other = copy.copy(self)
         network = self.network.first_layers(num_layers or self.network.num_layers)
-        Passes.__init__(other, network, self.max_model_len, self.dtype, self.device)
+        Passes.__init__(other, network, self.max_model_len, self.dtype, self.device, self.bucket)
         other.allocate()
         return other
 

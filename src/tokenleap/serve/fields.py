@@ -522,6 +522,10 @@ def check_speculation(given: Any, own: SpeculativeConfig) -> None:
         raise _refused(f"{method} needs a head; without the field, {own.method_name} drafts.")
     _check_fields(given, "speculative_config")
     limits = _memory_limits(own)
+    rule = given.get("acceptance") if isinstance(given, dict) else None
+    rule = rule.get("rule") if isinstance(rule, dict) else rule
+    if rule in RULES and RULES[rule].by_chance:
+        raise _refused(f"acceptance: a request cannot ask for '{rule}': start the server with it.")
     for name, value in _options_in(given):
         if name in limits and isinstance(value, int | float) and value > limits[name]:
             raise _refused(f"{name}: at most {limits[name]} on this server, got {value}.")

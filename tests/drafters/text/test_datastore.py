@@ -149,7 +149,7 @@ def file(tmp_path: Path) -> Path:
 def test_without_pydivsufsort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Told before the work; what others have built can be used."""
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with pytest.raises(TokenleapError, match=r"pip install 'tokenleap\[rest\]'"):
+    with pytest.raises(TokenleapError, match="pip install 'pydivsufsort<"):
         build_datastore([tmp_path / "missing"], ascii_tokenizer())
     assert Datastore.load(file).find([1])
 

@@ -13,6 +13,7 @@ from tokenleap.core.acceptance.rules import (
     KSequential,
     Lenient,
     Rejection,
+    Synthetic,
     TopBeta,
     Typical,
 )
@@ -25,7 +26,10 @@ PLUGINS = "tokenleap.acceptance"
 
 RULES: dict[str, type[AcceptanceRule]] = {
     rule.name: rule
-    for rule in (Coupled, Rejection, KSequential, Block, Typical, TopBeta, Lenient, Distance)
+    for rule in (
+        *(Coupled, Rejection, KSequential, Block),
+        *(Typical, TopBeta, Lenient, Distance, Synthetic),
+    )
 }
 
 

@@ -104,6 +104,9 @@ class AcceptanceRule(ABC):
     token by p alone. For other rules, every draw has a node of its own."""
     couples_draft: ClassVar[bool] = False
     """Whether a sampling drafter should draw with the target's own noise."""
+    by_chance: ClassVar[bool] = False
+    """Whether tokens are kept whatever p is: the text is not the target's, and such a rule is for
+    measuring speed. Using it logs a warning, and requests to a server cannot ask for it."""
     ignores_draft_lengths: ClassVar[bool] = False
     """Whether the output tokens are the same for all draft lengths, not only their distribution."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import FiniteFloat
+from pydantic import FiniteFloat, model_validator
 
 from tokenleap.core.acceptance.base import AcceptanceRule, Accepted, TargetDistributions
 from tokenleap.core.config import Config
@@ -501,3 +502,78 @@ class Distance(_ByToken):
 
         reason = f"more than {options.epsilon} from the best"
         return accept_longest(draft, p, noise, passes, reason, options.minimum_block - 1)
+
+
+_Rate: TypeAlias = Annotated[float, Ge(0), Le(1)]
+
+
+class Synthetic(AcceptanceRule):
+    """Keep drafted tokens by chance, to measure speed at a given acceptance: the text is worthless.
+
+    The acceptance depends on nothing but the options, so prompts and drafters may be any. It is
+    vLLM's `rejection_sample_method="synthetic"` and llama.cpp's `--spec-synthetic-acceptance-rates`
+    and `-length`. Tokens that masks or a truncation exclude are kept, too.
+    """
+
+    class Options(Config):
+        """Options of `synthetic`: one of these.
+
+        Args:
+            acceptance_rate: the probability that a drafted token is kept if those before it are. A
+                chain of k then gives (1 - a^(k + 1)) / (1 - a) tokens a pass on average (Leviathan
+                et al., equation 1).
+            acceptance_rates: by position, the probability that the token and all before it are
+                kept: vLLM's `synthetic_acceptance_rates`. They do not increase, and are 0 after
+                the last.
+            acceptance_length: mean tokens of a pass, the one after the accepted ones included:
+                vLLM's `synthetic_acceptance_length`. As there, the number of accepted tokens varies
+                as little as possible. Drafts must be as long.
+        """
+
+        acceptance_rate: _Rate = 0.8
+        acceptance_rates: tuple[_Rate, ...] | None = None
+        acceptance_length: Annotated[FiniteFloat, Ge(1), Le(257)] | None = None
+
+        @model_validator(mode="after")
+        def _one(self) -> Self:
+            if len(self.model_fields_set) > 1:
+                raise ValueError(
+                    f"{' and '.join(sorted(self.model_fields_set))}: give one of them."
+                )
+            rates = self.acceptance_rates or ()
+            if any(after > before for before, after in pairwise(rates)):
+                raise ValueError(
+                    "acceptance_rates: each includes all tokens before, so none grows."
+                )
+            return self
+
+        def conditional(self, depth: int) -> float:
+            """The probability that a token is kept whose parent, of this depth, is."""
+            if self.acceptance_length is not None:
+                return max(0.0, min(1.0, self.acceptance_length - 1 - depth))
+            rates = self.acceptance_rates
+            if rates is None:
+                return self.acceptance_rate
+            before = rates[depth - 1] if 0 < depth < len(rates) else 1.0
+            return rates[depth] / before if before and depth < len(rates) else 0.0
+
+    name: ClassVar[str] = "synthetic"
+    lossless: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False
+    by_chance: ClassVar[bool] = True
+
+    def accept(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> Accepted:
+        assert isinstance(self.options, self.Options)
+        assert draft.tree.is_chain, "synthetic acceptance takes chains"
+        drafted, kept = draft.tree.num_drafted, 0
+        while kept < drafted and noise.accepts(self.options.conditional(kept), kept):
+            kept += 1
+        path, token = tuple(range(1, kept + 1)), noise.draw(p[kept], kept)
+        if kept == drafted:
+            return Accepted(path, token)
+        return Accepted(path, token, (kept + 1,), "by chance")
+
+    def beta(self, draft: Draft, p: TargetDistributions, noise: StepNoise) -> float:
+        """The rate of the first token."""
+        assert isinstance(self.options, self.Options)
+        return self.options.conditional(0)

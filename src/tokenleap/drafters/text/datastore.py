@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokenleap.control import Budget
 from tokenleap.control.estimates import by_match
+from tokenleap.core.extras import how_to_install
 from tokenleap.core.tree import Draft, GrowingTree
 from tokenleap.drafters.base import DrafterTraits, OneByOne
 from tokenleap.drafters.growth import best_first_nodes
@@ -202,7 +203,7 @@ def _sorter() -> Callable[[Integers], Integers]:
         from pydivsufsort import divsufsort  # type: ignore[import-untyped]
     except ImportError as error:
         raise TokenleapError(
-            "building a datastore needs pydivsufsort: pip install 'tokenleap[rest]'"
+            f"building a datastore needs pydivsufsort: {how_to_install('rest')}"
         ) from error
 
     def suffix_array(tokens: Integers) -> Integers:

@@ -77,6 +77,18 @@ inline void transpose_eight(const uint32_t* const* rows, int offset, u32x8 (&col
         columns[i + 4] = (u32x8)_mm256_permute2x128_si256(a[i], a[i + 4], 0x31);
     }
 }
+#elif defined(TOKENLEAP_NEON)
+// 4 rows of 4 words -> 4 columns.
+inline void transpose_four(const uint32_t* const* rows, int offset, u32x4 (&columns)[4]) {
+    uint32x4_t a[4];
+    for (int i = 0; i < 4; i++) a[i] = vld1q_u32(rows[i] + offset);
+    for (int i = 0; i < 2; i++) {
+        uint64x2_t even = (uint64x2_t)(i ? vtrn2q_u32(a[0], a[1]) : vtrn1q_u32(a[0], a[1]));
+        uint64x2_t odd = (uint64x2_t)(i ? vtrn2q_u32(a[2], a[3]) : vtrn1q_u32(a[2], a[3]));
+        columns[i] = (u32x4)vtrn1q_u64(even, odd);
+        columns[i + 2] = (u32x4)vtrn2q_u64(even, odd);
+    }
+}
 #endif
 
 // 16 rows of 16 words -> 16 columns.
@@ -112,6 +124,12 @@ inline void transpose(const uint32_t* const (&rows)[LANES], int offset, u32x16* 
         transpose_eight(rows, offset + j, low);
         transpose_eight(rows + 8, offset + j, high);
         for (int i = 0; i < 8; i++) columns[j + i] = {low[i], high[i]};
+    }
+#elif defined(TOKENLEAP_NEON)
+    for (int j = 0; j < LANES; j += 4) {
+        u32x4 fours[4][4];
+        for (int i = 0; i < 4; i++) transpose_four(rows + 4 * i, offset + j, fours[i]);
+        for (int i = 0; i < 4; i++) columns[j + i] = {{fours[0][i], fours[1][i]}, {fours[2][i], fours[3][i]}};
     }
 #else
     for (int j = 0; j < LANES; j++)

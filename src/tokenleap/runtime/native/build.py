@@ -1,26 +1,32 @@
-"""Compiles the C++ code for this processor at its first use, and loads the library.
+"""Loads the library of the C++ code: the wheel's best one for this processor, or compiles it.
 
-The library is stored in the cache folder or, if that cannot be written or others may write there,
-in a temporary one. Its name is a hash of sources, flags, compiler and processor, so that a change
-of any of them makes a new library. Without a compiler, `choose.py` takes PyTorch's operations,
-which are slower.
+A wheel has a library for each row of variants.json (CMakeLists.txt). A checkout has none, nor has
+a wheel that was made without a compiler: then the code is compiled for this processor at its first
+use. The result is stored in the cache folder or, if that cannot be written or others may write
+there, in a temporary one. Its name is a hash of sources, flags, compiler and processor, so that a
+change of any of them makes a new library. Without a compiler, `choose.py` takes PyTorch's
+operations, which are slower.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import logging
 import os
 import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -33,20 +39,28 @@ from tokenleap.runtime.native.pack import GROUP, Format
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
+_PREBUILT = _SOURCES / "lib"  # only in wheels, so these libraries are always of these sources
+_TABLE = json.loads((_SOURCES / "variants.json").read_text(encoding="utf-8"))
+_NO_ROWS: dict[str, Any] = {"flags": [], "variants": []}
+_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}  # of Windows and macOS
+_MACHINE = _ALIASES.get(platform.machine().lower(), platform.machine())
 _FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
-    "-ffp-contract=off",  # so that inlining does not change the rounding (invariant 7)
-    "-fno-strict-aliasing",  # several small numbers are read as one word
-    "-fopenmp",  # of g++, which PyTorch has loaded already: both share its threads
+    *_TABLE["flags"],
+    "-mcpu=native" if _MACHINE == "aarch64" else "-march=native",
+    *_TABLE.get(_MACHINE, _NO_ROWS)["flags"],
+    # Of the OpenMP that PyTorch has loaded already: both share its threads.
+    *(
+        ("-Xclang", "-fopenmp", "-undefined", "dynamic_lookup")
+        if sys.platform == "darwin"
+        else ("-fopenmp",)
+    ),
     "-fPIC",
     "-shared",
 )
 _INSTALL = "for example with `apt install g++` or `dnf install gcc-c++`"
 _SUFFIXES = (".cpp", ".h")
 _TIMEOUT = 900.0
+_SECONDS = 20  # that g++ 12 takes on a core of a Xeon
 _SIZE = 5_000_000  # more bytes than the library and the compiler's own files take
 
 
@@ -54,21 +68,56 @@ class NativeLibraryError(Exception):
     """The library is not available on this machine; the message says why."""
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A library for all processors with certain features."""
+
+    name: str
+    flags: tuple[str, ...]
+    """Those of the compiler that use the features."""
+    needs: frozenset[str]
+    """The features, as `torch.cpu.get_capabilities` names them."""
+
+
+def variants(machine: str = _MACHINE) -> list[Variant]:
+    """The libraries in a wheel for a kind of machine, best last: each adds to the one before it."""
+    found = [Variant("", (), frozenset())]
+    for row in _TABLE.get(machine, _NO_ROWS)["variants"]:
+        flags, needs = (*found[-1].flags, *row["flags"]), found[-1].needs.union(row["needs"])
+        found.append(Variant(row["name"], flags, needs))
+    return found[1:]
+
+
+def best_variant(features: Mapping[str, object], machine: str = _MACHINE) -> str | None:
+    """The name of the best one that a processor runs; None if it runs none."""
+    here = {name for name, there in features.items() if there is True}
+    able = [variant.name for variant in variants(machine) if variant.needs <= here]
+    return able[-1] if able else None
+
+
 def library(*flags: str) -> ctypes.CDLL:
+    """The library for this processor; with flags, one that is compiled with them, too."""
     made = _library(*flags)
     if isinstance(made, NativeLibraryError):
         raise made
     return made
 
 
-def compiler_version() -> str:
-    return _run([_compiler(), "--version"]).partition("\n")[0]
+def library_origin() -> str:
+    """Where `library()` comes from: the wheel, or a compiler here."""
+    path = Path(library()._name)
+    if path.parent == _PREBUILT:
+        return f"prebuilt for {path.stem}"
+    version, _, _ = _run([_compiler(), "--version"]).partition("\n")
+    return f"compiled here by {version}"
 
 
 @cache
 def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
     """The library, or why there is none. After a failure, the compiler is not called again."""
-    if os.name != "posix" or platform.machine() not in ("x86_64", "aarch64", "arm64"):
+    if not flags and (prebuilt := _prebuilt()) is not None:
+        return prebuilt
+    if os.name != "posix" or _MACHINE not in _TABLE:
         return NativeLibraryError(
             f"it does not support {platform.system()} on {platform.machine()}"
         )
@@ -78,6 +127,19 @@ def _library(*flags: str) -> ctypes.CDLL | NativeLibraryError:
         return error
     except (CacheError, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         return NativeLibraryError(str(error))
+
+
+def _prebuilt() -> ctypes.CDLL | None:
+    """The wheel's library for this processor, if it has one."""
+    name = best_variant(torch.cpu.get_capabilities())
+    path = next((path for path in _PREBUILT.glob("*") if path.stem == name), None)
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        _log.warning("cannot load %s: %s; the native runtime is compiled here.", path, error)
+        return None
 
 
 def _loaded_somewhere(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
@@ -213,7 +275,7 @@ def _processor() -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile to a temporary file and rename it, so that no process loads an incomplete one."""
-    _log.info("compiling the native runtime with %s: once, in about a minute", compiler)
+    _log.info("compiling the native runtime, about %d s, once (%s)", _SECONDS, compiler)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *_FLAGS, *flags, str(_SOURCES / "decoder.cpp"), "-o", str(made)]

@@ -1,20 +1,27 @@
 // What passes.py calls through ctypes: a pass of a decoder takes tokens, writes keys and values to the slab, and
 // returns logits.
 
-#include <omp.h>
-
 #include "block_chain.h"
 #include "fusing.h"
 #include "growth.h"
 #include "run.h"
 
+#ifdef _WIN32
+#define EXPORTED __declspec(dllexport)
+#else
+#define EXPORTED
+#endif
+
 extern "C" {
 
-size_t tokenleap_workspace(const tokenleap::Decoder* decoder, const tokenleap::Pass* pass) {
+int omp_get_num_threads();  // Of PyTorch's OpenMP: on macOS and Windows, the compiler has no <omp.h>.
+int omp_get_thread_num();
+
+EXPORTED size_t tokenleap_workspace(const tokenleap::Decoder* decoder, const tokenleap::Pass* pass) {
     return tokenleap::Run(*decoder, *pass).layout(nullptr);
 }
 
-void tokenleap_forward(const tokenleap::Decoder* decoder, const tokenleap::Pass* pass) {
+EXPORTED void tokenleap_forward(const tokenleap::Decoder* decoder, const tokenleap::Pass* pass) {
     tokenleap::Run run(*decoder, *pass);
 #pragma omp parallel num_threads(pass->threads)
     {
@@ -26,7 +33,8 @@ void tokenleap_forward(const tokenleap::Decoder* decoder, const tokenleap::Pass*
     run.choose();
 }
 
-void tokenleap_grow(const tokenleap::Decoder* decoder, const tokenleap::Pass* first, const tokenleap::Trees* trees) {
+EXPORTED void tokenleap_grow(const tokenleap::Decoder* decoder, const tokenleap::Pass* first,
+                             const tokenleap::Trees* trees) {
     tokenleap::Growth growth(*decoder, *first, *trees);
 #pragma omp parallel num_threads(first->threads)
     {
@@ -36,7 +44,7 @@ void tokenleap_grow(const tokenleap::Decoder* decoder, const tokenleap::Pass* fi
     }
 }
 
-void tokenleap_fuse(const tokenleap::Fusion* fusion) {
+EXPORTED void tokenleap_fuse(const tokenleap::Fusion* fusion) {
     tokenleap::Fusing fusing(*fusion);
 #pragma omp parallel num_threads(fusion->threads)
     {
@@ -47,16 +55,16 @@ void tokenleap_fuse(const tokenleap::Fusion* fusion) {
     }
 }
 
-void tokenleap_chain(const tokenleap::BlockChain* chain) {
+EXPORTED void tokenleap_chain(const tokenleap::BlockChain* chain) {
     chain->choose();
 }
 
-size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {
+EXPORTED size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {
     return tokenleap::row_bytes(*layer);
 }
 
 // Sizes of the structures that structures.py and pack.py repeat, and the largest hidden size.
-void tokenleap_sizes(int32_t* sizes) {
+EXPORTED void tokenleap_sizes(int32_t* sizes) {
     using namespace tokenleap;
     sizes[0] = sizeof(Linear);
     sizes[1] = sizeof(Layer);

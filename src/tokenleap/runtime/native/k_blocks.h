@@ -35,6 +35,9 @@ inline i32x16 widen_unsigned(const uint8_t* from) {
     return (i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 #elif defined(TOKENLEAP_AVX2)
     return eights<i32x8>([&](int i) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + i))); });
+#elif defined(TOKENLEAP_NEON)
+    uint8x16_t all = vld1q_u8(from);
+    return (i32x16)widen_bits({(u16x8)vmovl_u8(vget_low_u8(all)), (u16x8)vmovl_high_u8(all)});
 #else
     using u8x16 = uint8_t __attribute__((vector_size(16)));
     return __builtin_convertvector(load<u8x16>(from), i32x16);
@@ -46,6 +49,9 @@ inline i32x16 widen_signed(const uint8_t* from) {
     return (i32x16)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
 #elif defined(TOKENLEAP_AVX2)
     return eights<i32x8>([&](int i) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + i))); });
+#elif defined(TOKENLEAP_NEON)
+    i32x16 all = widen_unsigned(from) << 24;  // the sign comes first
+    return all >> 24;
 #else
     using i8x16 = int8_t __attribute__((vector_size(16)));
     return __builtin_convertvector(load<i8x16>(from), i32x16);

@@ -11,15 +11,15 @@ namespace tokenleap {
 constexpr int MOST_HIDDEN_SIZE = 16384;
 
 // Row `row` of a [.., size] matrix in the model's dtype, as floats.
-inline void widen_row(const uint8_t* matrix, long row, int size, bool is_bf16, float* to) {
+inline void widen_row(const uint8_t* matrix, int64_t row, int size, bool is_bf16, float* to) {
     for (int i = 0; i < size; i += LANES) {
-        long place = row * size + i;
+        int64_t place = row * size + i;
         store(to + i, is_bf16 ? widen((const bf16*)matrix + place) : load<f32x16>((const float*)matrix + place));
     }
 }
 
 // Put `size` floats at `place` of a tensor in the model's dtype.
-inline void narrow_to(const float* from, int size, bool is_bf16, uint8_t* tensor, long place) {
+inline void narrow_to(const float* from, int size, bool is_bf16, uint8_t* tensor, int64_t place) {
     for (int i = 0; i < size; i += LANES) {
         if (is_bf16) store((bf16*)tensor + place + i, narrow(load<f32x16>(from + i)));
         else store((float*)tensor + place + i, load<f32x16>(from + i));

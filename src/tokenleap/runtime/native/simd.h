@@ -1,8 +1,8 @@
 // Vectors of sixteen numbers, and the few operations on them that the kernels need.
 //
 // The code uses the compiler's portable vectors, so that one source serves AVX-512, AVX2 and NEON.
-// The instructions of AVX-512 and of AVX2 are used where available. Tests define TOKENLEAP_PORTABLE to
-// test the portable code instead, which has the bits of AVX2.
+// The instructions of AVX-512, AVX2 and NEON are used where available. Tests define TOKENLEAP_PORTABLE to
+// test the portable code instead, which has the bits of AVX2 and of NEON.
 
 #pragma once
 
@@ -16,6 +16,9 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(TOKENLEAP_PORTABLE)
 #define TOKENLEAP_AVX2 1
 #include <immintrin.h>
+#elif defined(__aarch64__) && !defined(TOKENLEAP_PORTABLE)
+#define TOKENLEAP_NEON 1
+#include <arm_neon.h>
 #endif
 
 namespace tokenleap {
@@ -24,13 +27,16 @@ constexpr int LANES = 16;
 
 using bf16 = uint16_t;
 using half = uint16_t;
-using u16x16 = uint16_t __attribute__((vector_size(32)));
-
 template <class Vector>
 inline Vector load(const void* from) {
-    Vector v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
+    if constexpr (std::is_class_v<Vector>) {  // a Pair
+        using Half = decltype(Vector::low);
+        return {load<Half>(from), load<Half>((const uint8_t*)from + sizeof(Half))};
+    } else {
+        Vector v;
+        std::memcpy(&v, from, sizeof v);
+        return v;
+    }
 }
 
 template <class Vector>
@@ -38,27 +44,24 @@ inline void store(void* to, Vector v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-#ifdef TOKENLEAP_AVX2
+#if defined(TOKENLEAP_AVX2) || defined(TOKENLEAP_NEON)
 
 constexpr int SUMS = 6;  // vectors of sums that fit into registers, beside their factors
 
-using f32x8 = float __attribute__((vector_size(32)));
-using i32x8 = int32_t __attribute__((vector_size(32)));
-using u32x8 = uint32_t __attribute__((vector_size(32)));
-
-// Two vectors of eight: GCC keeps vectors that are larger than a register in memory.
-template <class Eight>
+// Two vectors: GCC keeps vectors that are larger than a register in memory.
+template <class Half>
 struct Pair {
-    using Number = std::decay_t<decltype(Eight{}[0])>;
-    Eight low, high;
+    using Number = std::decay_t<decltype(Half{}[0])>;
+    static constexpr int MIDDLE = sizeof(Half) / sizeof(Number);
+    Half low, high;
 
     Pair() = default;
-    Pair(Eight low, Eight high) : low(low), high(high) {}
-    Pair(Number x) : low(x - Eight{}), high(low) {}
+    Pair(Half low, Half high) : low(low), high(high) {}
+    Pair(Number x) : low(x - Half{}), high(low) {}
     template <class Other>
-    explicit Pair(Pair<Other> x) : low((Eight)x.low), high((Eight)x.high) {}  // the same bits
+    explicit Pair(Pair<Other> x) : low((Half)x.low), high((Half)x.high) {}  // the same bits
 
-    Number operator[](int i) const { return i < 8 ? low[i] : high[i - 8]; }
+    Number operator[](int i) const { return i < MIDDLE ? low[i] : high[i - MIDDLE]; }
 
     friend Pair operator+(Pair a, Pair b) { return {a.low + b.low, a.high + b.high}; }
     friend Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high - b.high}; }
@@ -69,26 +72,56 @@ struct Pair {
     friend Pair operator<<(Pair a, int bits) { return {a.low << bits, a.high << bits}; }
     friend Pair operator>>(Pair a, int bits) { return {a.low >> bits, a.high >> bits}; }
     friend Pair operator-(Pair a) { return {-a.low, -a.high}; }
-    friend Pair<i32x8> operator==(Pair a, Pair b) { return {a.low == b.low, a.high == b.high}; }
-    friend Pair<i32x8> operator!=(Pair a, Pair b) { return {a.low != b.low, a.high != b.high}; }
-    friend Pair<i32x8> operator<(Pair a, Pair b) { return {a.low < b.low, a.high < b.high}; }
-    friend Pair<i32x8> operator>(Pair a, Pair b) { return {a.low > b.low, a.high > b.high}; }
-    friend Pair<i32x8> operator>=(Pair a, Pair b) { return {a.low >= b.low, a.high >= b.high}; }
+    friend auto operator==(Pair a, Pair b) { return pair(a.low == b.low, a.high == b.high); }
+    friend auto operator!=(Pair a, Pair b) { return pair(a.low != b.low, a.high != b.high); }
+    friend auto operator<(Pair a, Pair b) { return pair(a.low < b.low, a.high < b.high); }
+    friend auto operator>(Pair a, Pair b) { return pair(a.low > b.low, a.high > b.high); }
+    friend auto operator>=(Pair a, Pair b) { return pair(a.low >= b.low, a.high >= b.high); }
 
     Pair& operator+=(Pair b) { return *this = *this + b; }
     Pair& operator*=(Pair b) { return *this = *this * b; }
     Pair& operator|=(Pair b) { return *this = *this | b; }
+
+private:
+    // The results of comparisons, which have another type of integer on Windows.
+    template <class Which>
+    static auto pair(Which low, Which high) {
+        if constexpr (std::is_class_v<Which>) {
+            return Pair<Which>(low, high);
+        } else {
+            using Int = int32_t __attribute__((vector_size(sizeof(Half))));
+            return Pair<Int>((Int)low, (Int)high);
+        }
+    }
 };
 
-using f32x16 = Pair<f32x8>;
-using i32x16 = Pair<i32x8>;
-using u32x16 = Pair<u32x8>;
-
-template <class Eight>
-inline void store(void* to, Pair<Eight> v) {
+template <class Half>
+inline void store(void* to, Pair<Half> v) {
     store(to, v.low);
     store((uint8_t*)to + sizeof v.low, v.high);
 }
+
+template <class Which, class Vector>
+inline Vector select(Which which, Vector a, Vector b) {
+    return which ? a : b;
+}
+
+template <class Which, class Half>
+inline Pair<Half> select(Pair<Which> which, Pair<Half> a, Pair<Half> b) {
+    return {select(which.low, a.low, b.low), select(which.high, a.high, b.high)};
+}
+
+#endif
+
+#ifdef TOKENLEAP_AVX2
+
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+using f32x8 = float __attribute__((vector_size(32)));
+using i32x8 = int32_t __attribute__((vector_size(32)));
+using u32x8 = uint32_t __attribute__((vector_size(32)));
+using f32x16 = Pair<f32x8>;
+using i32x16 = Pair<i32x8>;
+using u32x16 = Pair<u32x8>;
 
 // Lanes 0 to 7, and from 8 on.
 template <class Eight, class Of>
@@ -96,19 +129,8 @@ inline Pair<Eight> eights(Of of) {
     return {(Eight)of(0), (Eight)of(8)};
 }
 
-template <class Eight>
-inline Pair<Eight> load_pair(const void* from) {
-    return eights<Eight>([&](int i) { return load<Eight>((const uint32_t*)from + i); });
-}
-
-template <> inline f32x16 load<f32x16>(const void* from) { return load_pair<f32x8>(from); }
-template <> inline i32x16 load<i32x16>(const void* from) { return load_pair<i32x8>(from); }
-template <> inline u32x16 load<u32x16>(const void* from) { return load_pair<u32x8>(from); }
-
-template <class Eight>
-inline Pair<Eight> select(i32x16 which, Pair<Eight> a, Pair<Eight> b) {
-    return {which.low ? a.low : b.low, which.high ? a.high : b.high};
-}
+// Undo what instructions that pack two vectors make of their order.
+inline __m256i in_order(__m256i packed) { return _mm256_permute4x64_epi64(packed, 0xd8); }
 
 inline f32x16 to_float(i32x16 x) {
     return {__builtin_convertvector(x.low, f32x8), __builtin_convertvector(x.high, f32x8)};
@@ -118,10 +140,45 @@ inline i32x16 to_int(f32x16 x) {
     return {__builtin_convertvector(x.low, i32x8), __builtin_convertvector(x.high, i32x8)};
 }
 
+#elif defined(TOKENLEAP_NEON)
+
+using u16x8 = uint16_t __attribute__((vector_size(16)));
+using f32x4 = float __attribute__((vector_size(16)));
+using i32x4 = int32_t __attribute__((vector_size(16)));
+using u32x4 = uint32_t __attribute__((vector_size(16)));
+using u16x16 = Pair<u16x8>;
+using f32x16 = Pair<Pair<f32x4>>;
+using i32x16 = Pair<Pair<i32x4>>;
+using u32x16 = Pair<Pair<u32x4>>;
+
+// A function of each four lanes of some vectors.
+template <class Four, class Of, class... Vectors>
+inline Pair<Pair<Four>> fours(Of of, Vectors... x) {
+    return {{(Four)of(x.low.low...), (Four)of(x.low.high...)}, {(Four)of(x.high.low...), (Four)of(x.high.high...)}};
+}
+
+// 16-bit numbers of each four lanes, as the function takes them out of 32-bit ones.
+template <class Of>
+inline u16x16 packed(Of of, u32x16 x) {
+    auto both = [&](Pair<u32x4> half) {
+        return (u16x8)vcombine_u16(of((uint32x4_t)half.low), of((uint32x4_t)half.high));
+    };
+    return {both(x.low), both(x.high)};
+}
+
+inline f32x16 to_float(i32x16 x) {
+    return fours<f32x4>([](i32x4 four) { return vcvtq_f32_s32((int32x4_t)four); }, x);
+}
+
+inline i32x16 to_int(f32x16 x) {
+    return fours<i32x4>([](f32x4 four) { return vcvtq_s32_f32((float32x4_t)four); }, x);
+}
+
 #else
 
 constexpr int SUMS = 24;
 
+using u16x16 = uint16_t __attribute__((vector_size(32)));
 using f32x16 = float __attribute__((vector_size(64)));
 using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
@@ -138,11 +195,6 @@ inline i32x16 to_int(f32x16 x) { return __builtin_convertvector(x, i32x16); }
 
 #endif
 
-#ifdef TOKENLEAP_AVX2
-// Undo what instructions that pack two vectors make of their order.
-inline __m256i in_order(__m256i packed) { return _mm256_permute4x64_epi64(packed, 0xd8); }
-#endif
-
 inline f32x16 splat(float x) { return x - f32x16{}; }
 inline i32x16 splat(int32_t x) { return x - i32x16{}; }
 inline u32x16 splat(uint32_t x) { return x - u32x16{}; }
@@ -152,6 +204,9 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(TOKENLEAP_AVX2)
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+#elif defined(TOKENLEAP_NEON)
+    auto of = [](f32x4 a, f32x4 b, f32x4 c) { return vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); };
+    return fours<f32x4>(of, a, b, c);
 #else
     for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
     return c;
@@ -166,6 +221,11 @@ inline u32x16 widen_bits(u16x16 x) {
     __m256i all = (__m256i)x;
     return {(u32x8)_mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)),
             (u32x8)_mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1))};
+#elif defined(TOKENLEAP_NEON)
+    auto both = [](u16x8 eight) {
+        return Pair<u32x4>((u32x4)vmovl_u16(vget_low_u16((uint16x8_t)eight)), (u32x4)vmovl_high_u16((uint16x8_t)eight));
+    };
+    return {both(x.low), both(x.high)};
 #else
     return __builtin_convertvector(x, u32x16);
 #endif
@@ -178,6 +238,12 @@ inline f32x16 widen_half(const half* from) {
     return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(from));
 #elif defined(TOKENLEAP_AVX2)
     return eights<f32x8>([&](int i) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))); });
+#elif defined(TOKENLEAP_NEON)
+    auto both = [&](int i) {
+        float16x8_t eight = (float16x8_t)load<u16x8>(from + i);
+        return Pair<f32x4>((f32x4)vcvt_f32_f16(vget_low_f16(eight)), (f32x4)vcvt_high_f32_f16(eight));
+    };
+    return {both(0), both(8)};
 #else
     // Read as a float, exponent and mantissa are too small by 2^112, also for subnormal numbers.
     u32x16 bits = widen_bits(load<u16x16>(from));
@@ -196,6 +262,8 @@ inline u16x16 narrow(f32x16 x) {
     return (u16x16)_mm512_cvtepi32_epi16((__m512i)words);
 #elif defined(TOKENLEAP_AVX2)
     return (u16x16)in_order(_mm256_packus_epi32((__m256i)words.low, (__m256i)words.high));
+#elif defined(TOKENLEAP_NEON)
+    return packed([](uint32x4_t four) { return vmovn_u32(four); }, words);
 #else
     return __builtin_convertvector(words, u16x16);
 #endif
@@ -220,6 +288,9 @@ inline void store_bytes(int8_t* to, i32x16 x) {
     i32x16 bytes = x & 0xff;
     __m256i words = in_order(_mm256_packus_epi32((__m256i)bytes.low, (__m256i)bytes.high));
     store(to, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#elif defined(TOKENLEAP_NEON)
+    u16x16 words = packed([](uint32x4_t four) { return vmovn_u32(four); }, (u32x16)x);
+    store(to, vcombine_u8(vmovn_u16((uint16x8_t)words.low), vmovn_u16((uint16x8_t)words.high)));
 #else
     using i8x16 = int8_t __attribute__((vector_size(16)));
     store(to, __builtin_convertvector(x, i8x16));
@@ -272,6 +343,20 @@ inline i32x16 dot4(i32x16 acc, u32x16 a, uint32_t b) {
     __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), odd = _mm256_srai_epi16(all, 8);
     i32x16 high = {(i32x8)_mm256_srli_epi16((__m256i)a.low, 8), (i32x8)_mm256_srli_epi16((__m256i)a.high, 8)};
     return acc + (madd((i32x16)(a & 0x00ff00ffu), even) + madd(high, odd));
+#elif defined(TOKENLEAP_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+    int8x16_t all = vreinterpretq_s8_u32(vdupq_n_u32(b));
+    auto of = [=](i32x4 acc, u32x4 a) { return vusdotq_s32((int32x4_t)acc, (uint8x16_t)a, all); };
+    return fours<i32x4>(of, acc, a);
+#elif defined(TOKENLEAP_NEON) && defined(__ARM_FEATURE_DOTPROD)
+    int8x16_t all = vreinterpretq_s8_u32(vdupq_n_u32(b));
+    auto of = [=](i32x4 acc, u32x4 a) {
+        if constexpr (BITS < 8) return vdotq_s32((int32x4_t)acc, (int8x16_t)a, all);
+        // a = (a & 127) + 2 * (64 if bit 7 is set)
+        uint8x16_t high = vshrq_n_u8(vandq_u8((uint8x16_t)a, vdupq_n_u8(128)), 1);
+        int32x4_t more = vdotq_s32((int32x4_t)acc, (int8x16_t)vandq_u8((uint8x16_t)a, vdupq_n_u8(127)), all);
+        return vdotq_s32(vdotq_s32(more, (int8x16_t)high, all), (int8x16_t)high, all);
+    };
+    return fours<i32x4>(of, acc, a);
 #else
     for (int i = 0; i < 4; i++) {
         i32x16 bytes = (i32x16)((a >> (8 * i)) & 0xff);
@@ -299,6 +384,10 @@ inline float sum(f32x16 x) {
     __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
     __m128 two = four + _mm_movehl_ps(four, four);
     return two[0] + two[1];
+#elif defined(TOKENLEAP_NEON)
+    Pair<f32x4> eight = x.low + x.high;
+    f32x4 four = eight.low + eight.high;
+    return (four[0] + four[2]) + (four[1] + four[3]);
 #else
     for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
@@ -309,10 +398,14 @@ inline float sum(f32x16 x) {
 inline int32_t sum(i32x16 x) {
 #ifdef TOKENLEAP_AVX512
     return _mm512_reduce_add_epi32((__m512i)x);
-#endif
+#elif defined(TOKENLEAP_NEON)
+    Pair<i32x4> eight = x.low + x.high;
+    return vaddvq_s32((int32x4_t)(eight.low + eight.high));
+#else
     int32_t total = 0;
     for (int i = 0; i < LANES; i++) total += x[i];
     return total;
+#endif
 }
 
 inline f32x16 max(f32x16 a, f32x16 b) { return select(a > b, a, b); }
@@ -325,6 +418,9 @@ inline float max(f32x16 x) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return two[0] > two[1] ? two[0] : two[1];
+#elif defined(TOKENLEAP_NEON)
+    Pair<f32x4> eight = select(x.low > x.high, x.low, x.high);
+    return vmaxnmvq_f32((float32x4_t)select(eight.low > eight.high, eight.low, eight.high));
 #else
     float largest = x[0];
     for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
@@ -339,6 +435,9 @@ inline bool any(i32x16 x) {
 #elif defined(TOKENLEAP_AVX2)
     __m256i either = (__m256i)(x.low | x.high);
     return !_mm256_testz_si256(either, either);
+#elif defined(TOKENLEAP_NEON)
+    Pair<i32x4> eight = x.low | x.high;
+    return vmaxvq_u32((uint32x4_t)(eight.low | eight.high)) != 0;
 #else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= x[i];

@@ -13,7 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #else
-#include <sched.h>
+#include <thread>
 #endif
 
 #include <atomic>
@@ -102,7 +102,7 @@ private:
     void sleep(int phase) { syscall(SYS_futex, (int*)&phase_, FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0); }
     void wake() { syscall(SYS_futex, (int*)&phase_, FUTEX_WAKE_PRIVATE, threads_, nullptr, nullptr, 0); }
 #else
-    void sleep(int) { sched_yield(); }
+    void sleep(int) { std::this_thread::yield(); }
     void wake() {}
 #endif
 
