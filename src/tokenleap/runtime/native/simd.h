@@ -48,6 +48,13 @@ inline void store(void* to, Vector v) {
 
 constexpr int SUMS = 6;  // vectors of sums that fit into registers, beside their factors
 
+// The result of a comparison. Its size must not depend on a template: GCC 12 would ignore it.
+#ifdef TOKENLEAP_AVX2
+using Compared = int32_t __attribute__((vector_size(32)));
+#else
+using Compared = int32_t __attribute__((vector_size(16)));
+#endif
+
 // Two vectors: GCC keeps vectors that are larger than a register in memory.
 template <class Half>
 struct Pair {
@@ -89,8 +96,7 @@ private:
         if constexpr (std::is_class_v<Which>) {
             return Pair<Which>(low, high);
         } else {
-            using Int = int32_t __attribute__((vector_size(sizeof(Half))));
-            return Pair<Int>((Int)low, (Int)high);
+            return Pair<Compared>((Compared)low, (Compared)high);
         }
     }
 };
