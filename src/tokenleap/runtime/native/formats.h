@@ -97,25 +97,36 @@ inline void encode(const Linear& layer, const float* from, uint8_t* row, int off
     }
 }
 
-// Prefetches a later panel while a kernel computes. With several rows, computing takes as long as reading, and the
-// processor's own prefetching does not look far enough ahead to overlap both.
+// Prefetches weights while a kernel computes: the processor's own prefetching does not look far enough ahead to overlap
+// both.
 class Prefetch {
 public:
-    Prefetch(const uint8_t* from, size_t bytes) : from_(from), end_(from + bytes) {}
+    // What a kernel that reads a panel only once reads next. Further ahead, less of it comes in time.
+    static Prefetch soon(const uint8_t* panel, size_t bytes) { return {panel + 2048, bytes, true}; }
+
+    // What is read after this call, into the second cache.
+    static Prefetch later(const uint8_t* from, size_t bytes) { return {from, bytes, false}; }
 
     // Spread the prefetch over this many calls of `some`.
-    void split_into(int parts) { step_ = ((end_ - from_) / 64 + parts - 1) / parts * 64; }
+    void split_into(int parts) { step_ = bytes_ / parts; }
 
     void some() {
-        for (const uint8_t* stop = from_ + step_; from_ < stop; from_ += 64) __builtin_prefetch(from_);
+        stop_ += step_;
+        if (soon_)
+            for (; from_ < stop_; from_ += 64) __builtin_prefetch(from_, 0, 3);
+        else
+            for (; from_ < stop_; from_ += 64) __builtin_prefetch(from_, 0, 2);
     }
 
 private:
-    const uint8_t *from_, *end_;
-    long step_ = 0;
+    Prefetch(const uint8_t* from, size_t bytes, bool soon) : from_(from), stop_(from), bytes_(bytes), soon_(soon) {}
+
+    const uint8_t *from_, *stop_;
+    size_t bytes_, step_ = 0;
+    bool soon_;
 };
 
 // A panel times some rows, [rows][PANEL] out.
-using Kernel = void (*)(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out);
+using Kernel = void (*)(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch ahead, float* out);
 
 }  // namespace tokenleap

@@ -153,16 +153,16 @@ struct BlockKernel {
     static constexpr int ROWS = 6;
 
     template <int M, class Prefetch>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch ahead, float* out) {
         constexpr int V = PANEL_VECTORS<M>;
         f32x16 sums[2][M];
         clear(sums);
         int groups = inputs / 32;
         const uint8_t* row_halves = rows + inputs + 3 * groups * sizeof(float);
         const uint8_t* blocks = panel + groups * k_group_bytes(BITS);
-        later.split_into(groups);
+        ahead.split_into(groups);
         for (int g = 0; g < groups; g++, panel += k_group_bytes(BITS)) {
-            later.some();
+            ahead.some();
             const uint8_t* block = blocks + g / BLOCK_GROUPS * k_block_bytes(BITS);
             const uint8_t* scales = panel + k_group_bytes(BITS) - 2 * 32;
             const uint8_t *group = rows + g * 32, *row_scales = rows + inputs + g * sizeof(float);

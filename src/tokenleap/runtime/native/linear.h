@@ -36,16 +36,16 @@ struct WordKernel {
     static constexpr int ROWS = std::min(12, Words::PER_WORD == 1 ? SUMS : SUMS - 2);
 
     template <int M>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch ahead, float* out) {
         constexpr int V = PANEL_VECTORS<M>;
         int words = inputs / Words::PER_WORD;
-        later.split_into(words / 8 * (2 / V));
+        ahead.split_into(words / 8);
         for (int first = 0; first < 2; first += V) {
             f32x16 sums[V][M];
             clear(sums);
             const uint32_t* w = (const uint32_t*)panel + first * LANES;
             for (int k = 0; k < words; k++, w += PANEL) {
-                if (k % 8 == 0) later.some();
+                if (k % 8 == 0) ahead.some();
                 add_words(w, rows + k * sizeof *w, stride, sums);
             }
             put(sums, out + first * LANES);
@@ -73,16 +73,16 @@ struct ByteKernel {
     static constexpr int ROWS = std::min(6, BITS < 8 ? SUMS : SUMS - 2);
 
     template <int M>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch ahead, float* out) {
         constexpr int V = PANEL_VECTORS<M>;
         constexpr bool LEAST = FORMAT != Format::INT8;
         f32x16 sums[2][M];
         clear(sums);
         int groups = inputs / GROUP;
         size_t part = groups * sizeof(float);  // of what stands after a row's bytes
-        later.split_into(groups);
+        ahead.split_into(groups);
         for (int g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
-            later.some();
+            ahead.some();
             const uint8_t* row_scales = rows + inputs + g * sizeof(float);
             const half* scales = (const half*)(panel + group_bytes(FORMAT)) - (LEAST ? 2 : 1) * PANEL;
 #pragma GCC unroll 2
@@ -179,8 +179,9 @@ inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int t
             for (int part = 0; part < UNIT; part++) {
                 const uint8_t* panel = layer.weight + (unit * UNIT + part) * size;
                 size_t share = size / blocks.count();
-                Prefetch later(panel + UNIT * size + block * share, share);
-                kernel(panel, inputs + first * stride, stride, layer.inputs, later, sums[part]);
+                Prefetch ahead = blocks.count() == 1 ? Prefetch::soon(panel, size)
+                                                     : Prefetch::later(panel + UNIT * size + block * share, share);
+                kernel(panel, inputs + first * stride, stride, layer.inputs, ahead, sums[part]);
             }
             for (; row < blocks.last(block); row++) {
                 float out[UNIT * PANEL];

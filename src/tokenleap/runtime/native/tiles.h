@@ -88,10 +88,10 @@ private:
     }
 
     template <bool TWICE>
-    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch later, float* out) {
+    static void run(const uint8_t* panel, const uint8_t* rows, size_t stride, int inputs, Prefetch ahead, float* out) {
         constexpr size_t WIDTH = 4 * PANEL;  // bytes of a row of weights, and of a row of sums
         int steps = inputs / 32;
-        later.split_into(steps);
+        ahead.split_into(steps);
         barrier();
         _tile_zero(0);
         _tile_zero(1);
@@ -100,7 +100,7 @@ private:
             _tile_zero(3);
         }
         for (int k = 0; k < steps; k++) {
-            later.some();
+            ahead.some();
             const uint8_t *weights = panel + k * HEIGHT * WIDTH, *x = rows + k * 64;
             _tile_loadd(6, weights, WIDTH);
             _tile_loadd(4, x, stride);
