@@ -167,7 +167,7 @@ def _measure(
         return f"did not end within {seconds} s"
     if done.returncode:
         return f"ended with status {done.returncode}"
-    version = ["git", "describe", "--always", "--dirty"]
+    version = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()
     facts = f"Commit {commit}, {datetime.now(UTC):%d %B %Y}."
     report.write_text(f"{_shown(command, done.stdout)}\n\n{facts}\n", encoding="utf-8")
