@@ -29,7 +29,7 @@ from benchmarks.harness import Prompts, one_line_errors
 from tokenleap.drafters.heads.shipped import shipped_head
 
 RESULTS = Path(__file__).parents[1] / "docs/results.md"
-PEERS = "transformers-lookup,llama.cpp-plain,openvino-plain,openvino-lookup"
+PEERS = "transformers-plain,transformers-lookup,openvino-plain,openvino-lookup"
 HYBRID: dict[str, object] = {
     "method": "hybrid",
     "model": str(shipped_head("smollm2-135m")),
@@ -73,7 +73,7 @@ SECTIONS = {
     ),
     "draft_model": Section(
         f"{BENCH} -m {{large}} --draft-model {{draft_model}} --per-kind {{amount}} --max-tokens 64 "
-        "--max-prompt-tokens 600 --peers llama.cpp-plain,openvino-plain --method ngram "
+        "--max-prompt-tokens 600 --peers transformers-assistant,openvino-lookup --method ngram "
         "--method draft_model",
         20,
         2,
@@ -86,7 +86,7 @@ SECTIONS = {
     ),
     "server_large": Section(
         "benchmarks.serving --prompts {prompts} --gguf {large} --draft-model {draft_model} "
-        "--llama-server {llama_server} --rounds {amount}",
+        "--llama-server {llama_server} --rounds {amount} --clients 1 --clients 4 --requests 4",
         20,
         3,
     ),
@@ -167,7 +167,7 @@ def _measure(
         return f"did not end within {seconds} s"
     if done.returncode:
         return f"ended with status {done.returncode}"
-    version = ["git", "describe", "--always", "--dirty"]
+    version = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()
     facts = f"Commit {commit}, {datetime.now(UTC):%d %B %Y}."
     report.write_text(f"{_shown(command, done.stdout)}\n\n{facts}\n", encoding="utf-8")

@@ -288,7 +288,8 @@ async def send(
     url: str, prompts: Sequence[Prompt], clients: int, max_tokens: int, temperature: float
 ) -> Burst:
     """Send a chat request for each prompt, so many at once, and read the streams."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection for each request: llama-server closes them while the next request is on its way.
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
         began, free = time.perf_counter(), asyncio.Semaphore(clients)
 
