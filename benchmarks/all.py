@@ -26,20 +26,9 @@ import typer
 
 from benchmarks import BenchmarkError
 from benchmarks.harness import Prompts, one_line_errors
-from tokenleap.drafters.heads.shipped import shipped_head
 
 RESULTS = Path(__file__).parents[1] / "docs/results.md"
 PEERS = "transformers-plain,transformers-lookup,openvino-plain,openvino-lookup"
-HYBRID: dict[str, object] = {
-    "method": "hybrid",
-    "model": str(shipped_head("smollm2-135m")),
-    "drafter": {
-        "method": "eagle",
-        "tree": "dynamic",
-        "tree_depth": 4,
-        "num_speculative_tokens": 8,
-    },
-}
 
 
 def _methods(*configs: Mapping[str, object]) -> str:
@@ -66,8 +55,8 @@ class Section:
 SECTIONS = {
     "methods": Section(
         f"{BENCH} --per-kind {{amount}} --gguf {{gguf}} --peers {PEERS} "
-        "--method ngram --method suffix "
-        + _methods(HYBRID, {"method": "none", **INT4}, {"method": "ngram", **INT4}, HYBRID | INT4),
+        "--method ngram --method suffix --method hybrid "
+        + _methods(*({"method": name, **INT4} for name in ("none", "ngram", "hybrid"))),
         25,
         4,
     ),
@@ -180,7 +169,13 @@ def _shown(command: str, printed: str) -> str:
     titled = zip(parts[::2], parts[1::2], strict=True)
     kept = [f"**{title}**{text}" for title, text in titled if title in SHOWN]
     called = "" if "python -m" in first else f"`{command}`\n\n"
-    return re.sub(r"(?<=[\s'\"=`])/\S*/", "", "".join([called, first, *kept])).strip()
+    text = re.sub(r"(?<=[\s'\"=`])/\S*/", "", "".join([called, first, *kept])).strip()
+    return re.sub(r"^\|.*", _narrow, text, flags=re.M)
+
+
+def _narrow(row: re.Match[str]) -> str:
+    """A row of a table without padding."""
+    return re.sub(r" +(?=\|)", " ", re.sub(r"(?<=\|) +", " ", re.sub(r"-{4,}", "---", row[0])))
 
 
 def _replace(name: str, text: str) -> None:
