@@ -48,6 +48,7 @@ LLAMA, LLAMA_SPEC, LLAMA_DRAFT = "llama-server", "llama-server --spec-default", 
 CONTESTANTS = (SPECULATION, NONE, DRAFT, REPLICAS, LLAMA, LLAMA_SPEC, LLAMA_DRAFT)
 CLIENTS = (1, 4, 8, 16)
 CONTEXT = 2048
+WARM_UP = 4
 LEVEL = 0.95
 
 Bursts: TypeAlias = "dict[tuple[str, int], list[Burst]]"
@@ -94,7 +95,7 @@ def main(
         raise BenchmarkError(f"no prompt has at most {max_prompt_chars} characters.")
     levels = tuple(clients or CLIENTS)
     counts = {level: max(requests, 2 * level) for level in levels}
-    texts = stratified(pool, rounds * sum(counts.values()), seed)
+    texts = stratified(pool, WARM_UP + rounds * sum(counts.values()), seed)
     own = tokenleap_command(gguf, speculative_config, max_num_seqs)
     share = max(1, threads // replicas)
     commands = {
@@ -155,8 +156,10 @@ def _measured(
     """All bursts: the servers take turns, with the same prompts and as many clients."""
     for server in servers.values():
         server.wait()
-        send_to(server.url, texts[:4], 4)  # pays for buffers and cost curves
-    prompts = cycle(texts)  # new ones for each burst, because servers cache prefixes
+        send_to(server.url, texts[:WARM_UP], WARM_UP)  # pays for buffers and cost curves
+    prompts = cycle(
+        texts[WARM_UP:] or texts
+    )  # new ones for each burst, because servers cache prefixes
     planned = [
         (list(islice(prompts, count)), level)
         for _ in range(rounds)

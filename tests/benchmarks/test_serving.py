@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 from benchmarks.serving import CONTESTANTS, LLAMA, NONE, REPLICAS, _contestants, send
 
-from benchmarks import BenchmarkError
+from benchmarks import BenchmarkError, serving
 from tests.serve.support import served
 from tokenleap.bench.prompts_file import Prompt
 
@@ -34,3 +36,22 @@ def test_contestants_need_their_files() -> None:
         _contestants(["vllm"], commands)
     with pytest.raises(BenchmarkError, match="counts the tokens"):
         _contestants([LLAMA], {LLAMA: []})
+
+
+def test_no_prompt_of_the_warm_up_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers have it in their caches."""
+    server = serving.Server(NONE, "url", Mock(), Mock())
+    monkeypatch.setattr(serving.Server, "wait", lambda self: None)
+    monkeypatch.setattr(serving, "_counted", lambda bursts, counter: bursts)
+    texts = [Prompt(str(number), "any", "text") for number in range(20)]
+    sent = list[list[str]]()
+
+    def send_to(url: str, prompts: Sequence[Prompt], clients: int) -> serving.Burst:
+        sent.append([prompt.id for prompt in prompts])
+        return serving.Burst([], 1.0)
+
+    serving._measured({NONE: server}, texts, {1: 3, 2: 4}, 2, send_to)
+    warm_up, *measured = sent
+    assert len(warm_up) == 4
+    assert [len(ids) for ids in measured] == [3, 4, 3, 4]
+    assert not set(warm_up) & {each for ids in measured for each in ids}
