@@ -322,6 +322,19 @@ def test_only_the_operator_replaces_the_text_by_chance(server: Served, acceptanc
     assert "cannot ask for 'synthetic': start the server with it" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": []},
+        {"method": {}},
+        {"method": "ngram", "acceptance": {"rule": ["a"]}},
+        {"method": "ngram", "acceptance": {"rule": {}}},
+    ],
+)
+def test_names_that_are_no_text(server: Served, config: dict[str, Any]) -> None:
+    server.refused(COMPLETIONS, prompt="a", speculative_config=config)
+
+
 def test_the_operator_may_allow_more() -> None:
     given: dict[str, Any] = {"method": "suffix", "suffix_decoding_max_cached_tokens": 100_001}
     check_speculation(given, SpeculativeConfig(**given))

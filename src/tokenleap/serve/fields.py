@@ -518,14 +518,11 @@ def check_speculation(given: Any, own: SpeculativeConfig) -> None:
     if drafters > MAX_DRAFTERS:
         raise _refused(f"at most {MAX_DRAFTERS} drafters on this server, got {drafters}.")
     method = given.get("method") if isinstance(given, dict) else None
-    if method in METHODS and METHODS[method].takes_head and given != {"method": own.method_name}:
+    spec = METHODS.get(method) if isinstance(method, str) else None
+    if spec is not None and spec.takes_head and given != {"method": own.method_name}:
         raise _refused(f"{method} needs a head; without the field, {own.method_name} drafts.")
     _check_fields(given, "speculative_config")
     limits = _memory_limits(own)
-    rule = given.get("acceptance") if isinstance(given, dict) else None
-    rule = rule.get("rule") if isinstance(rule, dict) else rule
-    if rule in RULES and RULES[rule].by_chance:
-        raise _refused(f"acceptance: a request cannot ask for '{rule}': start the server with it.")
     for name, value in _options_in(given):
         if name in limits and isinstance(value, int | float) and value > limits[name]:
             raise _refused(f"{name}: at most {limits[name]} on this server, got {value}.")
@@ -565,6 +562,10 @@ def _check_fields(given: Any, path: str) -> None:
                 raise invalid(
                     "speculative_config",
                     f"{here}: a request cannot set it: start the server with it.",
+                )
+            if isinstance(value, str) and value in RULES and RULES[value].by_chance:
+                raise _refused(
+                    f"{name}: a request cannot ask for '{value}': start the server with it."
                 )
             if isinstance(value, str) and value not in (_names() if name in _WORDS else _words()):
                 raise invalid("speculative_config", f"{here}: {value[:100]!r} is not known here.")
