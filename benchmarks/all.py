@@ -31,11 +31,10 @@ RESULTS = Path(__file__).parents[1] / "docs/results.md"
 PEERS = "transformers-plain,transformers-lookup,openvino-plain,openvino-lookup"
 
 
-def _methods(*configs: Mapping[str, object]) -> str:
-    return " ".join(f"--method {shlex.quote(json.dumps(config))}" for config in configs)
-
-
-INT4 = {"quantization": "int4"}
+INT4 = " ".join(
+    f"--method {shlex.quote(json.dumps({'method': name, 'quantization': 'int4'}))}"
+    for name in ("none", "ngram", "hybrid")
+)
 SHOWN = ("Speed", "Speed by kind of prompt", "Start")
 """The tables of `tokenleap bench` that the page shows."""
 
@@ -55,8 +54,7 @@ class Section:
 SECTIONS = {
     "methods": Section(
         f"{BENCH} --per-kind {{amount}} --gguf {{gguf}} --peers {PEERS} "
-        "--method ngram --method suffix --method hybrid "
-        + _methods(*({"method": name, **INT4} for name in ("none", "ngram", "hybrid"))),
+        f"--method ngram --method suffix --method hybrid {INT4}",
         25,
         4,
     ),

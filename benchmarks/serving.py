@@ -157,9 +157,8 @@ def _measured(
     for server in servers.values():
         server.wait()
         send_to(server.url, texts[:WARM_UP], WARM_UP)  # pays for buffers and cost curves
-    prompts = cycle(
-        texts[WARM_UP:] or texts
-    )  # new ones for each burst, because servers cache prefixes
+    # New ones for each burst, because servers cache prefixes.
+    prompts = cycle(texts[WARM_UP:] or texts)
     planned = [
         (list(islice(prompts, count)), level)
         for _ in range(rounds)

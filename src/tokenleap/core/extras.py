@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 from importlib.metadata import metadata, requires
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 def extras() -> list[str]:
@@ -15,6 +17,8 @@ def extras() -> list[str]:
 
 def requirements(extra: str) -> list[Requirement]:
     """What an extra brings on this machine, also through other extras."""
+    from packaging.requirements import Requirement  # costs the shell's start 11 ms
+
     found = []
     for each in map(Requirement, requires("tokenleap") or ()):
         marker, each.marker = each.marker, None

@@ -44,6 +44,8 @@ _TABLE = json.loads((_SOURCES / "variants.json").read_text(encoding="utf-8"))
 _NO_ROWS: dict[str, Any] = {"flags": [], "variants": []}
 _ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}  # of Windows and macOS
 _MACHINE = _ALIASES.get(platform.machine().lower(), platform.machine())
+# Rounding must not depend on inlining (-ffp-contract, invariant 7), and several small numbers are
+# read as one word (-fno-strict-aliasing).
 _FLAGS = (
     *_TABLE["flags"],
     "-mcpu=native" if _MACHINE == "aarch64" else "-march=native",
@@ -78,6 +80,9 @@ class Variant:
     needs: frozenset[str]
     """The features, as `torch.cpu.get_capabilities` names them."""
 
+    def runs_on(self, features: Mapping[str, object]) -> bool:
+        return all(features.get(name) is True for name in self.needs)
+
 
 def variants(machine: str = _MACHINE) -> list[Variant]:
     """The libraries in a wheel for a kind of machine, best last: each adds to the one before it."""
@@ -90,8 +95,7 @@ def variants(machine: str = _MACHINE) -> list[Variant]:
 
 def best_variant(features: Mapping[str, object], machine: str = _MACHINE) -> str | None:
     """The name of the best one that a processor runs; None if it runs none."""
-    here = {name for name, there in features.items() if there is True}
-    able = [variant.name for variant in variants(machine) if variant.needs <= here]
+    able = [variant.name for variant in variants(machine) if variant.runs_on(features)]
     return able[-1] if able else None
 
 
