@@ -58,6 +58,19 @@ def test_a_command_that_fails_keeps_the_old_table(
     assert "no section 'x'" in run(everything.main, [*arguments, "--only", "x"]).stderr
 
 
+def test_broken_promises_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def called(command: list[str], **_: Any) -> Any:
+        return subprocess.CompletedProcess(command, command[0] != "git", "| 0.9 |")
+
+    page = tmp_path / "results.md"
+    page.write_text("<!-- int4 -->\n<!-- end of int4 -->\n")
+    monkeypatch.setattr(everything, "RESULTS", page)
+    monkeypatch.setattr(subprocess, "run", called)
+    arguments = ["--prompts", str(tmp_path), "--output", str(tmp_path / "out"), "--only", "int4"]
+    assert "int4: measured, and a promise is broken" in run(everything.main, arguments).stderr
+    assert "| 0.9 |" in page.read_text()
+
+
 def test_the_page_shows_some_tables_of_a_benchmark_and_no_folders() -> None:
     printed = "# tokenleap bench\n\nfacts\n\n## Speed\n\n| 5 tokens/s |\n\n## Steps\n\n| b |\n"
     command = 'tokenleap bench /home/me/p.jsonl --method \'{"model": "/home/me/head"}\''
@@ -69,21 +82,17 @@ def test_the_page_shows_some_tables_of_a_benchmark_and_no_folders() -> None:
     assert everything._shown("x", printed) == printed.replace("/home/", "")
 
 
-def test_a_command_that_takes_too_long_is_interrupted_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_benchmark_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
     def called(command: list[str], **_: Any) -> Any:
         commands.append(command)
         (tmp_path / "out/methods").mkdir(exist_ok=True)
         (tmp_path / "out/methods/results.jsonl").touch()
-        return subprocess.CompletedProcess(command, 124, "half")
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess, "run", called)
     arguments = ["--prompts", str(tmp_path), "--gguf", "f", "--output", str(tmp_path / "out")]
     for _ in range(2):
-        done = run(everything.main, [*arguments, "--only", "methods"])
-        assert "methods: did not end within 1560 s" in done.stderr
-    assert commands[0][0] == "timeout"
+        run(everything.main, [*arguments, "--only", "methods"])
     assert commands[1] == [*commands[0], "--resume"]

@@ -20,9 +20,10 @@ from tokenleap.runtime.cores import available_cores
 
 
 def host() -> dict[str, Any]:
-    """Processor, cores and versions."""
+    """Processor, its best set of instructions, cores and versions."""
     return {
         "cpu": _cpu_model(),
+        "instructions": next((name for name in _BEST_FIRST if name in processor_flags()), None),
         "cores": available_cores(),
         "python": platform.python_version(),
         "torch": package_version("torch"),
@@ -30,6 +31,10 @@ def host() -> dict[str, Any]:
         "tokenleap": tokenleap.__version__,
         "source": source_digest(),
     }
+
+
+_BEST_FIRST = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "i8mm", "asimddp")
+"""Sets of instructions, as Linux names them, for which the native runtime has kernels."""
 
 
 def package_version(name: str) -> str | None:
