@@ -78,6 +78,7 @@ SECTIONS = {
         28,
     ),
     "passes": Section("benchmarks.step_cost"),
+    "passes_int4": Section("benchmarks.step_cost --quantization int4"),
     "int4": Section(
         "benchmarks.quantization --prompts {prompts} --quantization int4 --per-kind {amount}", 5
     ),
