@@ -20,10 +20,10 @@ from tokenleap.runtime.cores import available_cores
 
 
 def host() -> dict[str, Any]:
-    """Processor, its best set of instructions, cores and versions."""
+    """Processor, what it can do, cores and versions."""
     return {
         "cpu": _cpu_model(),
-        "instructions": next((name for name in _BEST_FIRST if name in processor_flags()), None),
+        "instructions": " ".join(instructions()) or None,
         "cores": available_cores(),
         "python": platform.python_version(),
         "torch": package_version("torch"),
@@ -31,10 +31,6 @@ def host() -> dict[str, Any]:
         "tokenleap": tokenleap.__version__,
         "source": source_digest(),
     }
-
-
-_BEST_FIRST = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "i8mm", "asimddp")
-"""Sets of instructions, as Linux names them, for which the native runtime has kernels."""
 
 
 def package_version(name: str) -> str | None:
@@ -52,6 +48,13 @@ def _cpu_model() -> str:
 def processor_flags() -> frozenset[str]:
     """Names of the processor's sets of instructions, as Linux has them; elsewhere none."""
     return frozenset((_of_processor("flags") or _of_processor("Features")).split())
+
+
+def instructions() -> list[str]:
+    """Those sets of instructions that decide how fast a model runs, by Linux's names."""
+    known = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "asimd")
+    flags = processor_flags()
+    return [name for name in known if name in flags]
 
 
 def _of_processor(field: str) -> str:

@@ -145,16 +145,13 @@ def doctor(
 
 
 def _processor() -> list[_Finding]:
-    from tokenleap.bench.machine import host, processor_flags
+    from tokenleap.bench.machine import host, instructions
     from tokenleap.runtime.cores import available_cores
 
     all_cores = os.cpu_count() or 1
     cores = f"{available_cores()} of {all_cores}"
-    flags = processor_flags()
-    known = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "asimd")
-    found = [name for name in known if name in flags]
-    advice = ""
-    if "avx2" not in flags and "asimd" not in flags:
+    found, advice = instructions(), ""
+    if "avx2" not in found and "asimd" not in found:
         advice = "Without AVX2, the native runtime uses portable code, which is slower."
     return [
         _Finding("processor", str(host()["cpu"])),
