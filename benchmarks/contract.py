@@ -41,6 +41,7 @@ from tokenleap.bench.own import encode, prompt_limit, random_ids
 from tokenleap.bench.prompts_file import Prompt
 from tokenleap.bench.run import Journal, order
 from tokenleap.bench.summary import Interval, t_ratio
+from tokenleap.core import clock
 from tokenleap.engine.jobs import JobSpec
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
@@ -413,9 +414,9 @@ class Run:
         joining = self._jobs[self._started :][: self._batch - running]
         self._engine.start(joining)
         self._started += len(joining)
-        began = time.perf_counter()
+        began = clock.now()  # the clock of `prefill_seconds`
         self._engine.step()
-        self._step_seconds += time.perf_counter() - began
+        self._step_seconds += clock.now() - began
 
     def close(self) -> None:
         self._engine.end(self._jobs[: self._started])

@@ -33,6 +33,7 @@ def target_on(device: str, architecture: str, runtime: str) -> Target:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchInductor
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # which would have other bits
 @pytest.mark.parametrize(
     ("device", "runtime"),
     [
