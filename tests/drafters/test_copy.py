@@ -164,6 +164,15 @@ def test_a_source_is_copied_from_its_beginning() -> None:
     assert text.then(14, 15).draft(25) == [16, END]
 
 
+def test_one_token_aligns_a_source_again() -> None:
+    """Unless tokens may be inserted: a mark that the source has, too, is no place in it."""
+    changed = (*INPUT[:2], 90, INPUT[4])
+    assert Translation([*INPUT, END]).then(*changed).draft(25) == [*INPUT[5:], END]
+    inserted = Translation([*INPUT, END], copy_insertions=True).then(*changed)
+    assert inserted.draft(25) == [*INPUT[2:], END]
+    assert Text(INPUT, copy_start=0).then(*changed).draft() == []
+
+
 def test_a_source_behind_its_language() -> None:
     """The language of the source is left out if that of the output is given."""
     source = [ENGLISH, *INPUT, END]

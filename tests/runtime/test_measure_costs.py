@@ -17,7 +17,9 @@ from tokenleap.runtime.target import Target
 class Clock:
     """Passes take what is written down; nothing else takes time. The first of a size takes more."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, first: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float, first: float, power: float = 0.3
+    ) -> None:
         self._now, self._seconds, self._first = 0.0, seconds, first
         self.passes: list[tuple[int, int]] = []
         verify = Target.verify
@@ -26,7 +28,7 @@ class Clock:
             target: Target, keys: Sequence[int], trees: Sequence[TokenTree]
         ) -> list[PassOutput]:
             size = (len(keys), sum(map(len, trees)))
-            self._now += self._seconds * size[1] ** 0.5 + (self._first * (size not in self.passes))
+            self._now += self._seconds * size[1] ** power + (self._first * (size not in self.passes))
             self.passes.append(size)
             return verify(target, keys, trees)
 
@@ -42,7 +44,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("seconds", "first", "sizes"),
-    [(0.001, 0.01, 11), (0.01, 0.1, 8), (0.1, 0.2, 3), (3.0, 0.0, 1), (0.001, 5.0, 1)],
+    [(0.001, 0.01, 11), (0.01, 0.05, 8), (0.1, 0.2, 2), (3.0, 0.0, 1), (0.001, 5.0, 1)],
 )
 def test_first_passes_do_not_count(
     monkeypatch: pytest.MonkeyPatch, seconds: float, first: float, sizes: int
@@ -52,12 +54,12 @@ def test_first_passes_do_not_count(
     costs = measure_costs(target)
     assert len(set(clock.passes)) == sizes
     measured = [nodes for rows, nodes in set(clock.passes) if rows == 1]
-    expected = [seconds * n**0.5 for n in measured]
+    expected = [seconds * n**0.3 for n in measured]
     assert [costs(n) for n in measured] == pytest.approx(expected, rel=0.05)
     for rows in (4, 16):
         if (rows, rows) in clock.passes:
-            assert costs(rows, rows) == pytest.approx(seconds * rows**0.5, rel=0.1)
-    assert clock.now < max(2.0 + 8 * seconds, 2 * (seconds + first) + 1e-9)
+            assert costs(rows, rows) == pytest.approx(seconds * rows**0.3, rel=0.1)
+    assert clock.now < max(1.0 + 8 * seconds, 2 * (seconds + first) + 1e-9)
     assert not target._keys
 
 
@@ -70,3 +72,12 @@ def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [(1, size) for size in SIZES]
     # A pass over as many rows as the last one is not the first of its kind: that one is not timed.
     assert clock.passes == sizes + [(1, 1), *sizes] * 5
+
+
+def test_where_nodes_are_dear_long_passes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model())
+    clock = Clock(monkeypatch, 0.001, 0.0, power=0.7)
+    costs = measure_costs(target)
+    assert max(nodes for rows, nodes in clock.passes if rows == 1) == 16
+    assert (16, 16) in clock.passes
+    assert costs(64) == pytest.approx(4 * 0.001 * 16**0.7, rel=0.05)

@@ -51,10 +51,17 @@ class Alignment:
 
     Args:
         start: index in the input of the first expected token; None without an alignment.
+        min_match: see `CopyOptions`, as `insertions`.
     """
 
     def __init__(
-        self, tokens: Sequence[int], start: int | None, seen: int, options: CopyOptions
+        self,
+        tokens: Sequence[int],
+        start: int | None,
+        seen: int,
+        min_match: int,
+        *,
+        insertions: bool,
     ) -> None:
         self._found = Occurrences(list(tokens))
         self.position = start
@@ -62,8 +69,7 @@ class Alignment:
         self.match = 1
         """Length of the match: the text's last tokens equal the input's before the position."""
         self._last = start or 0  # position of the last alignment
-        self._min_match = options.copy_min_match
-        self._insertions = options.copy_insertions
+        self._min_match, self._insertions = min_match, insertions
         self._num_inserted = 0
         self._seen = seen
 
@@ -77,7 +83,11 @@ class Alignment:
         """How a prompt is copied: a region from its beginning, the whole where it ends."""
         start = 0 if options.explicit else None
         alignment = cls(
-            joined([options.region(prompt), *references.texts]), start, len(prompt), options
+            joined([options.region(prompt), *references.texts]),
+            start,
+            len(prompt),
+            options.min_match(of_source=False),
+            insertions=options.copy_insertions,
         )
         if start is None:
             alignment._realign(prompt)
@@ -99,7 +109,8 @@ class Alignment:
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
         tokens = joined([options.region(source), *references.texts])
-        alignment = cls(tokens, start, lead, options)
+        least = options.min_match(of_source=True)
+        alignment = cls(tokens, start, lead, least, insertions=options.copy_insertions)
         alignment.catch_up(given)
         return alignment
 

@@ -134,15 +134,21 @@ class CopyOptions(DrafterOptions):
             token. A negative index counts from the prompt's end, as in Python's slices. None is the
             prompt's beginning.
         copy_end: index after the input's last token, likewise. None is the prompt's end.
-        copy_min_match: shortest suffix that aligns text and input again, in tokens.
+        copy_min_match: shortest suffix that aligns text and input again, in tokens. None is 1 for
+            an encoder-decoder's source, unless tokens may be inserted, and 2 for a prompt.
         copy_insertions: whether tokens that align with nothing count as inserted, as marks are:
             copying goes on where it stopped. After `MOST_INSERTED` of them it ends.
     """
 
     copy_start: int | None = None
     copy_end: int | None = None
-    copy_min_match: Annotated[int, Ge(1), Le(LONGEST_ALIGNED)] = 2
+    copy_min_match: Annotated[int, Ge(1), Le(LONGEST_ALIGNED)] | None = None
     copy_insertions: bool = False
+
+    def min_match(self, *, of_source: bool) -> int:
+        if self.copy_min_match is not None:
+            return self.copy_min_match
+        return 1 if of_source and not self.copy_insertions else 2
 
     def region(self, tokens: Sequence[int]) -> Sequence[int]:
         """The input within a prompt or source; empty if that is too short."""

@@ -53,6 +53,8 @@ class PassOutput:
 
     def rows(self, nodes: slice, scored: slice) -> PassOutput:
         """The output for some adjacent ones of the T nodes and of the L; its tensors are views."""
+        if not self.hidden and self.argmax is not None and scored == slice(0, len(self.argmax)):
+            return self
         return PassOutput(
             None if self.logits is None else self.logits[scored],
             None if self.argmax is None else self.argmax[scored],

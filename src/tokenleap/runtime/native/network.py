@@ -143,7 +143,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         with self._lock:
             self._prepare(made.arguments, inputs, slab)
             self._library.tokenleap_forward(byref(self._decoder), byref(made.arguments))
-        states = dict(zip(need.hidden, made.hidden, strict=True))
+        states = dict(zip(need.hidden, made.hidden, strict=True)) if need.hidden else {}
         if not need.logits:
             return PassOutput(None, None, states)
         return PassOutput(made.logits, made.argmax, states)
