@@ -28,7 +28,9 @@ class Clock:
             target: Target, keys: Sequence[int], trees: Sequence[TokenTree]
         ) -> list[PassOutput]:
             size = (len(keys), sum(map(len, trees)))
-            self._now += self._seconds * size[1] ** power + (self._first * (size not in self.passes))
+            self._now += self._seconds * size[1] ** power + (
+                self._first * (size not in self.passes)
+            )
             self.passes.append(size)
             return verify(target, keys, trees)
 

@@ -146,6 +146,7 @@ class CopyOptions(DrafterOptions):
     copy_insertions: bool = False
 
     def min_match(self, *, of_source: bool) -> int:
+        """`copy_min_match`, or its default for this input."""
         if self.copy_min_match is not None:
             return self.copy_min_match
         return 1 if of_source and not self.copy_insertions else 2

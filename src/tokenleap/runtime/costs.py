@@ -11,9 +11,9 @@ is modelled to cost
 f is the curve of a single row, and `row` is the cost of one more row's context. The first term is
 the pass without drafts. The second is what verifying drafts adds. a and b change independently: on
 a shared machine, reading weights may take twice as long from one second to the next, while
-computing does not. Both are modelled as random walks, but during plain passes, which say nothing about it, b
-returns to the measured curve: a b that is too high ends all drafts, and would never be corrected.
-A Kalman filter tracks both and attributes an error to the coefficient that is less certain.
+computing does not. Both are modelled as random walks, but during plain passes, which say nothing
+about it, b returns to the measured curve: a b that is too high ends all drafts, and would never be
+corrected. A Kalman filter tracks both and attributes an error to the less certain coefficient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DRIFT, _NOISE = 0.01, 0.04
 """Relative standard deviations: of a coefficient's change from pass to pass; of one measurement."""
 
 _RETURN = 0.005
-"""Part of the way that b returns in a plain pass: to 1, or to a where plain passes became faster."""
+"""Part of the way that b returns in a plain pass: to 1, or to a if plain passes became faster."""
 
 _MOST_DOUBT = 0.5
 """A coefficient's relative standard deviation grows up to this while nothing measures it."""
