@@ -137,7 +137,7 @@ class Amount:
 
 
 EXAMPLES = examples(
-    "tokenleap bench questions.jsonl  # none, ngram and Transformers",
+    "tokenleap bench questions.jsonl  # none, the default method and Transformers",
     "tokenleap bench mine.txt --method suffix --method ngram_table --all",
     "tokenleap bench mine.txt --peers transformers,openvino --gguf model.gguf",
     "tokenleap bench mine.txt --temperature 0.8 --method suffix",
