@@ -51,7 +51,6 @@ class Alignment:
 
     Args:
         start: index in the input of the first expected token; None without an alignment.
-        min_match: see `CopyOptions`, as `insertions`.
     """
 
     def __init__(
@@ -59,9 +58,9 @@ class Alignment:
         tokens: Sequence[int],
         start: int | None,
         seen: int,
-        min_match: int,
+        options: CopyOptions,
         *,
-        insertions: bool,
+        of_source: bool,
     ) -> None:
         self._found = Occurrences(list(tokens))
         self.position = start
@@ -69,7 +68,8 @@ class Alignment:
         self.match = 1
         """Length of the match: the text's last tokens equal the input's before the position."""
         self._last = start or 0  # position of the last alignment
-        self._min_match, self._insertions = min_match, insertions
+        self._min_match = options.min_match(of_source=of_source)
+        self._insertions = options.copy_insertions
         self._num_inserted = 0
         self._seen = seen
 
@@ -82,13 +82,8 @@ class Alignment:
     ) -> Alignment:
         """How a prompt is copied: a region from its beginning, the whole where it ends."""
         start = 0 if options.explicit else None
-        alignment = cls(
-            joined([options.region(prompt), *references.texts]),
-            start,
-            len(prompt),
-            options.min_match(of_source=False),
-            insertions=options.copy_insertions,
-        )
+        tokens = joined([options.region(prompt), *references.texts])
+        alignment = cls(tokens, start, len(prompt), options, of_source=False)
         if start is None:
             alignment._realign(prompt)
         return alignment
@@ -109,8 +104,7 @@ class Alignment:
         lead = _num_leading(given, special)
         start = _num_leading(source, special) if lead > 1 and not options.explicit else 0
         tokens = joined([options.region(source), *references.texts])
-        least = options.min_match(of_source=True)
-        alignment = cls(tokens, start, lead, least, insertions=options.copy_insertions)
+        alignment = cls(tokens, start, lead, options, of_source=True)
         alignment.catch_up(given)
         return alignment
 

@@ -62,7 +62,6 @@ def _seconds(
     target: Target, keys: Sequence[int], sizes: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
     """Median seconds by (rows, nodes), of sizes that half of `MAX_SECONDS` could warm up."""
-    times: dict[tuple[int, int], list[float]] = {}
 
     def now() -> float:
         return target.peers.agreed(clock.now())
@@ -76,11 +75,12 @@ def _seconds(
 
     first: dict[tuple[int, int], float] = {}
     for size in sizes:
-        steep = first.get((1, LONG), 0.0) > STEEP * first.get((1, 1), 0.0)
+        steep = (1, LONG) in first and first[1, LONG] > STEEP * first[1, 1]
         if steep and size[0] == 1:
             continue
         if not first or now() - began < MAX_SECONDS / 2:
-            first[size], times[size] = run(*size), []
+            first[size] = run(*size)
+    times: dict[tuple[int, int], list[float]] = {size: [] for size in first}
     for _ in range(ROUNDS):
         before = 0
         for size, taken in times.items():
