@@ -58,14 +58,17 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each variant.")] = 20,
     steps: Annotated[int, typer.Option(min=2, help="Steps whose overhead is measured.")] = 100,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the nodes.")] = 256,
-    quantization: harness.Quantization = None,
+    quantization: harness.Quantization = "auto",
     runtime: harness.Runtime = "auto",
     dtype: harness.Dtype = "auto",
     device: harness.Device = "auto",
 ) -> None:
     """Measure what passes and steps cost."""
-    loaded = load(model, dtype, device)
-    llm = LLM(loaded.module, tokenizer=loaded.tokenizer, quantization=quantization, runtime=runtime)
+    options: dict[str, Any] = {"quantization": quantization, "runtime": runtime}
+    if model in harness.RANDOM:
+        llm = LLM(load(model, dtype, device).module, **options)
+    else:  # not as a module, so that a GGUF file keeps its quantization
+        llm = LLM(model, dtype=dtype, device=device, **options)
     target = llm.engine.target
     most = target.max_model_len - max(NODES)
     if context > most:
