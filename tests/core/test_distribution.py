@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenleap.core.distribution import Distribution, OneHots
+from tokenleap.core.distribution import Distribution, OneHots, Truncation, truncate
 
 V = 6
 weights = st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]), min_size=V, max_size=V).filter(any)
@@ -68,3 +68,29 @@ def test_certain_distributions_are_made_once_and_only_where_they_are_looked_at()
     assert len(distributions) == 3
     with pytest.raises(IndexError):
         distributions[3]
+
+
+@given(
+    st.integers(2, 3000),
+    st.integers(0, 2**32),
+    st.sampled_from([0.1, 3.0, 30.0]),
+    st.sampled_from([0.0, 0.01, 0.3]),
+    st.sampled_from([0, 1, 7, 2000]),
+    st.sampled_from([1e-9, 0.5, 0.99, 1.0]),
+)
+def test_truncation_by_definition(
+    size: int, seed: int, spread: float, min_p: float, top_k: int, top_p: float
+) -> None:
+    """Short cuts for likely tokens keep what looking at all tokens keeps."""
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = (spread * drawn).index_fill(0, torch.arange(0, size, 5), -torch.inf)
+    probs = logits.softmax(-1)
+    kept = probs >= min_p * probs.max()
+    if top_k:
+        kept &= probs >= torch.where(kept, probs, 0).sort(descending=True).values[:top_k][-1]
+    probs = torch.where(kept, probs, 0) / probs[kept].sum()
+    order = probs.argsort(descending=True, stable=True)
+    outside = order[1:][probs[order].cumsum(-1)[:-1] >= top_p] if top_p < 1 else order[:0]
+    probs = probs.index_fill(0, outside, 0)
+    found = truncate(logits, Truncation(min_p, top_k, top_p)).dense(size)
+    torch.testing.assert_close(found, probs / probs.sum())

@@ -11,16 +11,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.programs import Program
 from tests.tiny import tiny_model
-from tokenleap import ConfigError
+from tokenleap import LLM, ConfigError, SamplingParams
+from tokenleap.core import noise as noises
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise, Stream
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.native import build
 from tokenleap.runtime.native.build import NativeLibraryError, library, why_not_native
+from tokenleap.runtime.native.network import checked, drawn
 from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -278,3 +285,56 @@ def test_fewer_threads_by_the_environment() -> None:
     )
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "OMP_DYNAMIC": "true"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=240)
+
+
+@given(
+    st.integers(0, 2**128 - 1),
+    st.integers(2, 5000),
+    st.floats(0, 12),
+    st.booleans(),
+    st.integers(0, 9),
+    st.sampled_from(Stream),
+)
+def test_draws_are_those_of_python(
+    seed: int,
+    size: int,
+    spread: float,
+    truncated: bool,
+    place: int,
+    stream: Stream,
+) -> None:
+    generator = torch.Generator().manual_seed(seed % 2**32)
+    distribution = Distribution.of((spread * torch.randn(size, generator=generator)).softmax(-1))
+    if truncated:
+        kept = torch.rand(len(distribution.probs), generator=generator) < 0.3
+        kept[0] = True
+        probs = distribution.probs[kept] / distribution.probs[kept].sum()
+        distribution = Distribution(probs, distribution.tokens[kept])
+    noise = Noise(seed, position=place, token_stream=stream, lane=place % 3)
+    found = drawn(checked(library()), noise, distribution, place, place % 2)
+    assert found == int(noise.scores(distribution, place, place % 2).argmax())
+
+
+def test_nothing_is_drawn_where_rounding_decides() -> None:
+    loaded, noise = checked(library()), Noise(5)
+    times = torch.from_numpy(np.exp(-noise.scores(Distribution(torch.full((2,), 0.5)), 0)))
+    even = (times / times.sum()).float()  # as likely as their noise is against them
+    assert drawn(loaded, noise, Distribution(even), 0, 0) is None
+    for favoured in (0, 1):
+        probs = even.clone()
+        probs[favoured] *= 1.001
+        assert drawn(loaded, noise, Distribution(probs / probs.sum()), 0, 0) == favoured
+
+
+def test_a_native_model_draws_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(tiny_model(head_dim=32), runtime="native")
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    sampled = SamplingParams(max_tokens=5, temperature=1, seed=3)
+    (expected,) = llm.generate([prompt], sampled)
+    monkeypatch.setattr(noises, "_faster", None)
+    (by_python,) = llm.generate([prompt], sampled)
+    assert by_python.outputs[0].token_ids == expected.outputs[0].token_ids
+    monkeypatch.undo()
+    monkeypatch.delattr(Noise, "scores")
+    (found,) = llm.generate([prompt], sampled)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids

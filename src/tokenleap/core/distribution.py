@@ -259,8 +259,8 @@ class OneHots(Sequence[Distribution]):
         return self._made[index]
 
 
-_NUCLEUS_CANDIDATES = 1024
-"""Number of most probable tokens that `nucleus` tries before it sorts the whole vocabulary."""
+_NUCLEUS_CUTS = (1e-4, 1e-6, 0.0)
+"""`nucleus` tries the tokens from these probabilities on before it sorts the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +276,10 @@ Limits: TypeAlias = SamplingParams | Truncation
 """Anything with min_p, top_k and top_p."""
 
 
+_PLAUSIBLE = 16.0
+"""Tokens whose logits are further below the largest are hardly ever among the k likeliest."""
+
+
 def truncate(logits: Tensor, limits: Limits) -> Distribution:
     """The distribution after min-p, top-k and top-p, in this order, as in vLLM.
 
@@ -283,14 +287,25 @@ def truncate(logits: Tensor, limits: Limits) -> Distribution:
         logits: [V] logits, already divided by the temperature.
         limits: only min_p, top_k and top_p are read.
     """
+    support: Tensor | None = None
     if limits.min_p > 0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < limits.min_p * probs.max(), -torch.inf)
+        logits, support = _from(logits.max() + math.log(limits.min_p), logits, support)
     if 1 <= limits.top_k < len(logits):
         # Tokens that tie with the k-th stay, as in Transformers.
-        logits = logits.masked_fill(logits < logits.topk(limits.top_k).values[-1], -torch.inf)
+        likely = _from(logits.max() - _PLAUSIBLE, logits, support)
+        if len(likely[0]) >= limits.top_k:
+            logits, support = likely
+        logits, support = _from(logits.topk(limits.top_k).values[-1], logits, support)
     distribution = Distribution.of(logits.softmax(-1))
+    if support is not None:
+        distribution = Distribution(distribution.probs, support[distribution.tokens])
     return distribution if limits.top_p == 1 else nucleus(distribution, limits.top_p)
+
+
+def _from(least: Tensor, logits: Tensor, support: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The logits from `least` on and their tokens; all of them if it is NaN."""
+    (kept,) = (~(logits < least)).nonzero(as_tuple=True)
+    return logits[kept], kept if support is None else support[kept]
 
 
 def truncated(distribution: Distribution, top_k: int, top_p: float) -> Distribution:
@@ -318,15 +333,15 @@ def nucleus(distribution: Distribution, top_p: float) -> Distribution:
         distribution: the distribution to truncate.
         top_p: the mass to reach, above 0 and at most 1.
     """
-    size = len(distribution.probs)
-    for count in (_NUCLEUS_CANDIDATES, size):
-        probs, order = distribution.probs.topk(min(count, size))  # [k] descending
+    for cut in _NUCLEUS_CUTS:
+        (likely,) = (distribution.probs >= cut).nonzero(as_tuple=True)
+        probs, order = distribution.probs[likely].sort(descending=True, stable=True)
         before = probs.cumsum(-1) - probs  # [k] mass of the more probable tokens
-        if count >= size or float(before[-1]) >= top_p:
+        if cut == 0 or (len(before) and float(before[-1]) >= top_p):
             break
     keep = before < top_p
     keep[0] = True  # a very small top_p may be 0 in float32
-    kept = order[keep].sort().values
+    kept = likely[order[keep]].sort().values
     probs = distribution.probs[kept]
     return Distribution(probs / probs.sum(), distribution.tokens[kept])
 

@@ -59,6 +59,11 @@ EXPORTED void tokenleap_chain(const tokenleap::BlockChain* chain) {
     chain->choose();
 }
 
+EXPORTED int64_t tokenleap_draw(const tokenleap::Draw* draw, const float* probabilities, const int64_t* ids,
+                                int64_t count) {
+    return tokenleap::drawn(*draw, probabilities, ids, count);
+}
+
 EXPORTED size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {
     return tokenleap::row_bytes(*layer);
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "pass.h"
@@ -28,10 +29,32 @@ inline void philox(uint64_t block, const Draw& draw, uint64_t position, uint64_t
     numbers[0] = a, numbers[1] = b, numbers[2] = c, numbers[3] = d;
 }
 
+// A number between 0 and 1 of 52 random bits; 1 less it is exact.
+inline double uniform(uint64_t bits) { return ((double)(int64_t)(bits >> 12) + 0.5) * 0x1p-52; }
+
+// The index of the token with the largest log p + noise, or -1 if that is not certain.
+//
+// It has the least -log u / p, and 1 - u is less than -log u: so hardly any token needs its logarithm.
+inline long drawn(const Draw& draw, const float* probabilities, const int64_t* ids, long count) {
+    double least = std::numeric_limits<double>::infinity(), next = least;
+    uint64_t numbers[4], block = 0;
+    long found = -1;
+    for (long i = 0; i < count; i++) {
+        uint64_t id = ids ? ids[i] : i;
+        if (block != id / 4 + 1) philox(block = id / 4 + 1, draw, draw.position, numbers);  // NumPy counts before it draws
+        double rest = 1 - uniform(numbers[id % 4]), p = probabilities[i];
+        if (rest > next * p) continue;
+        double time = -std::log(1 - rest) / p;
+        if (time < least) next = least, least = time, found = i;
+        else if (time < next) next = time;
+    }
+    return next > least * (1 + 1e-5) ? found : -1;  // noise.py has log p in float32
+}
+
 // The random bits of sixteen tokens, as in `Noise._uniform`. Of each block of four numbers there is one
 // copy. No branch depends on the tokens, because it would be mispredicted.
 inline void random_bits(const Draw& draw, uint64_t position, const int64_t* ids, long first, long vocabulary,
-                        int64_t* bits) {
+                        uint64_t* bits) {
     uint64_t blocks[LANES], numbers[4 * LANES], last = 0;
     int count = 0, places[LANES];
     for (int lane = 0; lane < LANES; lane++) {
@@ -42,14 +65,14 @@ inline void random_bits(const Draw& draw, uint64_t position, const int64_t* ids,
         places[lane] = 4 * (count - 1) + id % 4;
     }
     for (int i = 0; i < count; i++) philox(blocks[i], draw, position, numbers + 4 * i);
-    for (int lane = 0; lane < LANES; lane++) bits[lane] = numbers[places[lane]] >> 12;
+    for (int lane = 0; lane < LANES; lane++) bits[lane] = numbers[places[lane]];
 }
 
 // Standard Gumbel noise, -log(-log u), to about 1e-6.
-inline f32x16 gumbel(const int64_t* bits) {
+inline f32x16 gumbel(const uint64_t* bits) {
     float us[LANES], rests[LANES];
     for (int lane = 0; lane < LANES; lane++) {
-        double u = ((double)bits[lane] + 0.5) * 0x1p-52;
+        double u = uniform(bits[lane]);
         us[lane] = (float)u, rests[lane] = (float)(1 - u);  // 1 - u is exact
     }
     f32x16 u = load<f32x16>(us), rest = load<f32x16>(rests);

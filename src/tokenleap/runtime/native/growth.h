@@ -82,7 +82,7 @@ private:
             const Draw& draw = t_.draws[last];
             long begin = panels() * id / run_.threads(), end = panels() * (id + 1) / run_.threads();
             for (long at = begin; at < end; at += AT_ONCE) {
-                int64_t bits[AT_ONCE][LANES];
+                uint64_t bits[AT_ONCE][LANES];
                 int count = std::min<long>(AT_ONCE, end - at);
                 for (int i = 0; i < count; i++)
                     random_bits(draw, draw.position + depth, t_.token_ids, (at + i) * LANES, vocabulary(), bits[i]);

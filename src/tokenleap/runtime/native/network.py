@@ -13,14 +13,28 @@ import os
 from array import array
 from collections.abc import Collection, Sequence
 from copy import copy
-from ctypes import CDLL, Array, addressof, byref, c_float, c_int32, c_size_t, sizeof
+from ctypes import (
+    CDLL,
+    Array,
+    addressof,
+    byref,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_void_p,
+    sizeof,
+)
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from tokenleap.core.distribution import Distribution
+from tokenleap.core.noise import Noise, draw_by
 from tokenleap.runtime.cores import available_cores
 from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
@@ -45,6 +59,7 @@ from tokenleap.runtime.native.structures import (
     KeptWeights,
     NodeArrays,
     TreeArrays,
+    noise_of,
     structures,
 )
 from tokenleap.runtime.network import (
@@ -91,6 +106,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
 
     def __init__(self, loaded: CDLL, parts: DecoderParts) -> None:
         self._library = loaded
+        draw_by(partial(drawn, loaded))
         self._lock = Lock()  # the workspace serves one thread at a time
         self._decoder, self._kept, self._angles = parts.decoder, parts.kept, parts.angles
         self._learnt_scale, self._reads_states = parts.learnt_scale, parts.reads_states
@@ -273,6 +289,7 @@ def _can_be_read(rows: Tensor) -> bool:
 def checked(loaded: CDLL) -> CDLL:
     """The library, after a check that its structures have the sizes of the Python ones."""
     loaded.tokenleap_workspace.restype = loaded.tokenleap_row_bytes.restype = c_size_t
+    loaded.tokenleap_draw.restype = c_int64
     sizes = (c_int32 * 12)()
     loaded.tokenleap_sizes(sizes)
     structures = (
@@ -282,6 +299,22 @@ def checked(loaded: CDLL) -> CDLL:
     ours = [sizeof(each) for each in structures]
     assert list(sizes) == [*ours, MOST_HIDDEN_SIZE]
     return loaded
+
+
+def drawn(
+    loaded: CDLL, noise: Noise, distribution: Distribution, depth: int, trial: int
+) -> int | None:
+    """See `core.noise.Draws`."""
+    probs, ids = distribution.probs, distribution.support
+    if probs.dtype != torch.float32 or probs.device.type != "cpu" or not probs.is_contiguous():
+        return None
+    found = loaded.tokenleap_draw(
+        byref(noise_of(noise, depth, trial)),
+        c_void_p(probs.data_ptr()),
+        c_void_p(None if ids is None else ids.data_ptr()),
+        c_int64(len(probs)),
+    )
+    return None if found < 0 else int(found)
 
 
 class NativeDecoder(NativeNetwork):

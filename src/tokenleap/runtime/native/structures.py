@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tokenleap.core.noise import Noise
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
 from tokenleap.runtime.inputs import PassInputs, Window
 from tokenleap.runtime.llama import LAYER_NORMS, DecoderLayer, JointInput, Rotary
@@ -380,16 +381,17 @@ def _draws(limits: Sequence[GrowthLimit]) -> Array[CDraw] | None:
     return (CDraw * len(draws))(*map(_draw, draws)) if draws else None
 
 
-def _draw(draw: GrowthDraw) -> CDraw:
-    noise = draw.noise
-    _, trial, position, stream = noise.counter(noise.token_stream, 0)
+def noise_of(noise: Noise, depth: int = 0, trial: int = 0, **more: Any) -> CDraw:
+    """The noise of a draw, and what else is given of it."""
+    _, number, position, stream = noise.counter(noise.token_stream, depth, trial)
     key = (c_uint64 * 2)(noise.seed & _LOW, noise.seed >> 64)
+    return CDraw(key=key, trial=number, stream=stream, position=position, **more)
+
+
+def _draw(draw: GrowthDraw) -> CDraw:
     limits = draw.limits
-    return CDraw(
-        key=key,
-        trial=trial,
-        stream=stream,
-        position=position,
+    return noise_of(
+        draw.noise,
         temperature=draw.temperature,
         min_p=limits.min_p,
         top_p=limits.top_p,
