@@ -159,7 +159,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         with self._lock:
             self._prepare(made.arguments, inputs, slab)
             self._library.tokenleap_forward(byref(self._decoder), byref(made.arguments))
-        states = dict(zip(need.hidden, made.hidden, strict=True)) if need.hidden else {}
+        states = dict(zip(need.hidden, made.hidden, strict=True))
         if not need.logits:
             return PassOutput(None, None, states)
         return PassOutput(made.logits, made.argmax, states)
@@ -224,8 +224,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         most, scored = max(len(nodes), later), max(nodes.scored, rows)
         logits = _empty(scored, self._vocab_size)
         argmax = array("q", bytes(8 * scored))
-        shape = (len(need.hidden), most, self._decoder.hidden_size)
-        hidden = _empty(*shape, dtype=self._like.dtype)
         arguments = CPass(
             nodes=most,
             scored=nodes.scored,
@@ -235,18 +233,20 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
             argmax=argmax.buffer_info()[0],
             **nodes.addresses(),
         )
-        made = _Pass(arguments, logits, argmax, hidden, [nodes])
+        kept: list[object] = [nodes]
+        hidden = _NONE
         if need.hidden:
-            slots = self._hidden_slots(need.hidden)
+            shape = (len(need.hidden), most, self._decoder.hidden_size)
+            hidden, slots = _empty(*shape, dtype=self._like.dtype), self._hidden_slots(need.hidden)
             arguments.hidden, arguments.hidden_slots = hidden.data_ptr(), slots.buffer_info()[0]
-            made.kept.append(slots)
+            kept.append(slots)
         assert (inputs.states is not None) == self._reads_states
         if inputs.states is not None:
             assert len(inputs.states) == len(nodes)
             given = inputs.states.to(self._like.dtype).contiguous()
             arguments.states = given.data_ptr()
-            made.kept.append(given)
-        return made
+            kept.append(given)
+        return _Pass(arguments, logits, argmax, hidden, kept)
 
     def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
         """[num_layers + 1] each layer id's index in `layers`, or -1 if it is not there."""
@@ -278,6 +278,9 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for the C++ code, whatever PyTorch's default dtype and device are."""
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+_NONE = _empty(0)  # no hidden states
 
 
 def _can_be_read(rows: Tensor) -> bool:
@@ -406,7 +409,7 @@ class NativeFusion:
 
 _default: int | None = torch.get_num_threads()
 """PyTorch does not tell whether somebody has set it, so this counts as its own number."""
-_CORES = available_cores()
+_MOST = None if "OMP_NUM_THREADS" in os.environ else available_cores()
 
 
 def num_threads() -> int:
@@ -416,9 +419,7 @@ def num_threads() -> int:
     waiting for each other. To have more, set `OMP_NUM_THREADS` or call `set_num_threads`.
     """
     asked = torch.get_num_threads()
-    if asked != _default or "OMP_NUM_THREADS" in os.environ:
-        return asked
-    return min(asked, _CORES)
+    return asked if asked != _default or _MOST is None else min(asked, _MOST)
 
 
 def set_num_threads(count: int) -> None:
