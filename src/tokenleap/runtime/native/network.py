@@ -86,15 +86,15 @@ class DecoderParts:
     reads_states: bool = False  # it is a drafting head, which reads a state beside each token
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pass:
     """The arguments of a pass, what it writes to, and what else they point to."""
 
     arguments: CPass
     logits: Tensor
     argmax: array[int]
-    hidden: Tensor
     kept: list[object]
+    hidden: Tensor | tuple[()] = ()
 
 
 class NativeNetwork(GrowingNetwork, ChainingNetwork):
@@ -233,20 +233,25 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
             argmax=argmax.buffer_info()[0],
             **nodes.addresses(),
         )
-        kept: list[object] = [nodes]
-        hidden = _NONE
+        made = _Pass(arguments, logits, argmax, [nodes])
         if need.hidden:
             shape = (len(need.hidden), most, self._decoder.hidden_size)
-            hidden, slots = _empty(*shape, dtype=self._like.dtype), self._hidden_slots(need.hidden)
-            arguments.hidden, arguments.hidden_slots = hidden.data_ptr(), slots.buffer_info()[0]
-            kept.append(slots)
+            made.hidden, slots = (
+                _empty(*shape, dtype=self._like.dtype),
+                self._hidden_slots(need.hidden),
+            )
+            arguments.hidden, arguments.hidden_slots = (
+                made.hidden.data_ptr(),
+                slots.buffer_info()[0],
+            )
+            made.kept.append(slots)
         assert (inputs.states is not None) == self._reads_states
         if inputs.states is not None:
             assert len(inputs.states) == len(nodes)
             given = inputs.states.to(self._like.dtype).contiguous()
             arguments.states = given.data_ptr()
-            kept.append(given)
-        return _Pass(arguments, logits, argmax, hidden, kept)
+            made.kept.append(given)
+        return made
 
     def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
         """[num_layers + 1] each layer id's index in `layers`, or -1 if it is not there."""
@@ -278,9 +283,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for the C++ code, whatever PyTorch's default dtype and device are."""
     return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-_NONE = _empty(0)  # no hidden states
 
 
 def _can_be_read(rows: Tensor) -> bool:
