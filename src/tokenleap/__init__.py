@@ -16,6 +16,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from tokenleap.core.garbage import collected_later
 from tokenleap.runtime.cores import bound_spinning
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def __getattr__(name: str) -> Any:
         return version(__name__)
     if name not in _HOME:
         raise AttributeError(f"module 'tokenleap' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    with collected_later():
+        value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+import tokenleap
 from tests.cli.conftest import Run
 from tokenleap import LLM
-from tokenleap import llm as llm_module
 from tokenleap.bench.contestants import BASELINE, Setting
 from tokenleap.bench.run import Plan
 from tokenleap.runtime.choices import QUANTIZATION_OPTIONS
@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             seen.append(arguments)
             super().__init__(model, **arguments)
 
-    monkeypatch.setattr("tokenleap.llm.LLM", Seen)
+    monkeypatch.setattr("tokenleap.LLM", Seen)
     return seen
 
 
@@ -77,7 +77,7 @@ def test_bench(
         raise StoppedError
 
     monkeypatch.setattr("tokenleap.bench.run.run", measured)
-    monkeypatch.setattr("tokenleap.bench.own.LLM", llm_module.LLM)
+    monkeypatch.setattr("tokenleap.bench.own.LLM", tokenleap.LLM)
     common = ["bench", prompts, "-m", tiny, "--peers", "", "--quantization", "int8"]
     for number, more in enumerate(([], [*GIVEN, "--batch-sizes", 20, "--max-num-seqs", 5])):
         with pytest.raises(StoppedError):

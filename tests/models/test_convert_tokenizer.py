@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tokenleap.models import load_tokenizer, resolve
 
@@ -93,6 +97,43 @@ def test_special_tokens_limits_and_chat_template_are_saved(make_gguf: Any) -> No
     text = tokenizer.apply_chat_template([{"role": "user", "content": "the"}], tokenize=False)
     assert text == "<|im_start|>user\nthe<|im_end|>\n"
     assert tokenizer(text)["input_ids"][0] == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_added_tokens_are_read_without_the_vocabulary(
+    architecture: str, make_gguf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer is the one that Transformers makes where only tokenizer.json has them."""
+    folder = resolve(make_gguf(architecture, settings={"tokenizer.ggml.pre": "qwen2"}))
+    other = shutil.copytree(folder, tmp_path / "other")
+    path = other / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    del content["added_tokens_decoder"]
+    path.chmod(0o644)
+    path.write_text(json.dumps(content))
+    read: list[Any] = []
+    parsed = json.load
+
+    def noted(file: Any) -> Any:
+        read.append(Path(file.name))
+        return parsed(file)
+
+    monkeypatch.setattr(json, "load", noted)
+    expected, found = AutoTokenizer.from_pretrained(other), load_tokenizer(folder)
+    assert found is not None
+    assert type(found) is type(expected)
+    assert read.count(folder / "tokenizer.json") == read.count(other / "tokenizer.json") - 1
+    assert found.added_tokens_decoder == expected.added_tokens_decoder
+    assert found.special_tokens_map == expected.special_tokens_map
+    assert found.all_special_ids == expected.all_special_ids
+    assert found.get_vocab() == expected.get_vocab()
+    assert found.chat_template == expected.chat_template
+    for text in [*TEXTS, *ASCII_TEXTS, "cafe\u0301"]:
+        ids = expected(text)
+        assert found(text) == ids, text
+        for skipped in (True, False):
+            shown = found.decode(ids["input_ids"], skip_special_tokens=skipped)
+            assert shown == expected.decode(ids["input_ids"], skip_special_tokens=skipped)
 
 
 # SentencePiece: scores fall with the length of the list, so earlier pieces are joined first.

@@ -324,6 +324,25 @@ def test_a_file_without_quantized_numbers_is_loaded_as_a_whole(written: Any) -> 
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_a_packed_file_is_not_read_again(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written({"blk": Kind.Q8_0})
+    expected = scores(LLM(path, dtype="float32"))
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", never)
+    assert torch.equal(scores(LLM(path, dtype="float32")), expected)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_no_room_is_needed_for_what_is_not_packed(
+    written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type(shutil.disk_usage("/"))(total=10**9, used=10**9 - 1000, free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    path, device = written({}), torch.device("cpu")
+    opened = open_packed(path, torch.float32, device, quantization="auto", runtime="native")
+    assert opened is None
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_what_reads_the_module_gets_the_dequantized_file(written: Any) -> None:
     path = written({"blk": Kind.Q4_0, "output": Kind.Q8_0}, tied=False)
     target = LLM(path, dtype="float32").engine.target

@@ -100,7 +100,7 @@ def _load(target: ModelOptions, config: SpeculativeConfig) -> tuple[LLM, LLM]:
     folder = None if packed else resolve(target.model)
     find_draft(config)
     with working(f"Loading {target.model}"):
-        from tokenleap.llm import LLM
+        from tokenleap import LLM
 
         target.set_threads()
         # Every run computes its whole prompt: prefill is part of the comparison.

@@ -53,7 +53,7 @@ def open_llm(
     """Load the target, and the draft model if the configuration names one; see `llm_arguments`."""
     arguments = llm_arguments(options, config, **engine)
     with working(f"Loading {options.model}", quiet=quiet):
-        from tokenleap.llm import LLM
+        from tokenleap import LLM
 
         options.set_threads()
         llm = LLM(**arguments)

@@ -233,7 +233,7 @@ def serve(
                 remark(f"{names}: page at {page}, API at {page}/v1; Ctrl-C ends it")
 
         if replicas is None:
-            from tokenleap.async_llm import AsyncLLM
+            from tokenleap import AsyncLLM
             from tokenleap.serve.run import serve as run
 
             def opened(path: str) -> AsyncLLM:

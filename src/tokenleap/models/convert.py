@@ -339,7 +339,16 @@ def convert_tokenizer(file: GgufFile, folder: Path) -> None:
     tokenizer.add_bos_token = usual if begins is None else begins  # type: ignore[misc]
     tokenizer.add_eos_token = bool(file.get("tokenizer.ggml.add_eos_token"))  # type: ignore[misc]
     tokenizer.save_pretrained(folder)
+    _repeat_added(tokenizer, folder / "tokenizer_config.json")
     _check_saved(file, tokenizer, folder)
+
+
+def _repeat_added(tokenizer: PreTrainedTokenizerBase, config: Path) -> None:
+    """Write the added tokens where Transformers reads them without parsing the vocabulary."""
+    added = tokenizer.added_tokens_decoder
+    content = json.loads(config.read_text(encoding="utf-8"))
+    content["added_tokens_decoder"] = {number: x.__getstate__() for number, x in added.items()}
+    config.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def _check_vocabulary(file: GgufFile) -> None:

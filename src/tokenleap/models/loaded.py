@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from tokenleap import models
 from tokenleap.core.config import return_freed
+from tokenleap.core.garbage import collected_later
 from tokenleap.errors import ConfigError, ModelError
 from tokenleap.models.folder import header_of, weight_files
 from tokenleap.models.generation import generation_config_of, is_obeyed, sampling_defaults
@@ -144,6 +145,7 @@ class LoadedModel:
     generation_config: str | Path = "auto"
 
     @staticmethod
+    @collected_later()
     def of(
         model: str | Path | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | str | Path | None,

@@ -190,11 +190,14 @@ def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, P
 def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
     """The packed files of a GGUF file, which have its configuration and tokenizer beside them."""
     parts = gguf_parts(path)
-    read = GgufFile.read(parts[0])
-    if not read.about.native:
-        raise _NotNativeError
-    if form == OWN and all(tensor.is_float for tensor in read.tensors):
-        raise _NotNativeError  # there is no quantization to keep
+
+    def build(*recipe: Any) -> Path:
+        file = GgufFile.read(parts[0])
+        if not file.about.native:
+            raise _NotNativeError
+        if form == OWN and all(tensor.is_float for tensor in file.tensors):
+            raise _NotNativeError  # there is no quantization to keep
+        return resolver.build_aside(*recipe)
 
     def fill(_scratch: Path, product: Path) -> dict[str, str]:
         from tokenleap.models.convert import convert_settings
@@ -220,7 +223,7 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
         needed=3 * sum(part.stat().st_size for part in parts),
         fill=fill,
     )
-    files = _kept(recipe, resolver.build_aside)
+    files = _kept(recipe, build)
     return files, files
 
 
