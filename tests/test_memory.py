@@ -183,3 +183,35 @@ def test_memory_goes_back_to_the_system() -> None:
     held, left = (int(number) / 2**20 for number in out.split())
     assert held > MIB_OF_WEIGHTS / 2
     assert left < held / 5
+
+
+_UNUSED = """
+import psutil
+import torch
+from tokenleap.runtime.kv_slab import KVSlab
+
+def rss():
+    return psutil.Process().memory_info().rss
+
+slab = KVSlab()
+slab.add_row()
+slab.begin(0, [0], [8], 8)
+slab.reserve(range(4), torch.zeros(2, 64))
+for layer in range(4):
+    slab.write(torch.ones(8, 2, 64), torch.ones(8, 2, 64), layer)
+slab.commit(0, range(8))
+before = rss()
+for _ in range(15):
+    slab.copy_row(0, slab.add_row())
+slab.begin(15, [8], [4096], 4096)
+print(slab.held_bytes, rss() - before)
+"""
+
+
+def test_positions_that_are_not_used_take_no_memory() -> None:
+    with Program(_UNUSED) as program:
+        out, err = program.communicate()
+    assert program.returncode == 0, err
+    held, taken = map(int, out.split())
+    assert held > 250 * 2**20
+    assert taken < held / 10

@@ -438,12 +438,14 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> li
     original: Callable[..., torch.Tensor] = vars(slab_module)["_resized"]
     calls = [0]
 
-    def resized(old: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
+    def resized(
+        old: torch.Tensor, rows: int, positions: int, used: tuple[int, int]
+    ) -> torch.Tensor:
         if (old.shape[0], old.shape[2]) != (rows, positions):
             calls[0] += 1
             if fails(calls[0]):
                 raise RuntimeError(NO_MEMORY)
-        return original(old, rows, positions)
+        return original(old, rows, positions, used)
 
     monkeypatch.setattr(slab_module, "_resized", resized)
     return calls

@@ -16,6 +16,8 @@ of an encoder-decoder's cross-attention. It is moved, copied and freed with its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from mmap import ACCESS_COPY, mmap
 from operator import add
 from typing import Any, TypeAlias
 
@@ -59,6 +61,7 @@ class SlabBuffers:
         self._states: list[Sequence[Tensor]] = []  # by row
         self._rows = 1
         self._positions = KEY_BLOCK
+        self._written = 0  # positions that passes may have written to
         self._addresses: list[tuple[int, int, int, int]] | None = None
 
     @property
@@ -105,8 +108,7 @@ class SlabBuffers:
     def _new_buffer(self, states: Tensor) -> Tensor:
         heads, width = states.shape[-2:]
         self._addresses = None
-        # Not `empty`: a masked position still enters a product, and NaN times 0 is NaN.
-        return states.new_zeros(self._rows, heads, self._positions, width)
+        return _zeros(states, self._rows, heads, self._positions, width)
 
     def _grow(self, positions: int) -> None:
         self._fit(max(1, len(self.lengths)), max(positions, self._positions_in_use))
@@ -128,6 +130,7 @@ class SlabBuffers:
     @torch.inference_mode()
     def shrink(self) -> None:
         self._resize(*self._whole(max(1, len(self.lengths)), self._positions_in_use))
+        self._written = self.longest
 
     @property
     def longest(self) -> int:
@@ -168,21 +171,36 @@ class SlabBuffers:
             self._rows, self._positions = rows, positions
             return
         try:
+            used = len(self.lengths), self._written
             for kv, layer in buffers:
-                kv[layer] = _resized(kv[layer], rows, positions)
+                kv[layer] = _resized(kv[layer], rows, positions, used)
         finally:
             shapes = [kv[layer].shape for kv, layer in buffers]
             self._rows = min(shape[0] for shape in shapes)
             self._positions = min(shape[2] for shape in shapes)
 
 
-def _resized(old: Tensor, rows: int, positions: int) -> Tensor:
+def _resized(old: Tensor, rows: int, positions: int, used: tuple[int, int]) -> Tensor:
     if (old.shape[0], old.shape[2]) == (rows, positions):
         return old
-    new = old.new_zeros(rows, old.shape[1], positions, old.shape[3])
-    kept_rows, kept = min(rows, old.shape[0]), min(positions, old.shape[2])
+    new = _zeros(old, rows, old.shape[1], positions, old.shape[3])
+    kept_rows, kept = min(rows, used[0]), min(positions, used[1])
     new[:kept_rows, :, :kept] = old[:kept_rows, :, :kept]
     return new
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros, since a masked position still enters a product, and NaN times 0 is NaN.
+
+    On a CPU, what was never written to takes no memory.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    try:
+        memory = mmap(-1, prod(shape) * like.element_size(), access=ACCESS_COPY)
+    except OSError as error:
+        raise MemoryError(f"can't allocate memory for KV: {error}") from error
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def whole_blocks(tokens: int) -> int:
@@ -310,6 +328,7 @@ class KVSlab(SlabBuffers, Cache):
         if self._last > self._rows:
             self._fit(self._last, self._positions_in_use)
         self._starts, self._counts, self._num_nodes = starts, counts, num_nodes
+        self._written = max(self._written, max(starts) + num_nodes)
         self._known_places = {}
         return self._span
 
@@ -371,6 +390,7 @@ class KVSlab(SlabBuffers, Cache):
         stop = start + block[0][0].shape[1]
         if stop > self._positions:
             self._fit(len(self.lengths), whole_blocks(max(stop, self.longest)))
+        self._written = max(self._written, stop)
         for layer, (keys, values) in zip(self._values, block, strict=True):
             self._keys[layer][row, :, start:stop] = keys
             self._values[layer][row, :, start:stop] = values

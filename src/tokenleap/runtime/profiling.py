@@ -19,14 +19,14 @@ so costs rise steeply above these numbers."""
 
 ROWS = (4, 16)  # rows of the passes over several rows, with one node each
 
-CONTEXT = 128  # committed tokens of each row
+CONTEXT = 64  # committed tokens of each row
 
-STEEP, LONG = 2.5, 16
+STEEP, LONG = 2.0, 16
 """Where a pass over `LONG` nodes costs `STEEP` times one, larger ones are left out: nobody drafts
 so much there, and they cost about as much per node."""
 
 ROUNDS = 5
-MAX_SECONDS = 1.0  # no pass is started after this time, unless its size was not timed yet
+MAX_SECONDS = 0.8  # no pass is started after this time, unless its size was not timed yet
 
 
 @torch.inference_mode()
@@ -42,13 +42,15 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
     try:
         target.prefill(keys[0], [0] * min(CONTEXT, target.max_model_len // 2))
         cached = target.cached(keys[0])
-        sizes = [(1, size) for size in SIZES if size < target.max_model_len - cached]
+        fitting = [(1, size) for size in SIZES if size < target.max_model_len - cached]
+        sizes = [size for size in fitting if size[1] <= LONG]
         for rows in ROWS:
             if rows <= most_rows and target.has_room(others + rows, cached + 1):
                 for key in keys[1:rows]:
                     if key not in target:
                         target.fork(keys[0], key)
                 sizes.append((rows, rows))
+        sizes += [size for size in fitting if size[1] > LONG]  # these are the first to leave out
         seconds = _seconds(target, keys, sizes)
     finally:
         for key in keys:
@@ -75,8 +77,7 @@ def _seconds(
 
     first: dict[tuple[int, int], float] = {}
     for size in sizes:
-        steep = (1, LONG) in first and first[1, LONG] > STEEP * first[1, 1]
-        if steep and size[0] == 1:
+        if size[1] > LONG and first.get((1, LONG), 0.0) > STEEP * first[1, 1]:
             continue
         if not first or now() - began < MAX_SECONDS / 2:
             first[size] = run(*size)
