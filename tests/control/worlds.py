@@ -100,7 +100,8 @@ def learn(
     """Tell the controller of a pass that took so many seconds, as the loop does."""
     positions = sum(len(outcome.draft.tree) for outcome in outcomes)
     controller.costs.observe(positions, verify, len(outcomes))
-    controller.observe(outcomes, draft_seconds)
+    if not controller.rests:
+        controller.observe(outcomes, draft_seconds)
 
 
 def acceptance_rates(model: CostModel, request: Request) -> list[float]:
