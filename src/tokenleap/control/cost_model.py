@@ -160,6 +160,7 @@ class CostModel(_Resting):
         self._probing = Probing(self.options.probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
+        self._planning = 0.0  # seconds of planning this step
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
@@ -174,8 +175,9 @@ class CostModel(_Resting):
             return [NO_BUDGET] * len(batch)
         plain, began = Expected.plain(rows), clock.now()
         budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
+        self._planning = clock.now() - began
         if steps := self.idle_steps(batch):
-            planning = self.costs.agreed(clock.now() - began) / self.costs(rows, rows)
+            planning = self.costs.agreed(self._planning) / self.costs(rows, rows)
             longest = max(_PLANNED_AGAIN, int(planning / PRICE)) - 1
             # What is refused to a new request will be refused to those that come soon.
             hopeless = self._plan is not None and self._plan.gain < _HOPELESS
@@ -326,7 +328,7 @@ class CostModel(_Resting):
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         has_drafts = any(outcome.draft.tree.num_drafted for outcome in outcomes)
         self._drafted_steps = self._drafted_steps + 1 if has_drafts else 0
-        if self._estimates.observe(outcomes, draft_seconds):
+        if self._estimates.observe(outcomes, draft_seconds + self._planning):
             self._plan = None
 
     def release(self, request: Request) -> None:
