@@ -387,7 +387,6 @@ class Texts:
             for place, number in enumerate(_numbers(cell, index))
         ]
 
-
     def enough(self, cell: Cell) -> int:
         return self.max_tokens * _requests(cell)
 
@@ -473,9 +472,7 @@ class Run:
         self._engine.end(self._jobs[: self._started])
 
 
-def run_round(
-    llms: Mapping[str, LLM], texts: Requests, cell: Cell, index: int
-) -> dict[str, Any]:
+def run_round(llms: Mapping[str, LLM], texts: Requests, cell: Cell, index: int) -> dict[str, Any]:
     """Tokens/s of every variant, and how many outputs differ from those of `none`."""
     prompts, params = texts.prompts(cell, index), texts.params(cell, index)
     runs = {

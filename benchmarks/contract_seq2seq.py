@@ -41,7 +41,7 @@ from benchmarks.public_seq2seq import (
     stress_weights,
 )
 from benchmarks.seq2seq_training import TargetOptions, new_target
-from tokenleap import LLM, SamplingParams, models
+from tokenleap import SamplingParams, models
 from tokenleap.bench.run import Journal
 from tokenleap.drafters.spec_drafter import SpecDrafterNotes
 from tokenleap.training.distill import write_lm
@@ -181,10 +181,8 @@ def _nko(wheels: Path) -> Subject:
 def _random(folder: Path) -> Subject:
     options = TargetOptions()
     torch.manual_seed(0)
-    target, draft = (
-        new_target(options.model_copy(update={"layers": layers}), options.vocab_size)
-        for layers in (options.layers, 1)
-    )
+    target: Any = new_target(options, options.vocab_size)
+    draft: Any = new_target(options.model_copy(update={"layers": 1}), options.vocab_size)
     draft.to(torch.bfloat16).save_pretrained(folder / "draft")
     size = options.vocab_size
     masked = new_masked_lm(target.config, size, 10, "small", own_encoder=False)

@@ -188,9 +188,7 @@ def nko(
     assets = wheels / "detransliterator/assets"
     _, writes = _nko_vocabulary(wheels)
     nqo = (assets / "test_data/diane_parallel_002.nqo").read_text("utf-8").splitlines()
-    pairs = [
-        pair for pair in zip(nko_lines(wheels), nqo, strict=True) if 40 <= len(pair[0]) <= 160
-    ]
+    pairs = [pair for pair in zip(nko_lines(wheels), nqo, strict=True) if 40 <= len(pair[0]) <= 160]
     pairs = pairs[:: max(1, len(pairs) // count)][:count]
     sources = nko_sources(wheels, [text for text, _ in pairs])
     found, outputs = compare(str(folders[0]), drafts(str(folders[1]), 0), sources, 200, rounds)

@@ -435,9 +435,7 @@ def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
             super().__init__({1: 0.01, 8: 0.02})
             self.name = name
 
-        def observe(
-            self, positions: int, seconds: float, rows: int = 1, passes: int = 1
-        ) -> None:
+        def observe(self, positions: int, seconds: float, rows: int = 1, passes: int = 1) -> None:
             seen.append((self.name, positions))
 
     shared, own = Noting("shared"), Noting("own")
@@ -461,9 +459,7 @@ def test_a_controller_that_rests_is_left_alone_and_a_few_passes_are_noted() -> N
     seen: list[int] = []
 
     class Noting(CostCurve):
-        def observe(
-            self, positions: int, seconds: float, rows: int = 1, passes: int = 1
-        ) -> None:
+        def observe(self, positions: int, seconds: float, rows: int = 1, passes: int = 1) -> None:
             seen.append(passes)
 
     controller = LookupModel(2, costs=Noting({1: 0.01, 8: 0.02}))

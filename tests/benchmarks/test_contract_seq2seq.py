@@ -6,8 +6,8 @@ from random import Random
 from unittest.mock import Mock
 
 import pytest
-from benchmarks.contract import Cell
-from benchmarks.contract_seq2seq import HOT, SENTENCE, WORDS, Subject
+from benchmarks.contract import HOT, Cell
+from benchmarks.contract_seq2seq import SENTENCE, WORDS, Subject
 from benchmarks.harness import Loaded
 
 from benchmarks import contract, contract_seq2seq
