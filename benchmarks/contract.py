@@ -113,27 +113,19 @@ def main(
     limit = prompt_limit(plain.max_model_len, max_prompt_tokens, max_tokens)
     texts = Texts(plain, sample, max_tokens, limit, seed)
     warm_up(llms, texts, max(sizes))
-    judge(
+    found = measure(
         cells_of(sizes, kinds_of(sample), kind),
         journal,
         rounds,
         lambda cell, index: run_round(llms, texts, cell, index),
-        minutes,
-        report_of=lambda *parts: report("contract", machine(plain.device, plain.dtype), *parts),
+        None if minutes is None else 60 * minutes,
     )
+    conclude("contract", machine(plain.device, plain.dtype), found)
 
 
-def judge(
-    cells: Sequence[Cell],
-    journal: Journal,
-    rounds: int,
-    run: Callable[[Cell, int], Mapping[str, Any]],
-    minutes: float | None,
-    report_of: Callable[..., str],
-) -> NoReturn:
-    """Measure cells, print the table, and exit with 1 if a promise is broken."""
-    found = measure(cells, journal, rounds, run, None if minutes is None else 60 * minutes)
-    print(report_of(*_findings(found)))
+def conclude(program: str, facts: Mapping[str, Any], found: Sequence[Result]) -> NoReturn:
+    """Print the table, and exit with 1 if a promise is broken."""
+    print(report(program, facts, *_findings(found)))
     failed = broken_promises(found) or any(result.differing for result in found)
     raise typer.Exit(1 if failed else 0)
 

@@ -27,8 +27,18 @@ import torch
 import typer
 
 from benchmarks import BenchmarkError, contract, harness
-from benchmarks.contract import HOT, RANDOM, Cell, cells_of, judge, run_round, temperature_of
-from benchmarks.harness import Loaded, machine, one_line_errors, report
+from benchmarks.contract import (
+    HOT,
+    RANDOM,
+    Cell,
+    cells_of,
+    conclude,
+    next_cell,
+    results,
+    run_round,
+    temperature_of,
+)
+from benchmarks.harness import Loaded, machine, one_line_errors
 from benchmarks.public_seq2seq import (
     SENTENCES,
     Wheels,
@@ -79,30 +89,40 @@ def main(
             for name, subject in subjects(wheels, Path(folder)).items()
             for config in subject.configs
         }
+        seconds = None if minutes is None else 60 * minutes / len(only or offered)
         for name in only or ():
             if name not in offered:
                 raise BenchmarkError(f"--only {name}: not among {'; '.join(offered)}.")
-        chosen = {name: offered[name] for name in only or offered}
-        llms = {
-            name: contract.variants(subject.model, config, max(sizes))
-            for name, (subject, config) in chosen.items()
-        }
+        cells: list[Cell] = []
+        for name in only or offered:
+            subject, config = offered[name]
+            own = cells_of(sizes, [f"{name}: {kind}" for kind in subject.kinds], None)
+            cells += own
+            _measure(subject, config, own, journal, rounds, seconds)
+    conclude("contract_seq2seq", machine("cpu"), results(cells, journal.records, rounds))
+
+
+def _measure(
+    subject: Subject,
+    config: Mapping[str, Any],
+    cells: Sequence[Cell],
+    journal: Journal,
+    rounds: int,
+    seconds: float | None,
+) -> None:
+    """Measure the cells of one method, beside which no other is loaded."""
+    more = seconds is not None
+    if next_cell(results(cells, journal.records, rounds), more=more) is None:
+        return
+    most = max(cell.batch for cell in cells)
+    llms = contract.variants(subject.model, config, most)
+    run_round(llms, subject, Cell(most, HOT), 0)  # what passes cost is learnt
 
     def run(cell: Cell, index: int) -> Mapping[str, Any]:
-        name, kind = cell.kind.split(": ")
-        return run_round(llms[name], chosen[name][0], replace(cell, kind=kind), index)
+        _, kind = cell.kind.split(": ")
+        return run_round(llms, subject, replace(cell, kind=kind), index)
 
-    for name, (subject, _) in chosen.items():
-        run_round(llms[name], subject, Cell(max(sizes), HOT), 0)  # what passes cost is learnt
-    kinds = [f"{name}: {kind}" for name, (subject, _) in chosen.items() for kind in subject.kinds]
-    judge(
-        cells_of(sizes, kinds, None),
-        journal,
-        rounds,
-        run,
-        minutes,
-        lambda *parts: report("contract_seq2seq", machine("cpu"), *parts),
-    )
+    contract.measure(cells, journal, rounds, run, seconds)
 
 
 @dataclass(frozen=True)
