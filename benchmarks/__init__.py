@@ -5,6 +5,7 @@ Run them from the project root:
     python -m benchmarks.compare A B                  two commits take turns: speed and tokens
     python -m benchmarks.identity --prompts FILE      every method's output against plain decoding's
     python -m benchmarks.contract --prompts FILE      never slower: by batch size and kind of text
+    python -m benchmarks.contract_seq2seq --wheels FOLDER   the same for encoder-decoders
     python -m benchmarks.quantization --prompts FILE  how far quantized weights move p
     python -m benchmarks.step_cost                    what a pass costs, and the rest of a step
     python -m benchmarks.tree_cost                    a token tree against one batch row per path

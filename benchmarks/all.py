@@ -1,7 +1,8 @@
 """Measures the tables of docs/results.md again, one after the other.
 
     python -m benchmarks.all --hours 2 --prompts spec_bench.jsonl --large 1.5b.gguf \
-        --gguf SmolLM2-135M-Instruct.Q4_1.gguf --draft-model 0.5b.gguf --llama-server PATH
+        --gguf SmolLM2-135M-Instruct.Q4_1.gguf --draft-model 0.5b.gguf --llama-server PATH \
+        --wheels FOLDER
 
 Every section is a command, with more prompts and rounds for more hours. What a command prints goes
 to the folder `--output`; a section that is there already is not run again, and one of `tokenleap
@@ -77,6 +78,11 @@ SECTIONS = {
         "--batch-size 1 --batch-size 4 --batch-size 8 --batch-size 16",
         28,
     ),
+    "contract_seq2seq": Section(
+        "benchmarks.contract_seq2seq --wheels {wheels} --output {folder}.jsonl --rounds 3 "
+        "--minutes {amount}",
+        20,
+    ),
     "passes": Section("benchmarks.step_cost"),
     "passes_int4": Section("benchmarks.step_cost --quantization int4"),
     "int4": Section(
@@ -100,6 +106,9 @@ def main(
     large: Annotated[Path | None, typer.Option(help="A larger model's file.")] = None,
     draft_model: Annotated[Path | None, typer.Option(help="The draft model of that one.")] = None,
     llama_server: Annotated[Path | None, typer.Option(help="llama.cpp's `llama-server`.")] = None,
+    wheels: Annotated[
+        Path | None, typer.Option(help="The folder of `benchmarks.public_seq2seq`.")
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(SECTIONS)} (repeatable). Default: all.")
     ] = None,
@@ -116,6 +125,7 @@ def main(
         "large": large,
         "draft_model": draft_model,
         "llama_server": llama_server,
+        "wheels": wheels,
     }
     for name, section in chosen.items():
         if section is None:

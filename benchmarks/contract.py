@@ -29,12 +29,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from statistics import median_high
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, Protocol
 
 import typer
 
 from benchmarks import BenchmarkError, harness
-from benchmarks.harness import llm_for, load, machine, one_line_errors, report, sample_of, table
+from benchmarks.harness import (
+    Loaded,
+    llm_for,
+    load,
+    machine,
+    one_line_errors,
+    report,
+    sample_of,
+    table,
+)
 from tokenleap import LLM, SamplingParams
 from tokenleap.bench.contestants import BASELINE, methods
 from tokenleap.bench.own import encode, prompt_limit, random_ids
@@ -105,21 +114,25 @@ def main(
     texts = Texts(plain, sample, max_tokens, limit, seed)
     warm_up(llms, texts, max(sizes))
     found = measure(
-        _cells(sample, sizes, kind),
+        cells_of(sizes, kinds_of(sample), kind),
         journal,
         rounds,
         lambda cell, index: run_round(llms, texts, cell, index),
         None if minutes is None else 60 * minutes,
     )
-    print(_report(found, plain))
+    conclude("contract", machine(plain.device, plain.dtype), found)
+
+
+def conclude(program: str, facts: Mapping[str, Any], found: Sequence[Result]) -> NoReturn:
+    """Print the table, and exit with 1 if a promise is broken."""
+    print(report(program, facts, *_findings(found)))
     failed = broken_promises(found) or any(result.differing for result in found)
     raise typer.Exit(1 if failed else 0)
 
 
-def _cells(
-    sample: Sequence[Prompt], sizes: Sequence[int], wanted: Sequence[str] | None
+def cells_of(
+    sizes: Sequence[int], kinds: Sequence[str], wanted: Sequence[str] | None
 ) -> list[Cell]:
-    kinds = kinds_of(sample)
     for name in wanted or ():
         if name not in kinds:
             raise BenchmarkError(f"--kind {name}: not among {', '.join(kinds)}.")
@@ -127,12 +140,16 @@ def _cells(
 
 
 def _llms(model: str, method: str, most: int, dtype: str, device: str) -> dict[str, LLM]:
-    loaded = load(model, dtype, device)
     _, drafter = methods([method], None, None)
+    return variants(load(model, dtype, device), drafter.config, most)
+
+
+def variants(loaded: Loaded, config: Mapping[str, Any], most: int) -> dict[str, LLM]:
+    """The variants of a drafter, for batches up to `most`."""
     configs = {
         BASELINE.label: BASELINE.config,
-        DEFAULT: drafter.config,
-        FIXED: {**drafter.config, "controller": "fixed", "num_speculative_tokens": 5},
+        DEFAULT: config,
+        FIXED: {**config, "controller": "fixed", "num_speculative_tokens": 5},
     }
     return {label: llm_for(loaded, each, max_num_seqs=most) for label, each in configs.items()}
 
@@ -143,7 +160,7 @@ def _rounds(result: Result) -> str:
     return str(result.rounds) if looked else f"{result.judged} of {result.rounds}"
 
 
-def _report(found: Sequence[Result], llm: LLM) -> str:
+def _findings(found: Sequence[Result]) -> list[str]:
     states = [result.state for result in found]
     counts = ", ".join(f"{states.count(state)} {state}" for state in ("shown", "open", "broken"))
     differing = sum(result.differing for result in found)
@@ -160,13 +177,11 @@ def _report(found: Sequence[Result], llm: LLM) -> str:
             "differing": lambda result: result.differing,
         },
     )
-    return report(
-        "contract",
-        machine(llm.device, llm.dtype),
+    return [
         cells,
         *broken_promises(found),
         f"Cells: {counts}. Outputs that differ from those of none: {differing}.",
-    )
+    ]
 
 
 # Verdicts on cells, and which cell gets the next round
@@ -311,6 +326,22 @@ def broken_promises(found: Sequence[Result]) -> list[str]:
 # the intervals are about the kind of text and not about single prompts.
 
 
+class Requests(Protocol):
+    """The requests of all cells."""
+
+    def prompts(self, cell: Cell, index: int) -> list[list[int]]:
+        """The prompts of a round."""
+        ...
+
+    def params(self, cell: Cell, index: int) -> list[SamplingParams]:
+        """Their sampling parameters."""
+        ...
+
+    def enough(self, cell: Cell) -> int:
+        """Tokens that a round has at least, unless its requests end before."""
+        ...
+
+
 @dataclass(frozen=True)
 class Texts:
     """The prompts and sampling parameters of all cells; `limit` is of a prompt's tokens."""
@@ -347,6 +378,9 @@ class Texts:
             )
             for place, number in enumerate(_numbers(cell, index))
         ]
+
+    def enough(self, cell: Cell) -> int:
+        return self.max_tokens * _requests(cell)
 
 
 def kinds_of(sample: Sequence[Prompt]) -> list[str]:
@@ -408,10 +442,18 @@ class Run:
         prefill = sum(request.metrics.prefill_seconds for request in self._requests)
         return self._step_seconds - prefill
 
+    @property
+    def _running(self) -> int:
+        return sum(not request.finished for request in self._requests[: self._started])
+
+    @property
+    def ends(self) -> bool:
+        """Whether the batch cannot be filled up any more."""
+        return self._started == len(self._jobs) and self._running < self._batch
+
     def step(self) -> None:
         """Fill the batch up with new requests, then take one step of the engine."""
-        running = sum(not request.finished for request in self._requests[: self._started])
-        joining = self._jobs[self._started :][: self._batch - running]
+        joining = self._jobs[self._started :][: self._batch - self._running]
         self._engine.start(joining)
         self._started += len(joining)
         began = clock.now()  # the clock of `prefill_seconds`
@@ -422,7 +464,7 @@ class Run:
         self._engine.end(self._jobs[: self._started])
 
 
-def run_round(llms: Mapping[str, LLM], texts: Texts, cell: Cell, index: int) -> dict[str, Any]:
+def run_round(llms: Mapping[str, LLM], texts: Requests, cell: Cell, index: int) -> dict[str, Any]:
     """Tokens/s of every variant, and how many outputs differ from those of `none`."""
     prompts, params = texts.prompts(cell, index), texts.params(cell, index)
     runs = {
@@ -430,12 +472,14 @@ def run_round(llms: Mapping[str, LLM], texts: Texts, cell: Cell, index: int) -> 
     }
     for llm in llms.values():  # other cells had the same prompts: drafters must not remember them
         llm.reset_drafter_memory()
-    enough = texts.max_tokens * _requests(cell)
+    enough = texts.enough(cell)
     # A full garbage collection takes as long as ten passes, at the expense of one variant.
     gc.collect()
     gc.freeze()
     try:
-        while unfinished := [run for run in runs.values() if run.num_tokens < enough]:
+        while unfinished := [
+            run for run in runs.values() if run.num_tokens < enough and not run.ends
+        ]:
             min(unfinished, key=lambda run: run.num_tokens).step()
     finally:
         gc.unfreeze()

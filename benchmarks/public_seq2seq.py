@@ -129,10 +129,9 @@ def show(found: str, *notes: str) -> None:
 def stress(wheels: Wheels, rounds: harness.Rounds = 5, count: Count = 12, length: int = 24) -> None:
     """Russian stress marks: `copy`, which is input-guided aggressive decoding."""
     torch.set_num_threads(1)
-    package = wheels / "ruaccent"
-    vocabulary: dict[str, int] = json.loads((package / "model/vocab.json").read_text("utf-8"))
-    model = converted_stress(_weights(package))
-    sources = [_characters(text, vocabulary) for text in SENTENCES[:count]]
+    package, vocabulary = wheels / "ruaccent", stress_vocabulary(wheels)
+    model = converted_stress(stress_weights(wheels))
+    sources = [stress_source(text, vocabulary) for text in SENTENCES[:count]]
     found, outputs = compare(model, drafts(None, length), sources, 200, rounds)
     letters = {number: text for text, number in vocabulary.items()}
     text = "".join(letters[token] for token in outputs[0] if token > 3)
@@ -140,14 +139,19 @@ def stress(wheels: Wheels, rounds: harness.Rounds = 5, count: Count = 12, length
     show(found, f"first output: {text}", f"largest difference of logits: {difference:.1e}")
 
 
-def _weights(package: Path) -> dict[str, torch.Tensor]:
+def stress_weights(wheels: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = torch.load(
-        package / "model/acc_model.pt", map_location="cpu", weights_only=True
+        wheels / "ruaccent/model/acc_model.pt", map_location="cpu", weights_only=True
     )
     return found
 
 
-def _characters(text: str, vocabulary: Mapping[str, int]) -> list[int]:
+def stress_vocabulary(wheels: Path) -> dict[str, int]:
+    found: dict[str, int] = json.loads((wheels / "ruaccent/model/vocab.json").read_text("utf-8"))
+    return found
+
+
+def stress_source(text: str, vocabulary: Mapping[str, int]) -> list[int]:
     """As the package reads a text: with padding up to 256, which its encoder sees."""
     ids = [1, *(vocabulary.get(character, 3) for character in text[:254]), 2]
     return ids + [0] * (256 - len(ids))
@@ -163,7 +167,7 @@ def _stress_difference(
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     own = module.StressAccentTransformer(224)
-    own.load_state_dict(_weights(package))
+    own.load_state_dict(stress_weights(package.parent))
     own.train(False)
     read, text = torch.tensor([source]), torch.tensor([[1, *output]])
     with torch.inference_mode():
@@ -180,24 +184,13 @@ def nko(
 ) -> None:
     """Latin to N'Ko: a target of 8 + 8 layers, and a draft model of 5 + 5."""
     torch.set_num_threads(1)
+    folders = nko_models(wheels, out)
     assets = wheels / "detransliterator/assets"
-    data = assets / "latin2nqo_001.38/data"
-    place = out or wheels / "converted"
-    folders = []
-    for name in ("latin2nqo_001.38", "latin2nqo_001.35"):
-        folders.append(place / name)
-        converted_fairseq(assets / name / "checkpoints/checkpoint_best.pt", folders[-1])
-    reads, writes = joint_vocabulary(data / "dict.roman.txt", data / "dict.nqo.txt")
-    test = assets / "test_data/diane_parallel_002"
-    latin = test.with_suffix(".bam-g").read_text("utf-8").splitlines()
-    nqo = test.with_suffix(".nqo").read_text("utf-8").splitlines()
-    pairs = [pair for pair in zip(latin, nqo, strict=True) if 40 <= len(pair[0]) <= 160]
+    _, writes = _nko_vocabulary(wheels)
+    nqo = (assets / "test_data/diane_parallel_002.nqo").read_text("utf-8").splitlines()
+    pairs = [pair for pair in zip(nko_lines(wheels), nqo, strict=True) if 40 <= len(pair[0]) <= 160]
     pairs = pairs[:: max(1, len(pairs) // count)][:count]
-    codes = data / "bpe.code"
-    sources = [
-        [*(reads.get(word, 3) for word in fairseq_words(text.lower(), codes)), 2]
-        for text, _ in pairs
-    ]
+    sources = nko_sources(wheels, [text for text, _ in pairs])
     found, outputs = compare(str(folders[0]), drafts(str(folders[1]), 0), sources, 200, rounds)
     words = {number: word for word, number in writes.items()}
     written = [
@@ -205,6 +198,37 @@ def nko(
         for output in outputs
     ]
     show(found, *_close(written, [text for _, text in pairs]))
+
+
+def nko_models(wheels: Path, out: Path | None = None) -> list[Path]:
+    """The folders of the target and of the draft model."""
+    folders = []
+    for name in ("latin2nqo_001.38", "latin2nqo_001.35"):
+        folders.append(folder := (out or wheels / "converted") / name)
+        checkpoint = f"detransliterator/assets/{name}/checkpoints/checkpoint_best.pt"
+        converted_fairseq(wheels / checkpoint, folder)
+    return folders
+
+
+def nko_lines(wheels: Path) -> list[str]:
+    """Texts in Latin."""
+    path = wheels / "detransliterator/assets/test_data/diane_parallel_002.bam-g"
+    return path.read_text("utf-8").splitlines()
+
+
+def nko_sources(wheels: Path, texts: Sequence[str]) -> list[list[int]]:
+    reads, _ = _nko_vocabulary(wheels)
+    codes = wheels / _NKO_DATA / "bpe.code"
+    words = [fairseq_words(text.lower(), codes) for text in texts]
+    return [[*(reads.get(word, UNKNOWN) for word in each), EOS] for each in words]
+
+
+def _nko_vocabulary(wheels: Path) -> tuple[dict[str, int], dict[str, int]]:
+    data = wheels / _NKO_DATA
+    return joint_vocabulary(data / "dict.roman.txt", data / "dict.nqo.txt")
+
+
+_NKO_DATA = "detransliterator/assets/latin2nqo_001.38/data"
 
 
 def _close(written: Sequence[str], wanted: Sequence[str]) -> list[str]:

@@ -235,6 +235,8 @@ def test_every_round_has_prompts_of_its_own_as_long_as_there_are_any(
 class CountedRun:
     """Stands for a variant's run: four tokens a step."""
 
+    ends = False
+
     def __init__(self, llm: LLM, prompts: list[Any], params: list[Any], batch: int) -> None:
         self.begun, self.num_tokens, self.seconds = len(prompts), 0, 1.0
         self.outputs: list[list[int]] = []
