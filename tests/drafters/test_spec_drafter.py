@@ -11,14 +11,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.drafters.heads.folders import Fault, assert_refused, change_inside, truncate
-from tests.spec_drafters import random_spec_drafter, save_spec_drafter, spec_drafter_of
+from tests.spec_drafters import (
+    random_spec_drafter,
+    random_vocabulary,
+    save_spec_drafter,
+    spec_drafter_of,
+)
 from tests.tiny import tiny_model
 from tests.tiny_seq2seq import CONTEXT, VOCAB_SIZE, reference_logits, tiny_seq2seq, tiny_source
 from tokenleap import LLM, CompatibilityError, ModelError, SamplingParams
 from tokenleap.core.tree import chain
 from tokenleap.drafters import spec_drafter
 from tokenleap.drafters.heads.probe import Probe, look
-from tokenleap.drafters.spec_drafter import SpecDrafterNotes, load_spec_drafter
+from tokenleap.drafters.spec_drafter import (
+    VOCABULARY_FILE,
+    SpecDrafterNotes,
+    load_spec_drafter,
+    save_vocabulary,
+)
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
@@ -148,6 +158,43 @@ def test_short_drafts_take_fewer_masks_if_that_was_learnt(
     assert max(counts) == (2 if fewer else MASKS)
 
 
+@pytest.mark.parametrize("name", ["bart", "bart_wide", "marian"])
+@torch.inference_mode()
+def test_a_draft_vocabulary_leaves_out_the_other_rows(name: str, tmp_path: Path) -> None:
+    target = Target(tiny_seq2seq(name))
+    found = []
+    for size in (None, 30):
+        save_spec_drafter(tmp_path, *spec_drafter_of(name, draft_vocab_size=size))
+        scorer, passes = load_spec_drafter(tmp_path, target)
+        passes.add(0)
+        passes.encode(0, tiny_source())
+        scorer._masks[0] = MASKS
+        found.append(scorer.block([0], [TEXT])[0].clone())
+    tokens = random_vocabulary(30)
+    torch.testing.assert_close(found[1], found[0][:, tokens], rtol=0, atol=1e-5)
+    assert scorer.token_ids is not None
+    assert scorer.token_ids.tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize("shape", [{}, {"tree": [3, 2]}])
+@pytest.mark.parametrize("transitions", [False, True])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_drafts_of_a_draft_vocabulary(
+    llm: LLM, rule: str, transitions: bool, shape: dict[str, Any]
+) -> None:
+    """With drawn drafts, too: then levels are asked for one by one."""
+    model = random_spec_drafter("bart", MASKS, transitions=transitions, draft_vocab_size=30)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=9, seed=3)
+        outputs = outputs_of(llm, params, model=model, acceptance=rule, **shape)
+        assert all(output.metrics.drafter_failure is None for output in outputs)
+        if rule == "coupled" or not temperature:
+            assert [o.token_ids for o in outputs] == [o.token_ids for o in outputs_of(llm, params)]
+        drafted = {t for o in outputs for step in o.trace.steps for t in step.drafted}
+        assert drafted
+        assert drafted <= set(random_vocabulary(30).tolist())
+
+
 @pytest.mark.parametrize(
     ("dtype", "given", "expected"),
     [
@@ -215,6 +262,17 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
 def test_it_is_no_model_by_itself() -> None:
     with pytest.raises(ModelError, match="holds a Spec-Drafter, which fills masks"):
         LLM(random_spec_drafter("bart", MASKS))
+
+
+def test_a_draft_vocabulary_that_is_damaged(tmp_path: Path) -> None:
+    save_spec_drafter(tmp_path, *spec_drafter_of(draft_vocab_size=30))
+    target = Target(tiny_seq2seq("bart"))
+    save_vocabulary(random_vocabulary(29), tmp_path)
+    with pytest.raises(ModelError, match="'d2t' does not map 30 draft tokens"):
+        load_spec_drafter(tmp_path, target)
+    (tmp_path / VOCABULARY_FILE).unlink()
+    with pytest.raises(ModelError, match=r"draft_vocabulary\.safetensors does not exist"):
+        load_spec_drafter(tmp_path, target)
 
 
 FAULTS: dict[str, Fault] = {

@@ -351,6 +351,7 @@ def test_what_is_written_can_draft(pairs: World, tmp_path: Path) -> None:
     parts = parts_of(pairs.target)
     options = {"num_masks": 3, "shape": "small", "transitions": True}
     method = training_method("spec_drafter", options)
+    assert method.plan.draft_vocab_size is None
     torch.manual_seed(0)
     trainee: Any = method.trainee(parts)
     assert not trainee.transitions.matrix.any()  # it begins without them
@@ -365,6 +366,18 @@ def test_what_is_written_can_draft(pairs: World, tmp_path: Path) -> None:
     expected = expected - expected.mean()
     torch.testing.assert_close(added, expected, rtol=0.05, atol=0.05)  # it is written in bfloat16
     assert passes.max_model_len == CONTEXT + 3
+
+
+def test_what_is_written_drafts_the_draft_vocabulary(pairs: World, tmp_path: Path) -> None:
+    method = training_method("spec_drafter", {"num_masks": 3, "draft_vocab_size": 20})
+    assert method.plan.draft_vocab_size == 20
+    parts = replace(parts_of(pairs.target), draft_tokens=torch.arange(5, 45, 2))
+    trainee: Any = method.trainee(parts)
+    assert trainee.logits(torch.zeros(2, 32), 0).shape == (2, VOCAB_SIZE)  # all are learnt
+    trainee.write(parts, tmp_path, {"seed": 0})
+    scorer, _ = load_spec_drafter(tmp_path, pairs.target)
+    assert scorer.token_ids is not None
+    assert scorer.token_ids.tolist() == list(range(5, 45, 2))
 
 
 @pytest.mark.parametrize("encoder", ["own", "target"])

@@ -293,6 +293,8 @@ class BlockScorer(OwnModel):
         if self.transitions is None:
             return found
         tokens = torch.tensor(tree.tokens[num_computed:], device=logits.device)
+        if self._vocabulary is not None:
+            tokens = torch.searchsorted(self._vocabulary, tokens)
         return found.float() + self.transitions.added_after(tokens)
 
     def grow(

@@ -8,8 +8,10 @@ text in every pass. Ours attends to the text causally, so its KV is kept, and a 
 new tokens and the masks; the masks see the text and one another, as in the paper.
 
 `tokenleap train spec_drafter` writes the folder: a Hugging Face model with one token more than the
-target, the mask, and `transitions.safetensors` if there are `Transitions`. Its `config.json` says
-how many masks it was trained with, and whether the encoder is its own. If it is the target's, the
+target, the mask, and `transitions.safetensors` if there are `Transitions`. With a draft vocabulary,
+`draft_vocabulary.safetensors` has its tokens, and the output layer is cut to them when the drafter
+is loaded. Its `config.json` says how many masks it was trained with, and whether the encoder is its
+own. If it is the target's, the
 folder has an encoder without layers, which is never run: the drafter's decoder reads what the
 target's encoder made of the source.
 """
@@ -23,7 +25,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokenleap import models
@@ -33,6 +36,7 @@ from tokenleap.drafters.heads.folder import (
     CONFIG,
     Verifier,
     check_tensors,
+    draft_tokens,
     read_json,
     read_tensors,
     validated,
@@ -51,6 +55,8 @@ from tokenleap.runtime.target import Target
 
 _LONG = 15
 """From so many masks on, processors with AMX fill them faster in bfloat16 than in int8."""
+VOCABULARY_FILE, OFFSETS = "draft_vocabulary.safetensors", "d2t"
+"""The file of a draft vocabulary, and its only tensor (see `draft_tokens`)."""
 NOTES = "spec_drafter"
 """Where `SpecDrafterNotes` are among the notes on the training in `config.json`."""
 
@@ -62,6 +68,7 @@ class SpecDrafterNotes:
     Args:
         fewer_masks: whether it has learnt blocks of fewer masks, too. Then a block has as many as
             the draft has tokens.
+        draft_vocab_size: tokens that it can draft; None for all.
     """
 
     num_masks: Annotated[int, Gt(0)]
@@ -70,6 +77,7 @@ class SpecDrafterNotes:
     encoder: Literal["own", "target"] = "own"
     fewer_masks: bool = False
     transitions: bool = False
+    draft_vocab_size: Annotated[int, Gt(0)] | None = None
 
     def note(self) -> dict[str, Any]:
         """The entry in `config.json`, among the notes on the training."""
@@ -81,6 +89,7 @@ class MaskScorer(BlockScorer):
 
     Args:
         encoder: rows of the model whose encoder it reads; None if the encoder is its own.
+        token_ids: [Vd] the target's ids of the tokens that it can draft, ascending; None for all.
     """
 
     def __init__(
@@ -89,10 +98,12 @@ class MaskScorer(BlockScorer):
         notes: SpecDrafterNotes,
         encoder: SourceRows | None = None,
         transitions: TokenTransitions | None = None,
+        token_ids: Tensor | None = None,
     ) -> None:
         super().__init__(model)
         self._notes, self._encoder, self.transitions = notes, encoder, transitions
-        self.prepare_blocks(notes.num_masks)
+        self.token_ids = token_ids
+        self.prepare_blocks(notes.num_masks, token_ids)
         self._masks = PerRequest[int]()  # of the next block
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
@@ -135,6 +146,9 @@ def load_spec_drafter(
     check_supported(model, length := context_length(model.config, None))
     if model.get_output_embeddings().out_features <= notes.mask_token_id:
         raise ModelError(f"{folder / CONFIG}: the drafter has no token {notes.mask_token_id}.")
+    token_ids = None
+    if notes.draft_vocab_size is not None:
+        token_ids = _cut_to_vocabulary(model, folder / VOCABULARY_FILE, notes).to(target.device)
     transitions = None
     if notes.transitions:
         rows = model.get_output_embeddings().weight.detach()[: notes.vocab_size]
@@ -145,9 +159,9 @@ def load_spec_drafter(
     passes.allocate()
     check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
     if notes.encoder == "own":
-        return MaskScorer(passes, notes, None, transitions), passes
+        return MaskScorer(passes, notes, None, transitions, token_ids), passes
     assert target.source_network is not None, "the strategy has checked this"
-    scorer = MaskScorer(passes, notes, target, transitions)
+    scorer = MaskScorer(passes, notes, target, transitions, token_ids)
     target.source_network.encoder_readers.add(scorer)
     return scorer, passes
 
@@ -172,6 +186,27 @@ def _transitions(path: Path, rows: Tensor) -> TokenTransitions:
     tensors = read_tensors(path)
     check_tensors(path, tensors, {MATRIX: rows.new_empty(size, size)}, "a Spec-Drafter")
     return TokenTransitions(tensors[MATRIX].to(rows.device), rows)
+
+
+def save_vocabulary(tokens: Tensor, folder: Path) -> None:
+    """Write a draft vocabulary [Vd], ascending."""
+    save_file({OFFSETS: tokens.cpu() - torch.arange(len(tokens))}, folder / VOCABULARY_FILE)
+
+
+def _cut_to_vocabulary(model: Any, path: Path, notes: SpecDrafterNotes) -> Tensor:
+    """Leave the output layer only the rows of the draft vocabulary of a file; returns that."""
+    assert notes.draft_vocab_size is not None
+    offsets = read_tensors(path).get(OFFSETS)
+    tokens = draft_tokens(path, offsets, notes.draft_vocab_size, notes.vocab_size)
+    layer = model.get_output_embeddings()
+    sizes = layer.in_features, len(tokens)
+    kept = nn.Linear(*sizes, bias=layer.bias is not None, device="meta")
+    for name, values in layer.named_parameters():
+        setattr(kept, name, nn.Parameter(values[tokens], requires_grad=False))
+    model.set_output_embeddings(kept)
+    if (bias := getattr(model, "final_logits_bias", None)) is not None:
+        model.final_logits_bias = bias[:, tokens]
+    return tokens
 
 
 def _check_tokens(folder: Path, model: Passes, notes: SpecDrafterNotes, target: Target) -> None:

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel
 
 from tokenleap.drafters.blocks import Transitions, save_transitions
-from tokenleap.drafters.spec_drafter import SpecDrafterNotes
+from tokenleap.drafters.spec_drafter import SpecDrafterNotes, save_vocabulary
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.seq2seq.structure import position_table
 from tokenleap.training.distill import output_layer, write_lm
@@ -80,6 +80,9 @@ class SpecDrafterTraining(TrainingMethod):
             With `fewer_masks`, there are more of them where blocks are shorter: a text always has
             about `prefixes` times `num_masks` masks.
         glancing: the share of wrong masks that are shown, at the first and at the last step.
+        draft_vocab_size: most tokens that it can draft: those that the target writes most often;
+            null for all. Each pass of the drafter then takes less time, where its vocabulary is
+            large.
     """
 
     name: ClassVar[str] = "spec_drafter"
@@ -98,6 +101,7 @@ class SpecDrafterTraining(TrainingMethod):
     transitions: bool = False
     prefixes: Annotated[int, Ge(1), Le(256)] = 1
     glancing: tuple[_Share, _Share] = (0.5, 0.3)
+    draft_vocab_size: Annotated[int, Ge(1)] | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -119,6 +123,7 @@ class SpecDrafterTraining(TrainingMethod):
             beam_width=5 if self.answers == "beam" else 1,
             reads_encoder=self.encoder == "target",
             served_tokens=self.num_masks,
+            draft_vocab_size=self.draft_vocab_size,
         )
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
@@ -167,6 +172,7 @@ class SpecDrafterTraining(TrainingMethod):
             self.encoder,
             fewer_masks=self.fewer_masks,
             transitions=self.transitions,
+            draft_vocab_size=None if self.draft_vocab_size is None else len(parts.draft_tokens),
         )
         return SpecDrafterTrainee(lm, notes, self)
 
@@ -440,13 +446,12 @@ class SpecDrafterTrainee(Trainee):
         return F.linear(outputs, layer.weight[:size], bias).float()
 
     def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
-        write_lm(
-            self.lm,
-            parts.name,
-            folder,
-            {**self.notes.note(), **notes},
-            [partial(save_transitions, self.transitions)] if self.transitions else (),
-        )
+        more: list[Callable[[Path], None]] = []
+        if self.transitions is not None:
+            more.append(partial(save_transitions, self.transitions))
+        if self.notes.draft_vocab_size is not None:
+            more.append(partial(save_vocabulary, parts.draft_tokens))
+        write_lm(self.lm, parts.name, folder, {**self.notes.note(), **notes}, more)
 
     def _encoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """[B, S, E] what the encoder makes of the sources, and [B, S] where they are."""
