@@ -247,10 +247,9 @@ class _Run:
         clock = [time.perf_counter()]
         budgets = self.controller.budgets(batch, rows)
         drafts = [Draft.empty(request.root) for request in batch]
-        if not self.controller.rests:
-            if any(budget.nodes for budget in budgets):
-                drafts = self.drafter.propose(batch, budgets)
-            drafts = self.controller.trim(batch, drafts, rows)
+        if any(budget.nodes for budget in budgets):
+            drafts = self.drafter.propose(batch, budgets)
+        drafts = self.controller.trim(batch, drafts, rows)
         clock.append(time.perf_counter())
         positions = sum(len(draft.tree) for draft in drafts)
         taken, plain = self.machine.passes(positions - rows)
@@ -261,8 +260,7 @@ class _Run:
         clock.append(time.perf_counter())
         proposing, _, learning = (end - start for start, end in pairwise(clock))
         self.controller.costs.observe(positions, taken, rows)
-        if not self.controller.rests:
-            self.controller.observe(outcomes, proposing + learning)
+        self.controller.observe(outcomes, proposing + learning)
         return taken + proposing + time.perf_counter() - clock[2], plain
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
 from tokenleap import LLM, SamplingParams
 from tokenleap.control import Budget, Controller, CostCurve, Fixed
-from tokenleap.control.base import NO_BUDGET, BatchTable
-from tokenleap.control.cost_model import CostModel, LookupModel
+from tokenleap.control.base import BatchTable
+from tokenleap.control.cost_model import CostModel
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution, LazyDistribution
 from tokenleap.core.tree import Draft, TokenTree, chain
@@ -435,7 +434,7 @@ def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
             super().__init__({1: 0.01, 8: 0.02})
             self.name = name
 
-        def observe(self, positions: int, seconds: float, rows: int = 1, passes: int = 1) -> None:
+        def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
             seen.append((self.name, positions))
 
     shared, own = Noting("shared"), Noting("own")
@@ -452,32 +451,6 @@ def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
     speculation.draft(requests)
     speculation.observe(outcomes[1:], StepTimes(0.0, 0.5, 0.0))  # one failed after the pass
     assert len(seen) == 2
-
-
-def test_a_controller_that_rests_is_left_alone_and_a_few_passes_are_noted() -> None:
-    """Neither its drafter nor itself is called, and what is noted stands for the other passes."""
-    seen: list[int] = []
-
-    class Noting(CostCurve):
-        def observe(self, positions: int, seconds: float, rows: int = 1, passes: int = 1) -> None:
-            seen.append(passes)
-
-    controller = LookupModel(2, costs=Noting({1: 0.01, 8: 0.02}))
-    calls = Mock(wraps=NoDrafter())
-    calls.traits = NoDrafter.traits
-    speculation = Speculation(strategy_of(calls, controller))
-    request, steps = request_of([1]), 24
-    for _ in range(steps):
-        controller.rests = True
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(controller, "budgets", lambda batch, rows: [NO_BUDGET] * len(batch))
-            patch.setattr(controller, "observe", Mock(side_effect=AssertionError))
-            speculation.draft([request])
-            speculation.observe([outcome_of(request, (), 0)], StepTimes(0.0, 0.01, 0.0))
-    calls.propose.assert_not_called()
-    assert calls.observe.call_count == steps
-    assert sum(seen) == steps
-    assert len(seen) == steps // 4
 
 
 class Misdrafting(Drafter):

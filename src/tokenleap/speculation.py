@@ -28,9 +28,6 @@ from tokenleap.runtime.kv_slab import SlabFull
 
 _log = logging.getLogger(__name__)
 
-_SEEN = 4
-"""While controllers rest, costs are learnt from one pass of so many: that takes time, too."""
-
 
 class Guard:
     """Calls drafters, and remembers for which requests one has failed.
@@ -187,7 +184,6 @@ class Speculation:
         self._guard = Guard()
         self._seconds: dict[int, float] = {}  # id of a strategy -> proposing, this step
         self._rows = 0  # requests of this step
-        self._rested = 0  # steps in which all controllers rested
         self._learners: dict[int, Learner] = {}  # of the last step, by their id
 
     def assign(self, request: Request, strategy: Strategy) -> None:
@@ -238,8 +234,6 @@ class Speculation:
 
     def _draft(self, strategy: Strategy, requests: Sequence[Request]) -> list[Draft]:
         budgets = strategy.controller.budgets(requests, self._rows)
-        if strategy.controller.rests:
-            return [request.undrafted() for request in requests]
         began = clock.now()
         drafts = self._guard.propose(strategy.drafter, requests, budgets)
         self._seconds[id(strategy)] = clock.now() - began
@@ -265,7 +259,7 @@ class Speculation:
                 self._guard.observe(strategy.drafter, own, times)
                 seconds = clock.now() - began
                 learning += seconds
-            if self._drafts and not strategy.controller.rests:
+            if self._drafts:
                 proposing = self._seconds.get(id(strategy), 0.0)
                 strategy.controller.observe(own, proposing + seconds)
             self._teach(strategy, own)
@@ -282,15 +276,11 @@ class Speculation:
         """
         if len(outcomes) != self._rows:
             return
-        controllers = [s.controller for s in strategies if s.controller.needs_costs]
-        rest = bool(controllers) and all(controller.rests for controller in controllers)
-        self._rested += rest
-        if rest and self._rested % _SEEN:
-            return
-        curves = {id(controller.costs): controller.costs for controller in controllers}
+        controllers = [strategy.controller for strategy in strategies]
+        curves = {id(c.costs): c.costs for c in controllers if c.needs_costs}
         positions = sum(len(outcome.draft.tree) for outcome in outcomes)
         for curve in curves.values():
-            curve.observe(positions, seconds, len(outcomes), _SEEN if rest else 1)
+            curve.observe(positions, seconds, len(outcomes))
 
     # Hidden states
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from itertools import product
 
@@ -197,45 +196,3 @@ def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
     assert seen == [[4], [4, 0], [4, 4], [4, 4]]
     assert not model._estimates.drafting.bound
     assert model._estimates.level_seconds == pytest.approx(0.001, rel=0.05)
-
-
-def steps_planned(monkeypatch: pytest.MonkeyPatch, tick: float) -> int:
-    """In how many of 200 steps in which every request is new and no draft pays it plans.
-
-    A plan looks at the clock twice, and each time it has moved by so many seconds.
-    """
-    ticks = itertools.count()
-    monkeypatch.setattr("tokenleap.core.clock.now", lambda: tick * next(ticks))
-    model = CostModel(8, costs=CostCurve({1: 0.01, 9: 0.08, 64: 0.6}))
-    planned = 0
-    for _ in range(200):
-        batch = [request_of() for _ in range(4)]
-        depths = [budget.chain for budget in model.budgets(batch, 4)]
-        planned += not model.rests
-        outcomes = [outcome(r, [1] * n, 0) for r, n in zip(batch, depths, strict=True)]
-        learn(model, outcomes, 0.02 * max(depths), model.costs(4 + sum(depths), 4))
-    return planned
-
-
-def test_what_is_hopeless_is_not_planned_for_each_new_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every eighth step, or as rarely as keeps planning at one percent of the time."""
-    pass_seconds = CostCurve({1: 0.01, 9: 0.08, 64: 0.6})(4, 4)
-    assert steps_planned(monkeypatch, 0.0) <= 200 // 8 + 8
-    assert steps_planned(monkeypatch, 0.3 * pass_seconds) <= 200 // 30 + 8
-
-
-@pytest.mark.parametrize(("temperature", "drafts"), [(1.5, False), (0.0, True)])
-def test_sampled_drafts_that_fail_do_not_discourage_greedy_requests(
-    temperature: float, drafts: bool
-) -> None:
-    model = CostModel(4, costs=CostCurve({1: 0.01, 9: 0.012}))
-    for _ in range(10):
-        hot = request_of(temperature=1.5)
-        for _ in range(20):
-            (budget,) = model.budgets([hot], 1)
-            learn(model, [outcome(hot, [1] * budget.chain, 0)], 0.002, 0.011)
-    request = request_of(temperature=temperature)
-    depths = [model.budgets([request], 1)[0].depth for _ in range(16)]
-    assert any(depths) == drafts

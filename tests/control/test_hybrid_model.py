@@ -8,17 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.control.worlds import (
-    acceptance_rates,
-    cheap,
-    cpu,
-    flat,
-    judged,
-    learn,
-    measured,
-    request_of,
-    steep,
-)
+from tests.control.worlds import cheap, cpu, flat, judged, learn, measured, request_of, steep
 from tokenleap.control import CONTROLLERS, Budget, CostCurve, controller_class
 from tokenleap.control.cost_model import HybridModel, LookupModel, LookupPlan
 from tokenleap.control.estimates import (
@@ -130,14 +120,14 @@ class World:
             self.lookup(text, min(text.found, budget.chain))
             for text, budget in zip(texts, budgets, strict=True)
         ]
-        chosen = budgets if model.rests else model.choose(requests, budgets, found)
+        chosen = model.choose(requests, budgets, found)
         depths = [min(budget.chain, len(LEVELS)) for budget in chosen]
         self.clock.now += self.level_seconds * max(depths)
         drafts = [
             Draft.deterministic(proposal(self.right(text.trained), depth)) if depth else draft
             for text, depth, draft in zip(texts, depths, found, strict=True)
         ]
-        drafts = drafts if model.rests else model.trim(requests, drafts, rows)
+        drafts = model.trim(requests, drafts, rows)
         outcomes = [outcome(*each) for each in zip(requests, drafts, strict=True)]
         verify = self.seconds(sum(len(draft.tree) for draft in drafts))
         self.clock.now += verify
@@ -289,7 +279,7 @@ def test_grafts_do_not_count_as_trained_levels(right: int, clock: Clock) -> None
             longest = max(longest, cut.tree.num_drafted)
             learn(model, [outcome(request, cut)], 0.0, 0.01)
         assert (longest > 2) == grafted
-        rates.append(acceptance_rates(model._trained, request)[:2])
+        rates.append(model._trained._estimates.acceptance_rates[:2])
     assert rates[0] == rates[1]
 
 

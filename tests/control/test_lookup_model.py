@@ -314,31 +314,3 @@ def test_cutting_keeps_nodes_with_their_distributions_and_features() -> None:
     assert branch.tree == chain([ROOT, WRONG, RIGHT])
     assert [distribution.certain for distribution in branch.q] == [WRONG, RIGHT]
     assert branch.features == (by_rank(1), by_rank(1))
-
-
-def test_reading_the_texts_of_short_outputs_makes_polls_rare() -> None:
-    """A lookup costs little, and what each request's first one reads as much as half a pass."""
-    model, polls = LookupModel(LENGTH, costs=measured(steep)), 0
-    old = request_of()
-    for step in range(10 * 64):
-        batch = [old] if step < 4 else [request_of()]
-        budgets = model.budgets(batch, 1)
-        if not model.rests:
-            polls += budgets[0].chain > 0
-            (draft,) = model.trim(batch, [guess(1, budgets[0].chain)], 1)
-            seconds = 0.00002 if batch[0] is old else 0.005
-            learn(model, [outcome(batch[0], draft, 0)], seconds, 0.01)
-    assert polls <= 80 + 10  # until lookups are known not to pay, and one in 64 steps
-
-
-def test_a_drafter_rests_with_its_controller() -> None:
-    model, request = LookupModel(LENGTH, costs=measured(steep)), request_of()
-    rested = 0
-    for _ in range(400):
-        (budget,) = model.budgets([request], 1)
-        assert not (model.rests and budget.chain)
-        rested += model.rests
-        if not model.rests:
-            (draft,) = model.trim([request], [guess(1, budget.chain)], 1)
-            learn(model, [outcome(request, draft, 0)], 0.002, 0.01)
-    assert rested > 300

@@ -65,9 +65,8 @@ def measured(seconds: Callable[[int], float]) -> CostCurve:
 # Requests and what comes of them
 
 
-def request_of(max_tokens: int = 10**6, temperature: float = 1.0) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    return Request([1, 2], params, vocab_size=9, max_model_len=10**7)
+def request_of(max_tokens: int = 10**6) -> Request:
+    return Request([1, 2], SamplingParams(max_tokens=max_tokens), vocab_size=9, max_model_len=10**7)
 
 
 def tree_of(sizes: Sequence[int]) -> TokenTree:
@@ -101,14 +100,12 @@ def learn(
     """Tell the controller of a pass that took so many seconds, as the loop does."""
     positions = sum(len(outcome.draft.tree) for outcome in outcomes)
     controller.costs.observe(positions, verify, len(outcomes))
-    if not controller.rests:
-        controller.observe(outcomes, draft_seconds)
+    controller.observe(outcomes, draft_seconds)
 
 
 def acceptance_rates(model: CostModel, request: Request) -> list[float]:
     """For each level, the rate by which the model chooses how deep the request drafts."""
-    history = model._estimates.history(request)
-    return history.acceptance_rates(history.overall.acceptance_rates())
+    return model._estimates.history(request).acceptance_rates(model._estimates.acceptance_rates)
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,6 @@ class Controller(ABC):
             drafter drafts trees; None for chains.
         at_once: `DrafterTraits.drafts_at_once`: one pass of the drafter makes all levels.
         stops_early: `DrafterTraits.stops_early`: its chains can end below improbable tokens.
-
-    Attributes:
-        rests: whether nothing is drafted in this step for any of its requests, and nothing is
-            learnt from it. Neither the drafter nor the controller are then called until the next
-            step; a drafter still observes.
     """
 
     class Options(Config):
@@ -93,7 +88,6 @@ class Controller(ABC):
     summary: ClassVar[str]
     needs_costs: ClassVar[bool] = False
     """Whether it chooses by the cost of target passes."""
-    rests: bool = False
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ class _Resting(_ByCosts, ABC):
     """One that rests: a plan takes time, and where nothing pays, nothing will a step later."""
 
     def setup(self) -> None:
-        self._rest, self.rests = Rest(), False
+        self._rest = Rest()
 
     def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
         rest = self._rest
@@ -160,7 +160,6 @@ class CostModel(_Resting):
         self._probing = Probing(self.options.probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
-        self._planning = 0.0  # seconds of planning this step
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
@@ -170,19 +169,12 @@ class CostModel(_Resting):
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        self.rests = self._goes_on_resting(batch, rows)
-        if self.rests:
+        if self._goes_on_resting(batch, rows):
             return [NO_BUDGET] * len(batch)
-        plain, began = Expected.plain(rows), clock.now()
+        plain = Expected.plain(rows)
         budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
-        self._planning = clock.now() - began
-        if steps := self.idle_steps(batch):
-            planning = self.costs.agreed(self._planning) / self.costs(rows, rows)
-            longest = max(_PLANNED_AGAIN, int(planning / PRICE)) - 1
-            # What is refused to a new request will be refused to those that come soon.
-            hopeless = self._plan is not None and self._plan.gain < _HOPELESS
-            for_all = hopeless or any(not request.output_ids for request in batch)
-            self._rest = Rest.of(batch, rows, batch, min(steps, longest), for_all=for_all)
+        if steps := min(self.idle_steps(batch), _PLANNED_AGAIN - 1):
+            self._rest = Rest.of(batch, rows, batch, steps)
         return budgets
 
     def budgets_beside(
@@ -277,8 +269,6 @@ class CostModel(_Resting):
         ]
         if any(depths):
             self.planned = plan.expected
-        else:
-            self.idle = not self.patient
         return depths
 
     def _worth_reading(self, request: Request, rows: int, saved: float, per_token: float) -> bool:
@@ -328,7 +318,7 @@ class CostModel(_Resting):
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         has_drafts = any(outcome.draft.tree.num_drafted for outcome in outcomes)
         self._drafted_steps = self._drafted_steps + 1 if has_drafts else 0
-        if self._estimates.observe(outcomes, draft_seconds + self._planning):
+        if self._estimates.observe(outcomes, draft_seconds):
             self._plan = None
 
     def release(self, request: Request) -> None:
@@ -379,7 +369,7 @@ class LookupPlan:
         return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
 
 
-class LookupModel(_Resting):
+class LookupModel(_ByCosts):
     """Cuts drafts of at most `num_speculative_tokens` looked-up tokens to those that pay.
 
     A lookup takes little time, and how it found a token tells how likely that token is right. So
@@ -394,7 +384,6 @@ class LookupModel(_Resting):
     """
 
     def setup(self) -> None:
-        super().setup()
         self._states = PerRequest[_State]()
         self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
@@ -405,26 +394,17 @@ class LookupModel(_Resting):
         self._asked = PerRequest[_State]()  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        self.rests = self._goes_on_resting(batch, rows)
-        if self.rests:
-            return [NO_BUDGET] * len(batch)
-        budgets = self.asks(batch, rows)
-        if steps := self.idle_steps():
-            hopeless = self._gain < self._price(rows)  # new ones would not be asked either
-            self._rest = Rest.of(batch, rows, (), steps, for_all=hopeless)
-        return budgets
-
-    def asks(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        """The budgets of a step that is not one of a rest."""
         self._asked, self._planning = PerRequest(), 0.0
         budgets = [NO_BUDGET] * len(batch)
         if not self.costs:  # a pass has to be timed first
             return budgets
         self._step += 1
-        price = self._price(rows)
+        price = self._lookup_seconds / self.costs(rows, rows)
         poll = self._step >= self._next_poll
         if poll:
-            self._poll_after(len(batch) * price)
+            self._next_poll = self._step + min(
+                self.options.probe_every, len(batch) * price / _POLLING
+            )
         for row, request in enumerate(batch):
             state = self._states.setdefault(request.key, _State(self._gain))
             if poll or state.gain >= price:
@@ -432,21 +412,14 @@ class LookupModel(_Resting):
                 self._asked[request.key] = state
         return budgets
 
-    def _poll_after(self, price: float) -> None:
-        """Set the next poll after one of this price, in plain passes."""
-        self._next_poll = self._step + min(self.options.probe_every, price / _POLLING)
-
-    def _price(self, rows: int) -> float:
-        """Time of a lookup, in plain passes."""
-        return self._lookup_seconds / self.costs(rows, rows)
-
     def idle_steps(self) -> int:
         """How many steps follow without any lookup; only valid after one."""
         if self._asked or not self.costs:
             return 0
         return max(0, math.ceil(self._next_poll - self._step) - 1)
 
-    def rest(self, waiting: Sequence[int], steps: int) -> None:
+    def rest(self, steps: int) -> None:
+        """Record steps in which it was not asked."""
         self._step += steps
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
@@ -498,12 +471,9 @@ class LookupModel(_Resting):
                     self._rates.learn(state.proposal, outcome)
                 state.proposal, state.new = None, False
         seconds = draft_seconds + self._planning + clock.now() - began
-        asked, rows = len(self._asked), len(outcomes)
-        seconds = self.costs.agreed(seconds / asked)
+        seconds = self.costs.agreed(seconds / len(self._asked))
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
-        elif asked == rows:  # of short outputs, most are new in every poll
-            self._poll_after(asked * seconds / self.costs(rows, rows))
 
 
 def _worth_verifying(
@@ -584,25 +554,28 @@ class HybridModel(_Resting):
         self._found: PerRequest[tuple[Draft, list[int]]] = PerRequest()  # lookup, nodes that pay
         self._drafts: PerRequest[Draft] = PerRequest()  # trained draft, before grafts were cut
         self._clock = _Clock()
+        self._resting = False  # whether this step is one of a rest
 
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        self.rests = self._goes_on_resting(batch, rows)
-        if self.rests:
+        self._resting = self._goes_on_resting(batch, rows)
+        if self._resting:
             return [NO_BUDGET] * len(batch)
         self._rows, self._found, self._drafts = rows, PerRequest(), PerRequest()
-        budgets = self._lookups.asks(batch, rows)
+        budgets = self._lookups.budgets(batch, rows)
         self._clock = _Clock(since=clock.now())
         return budgets
 
     def rest(self, waiting: Sequence[int], steps: int) -> None:
-        self._lookups.rest(waiting, steps)
+        self._lookups.rest(steps)
         self._trained.rest(waiting, steps)
 
     def choose(
         self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
     ) -> list[Budget]:
+        if self._resting:
+            return list(budgets)
         self._clock.lookups += self._clock.lap()
         rows = self._rows
         plan = self._lookups.plan(batch, found, rows)
@@ -641,6 +614,8 @@ class HybridModel(_Resting):
         return [row for row in rows if not plan.nodes.get(row) or gains[row] > plan.gains[row]]
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
+        if self._resting:
+            return list(drafts)
         self._clock.trained += self._clock.lap()
         trimmed = list(drafts)
         grafts: list[Offer] = []
@@ -676,6 +651,8 @@ class HybridModel(_Resting):
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        if self._resting:
+            return
         self._lookups.observe(outcomes, self._clock.lookups)
         trained = []
         for outcome in outcomes:

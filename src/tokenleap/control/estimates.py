@@ -59,19 +59,22 @@ class Estimates:
         self._deeper_levels = DeeperLevels()
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
-        self._histories = PerRequest[History]()
-        self._overall = {greedy: self._new(_MEMORY_OF_ALL) for greedy in (True, False)}
+        self.requests_tried = 0
+        self._histories = PerRequest(lambda: self._new(_MEMORY_OF_ONE))
+        self._overall = self._new(_MEMORY_OF_ALL)
 
-    def _new(self, memory: float, overall: History | None = None) -> History:
-        alike, weight = not self._trees, 2.0
+    def _new(self, memory: float) -> History:
         if self.stopping:
-            alike, weight = False, _PRIOR_OF_STOPPING
-        levels = self._num_levels
-        return History(memory, levels, alike=alike, prior_weight=weight, overall=overall)
+            return History(memory, self._num_levels, alike=False, prior_weight=_PRIOR_OF_STOPPING)
+        return History(memory, self._num_levels, alike=not self._trees)
 
     @property
     def first_nodes(self) -> float:
         return self._sizes.of_levels[0]
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        return self._overall.acceptance_rates()
 
     @property
     def level_seconds(self) -> float:
@@ -84,19 +87,15 @@ class Estimates:
         return None if token is None else token * reading(request) * self.costs(1, 1)
 
     def history(self, request: Request) -> History:
-        overall = self._overall[request.params.greedy]
-        return self._histories.made(request.key, lambda: self._new(_MEMORY_OF_ONE, overall))
+        return self._histories[request.key]
 
     def chances(self, batch: Sequence[Request]) -> Chances:
         nodes = self._sizes.of_levels
+        prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
+        hoped = [max(rate, UNKNOWN) for rate in prior]
         histories = [self.history(request) for request in batch]
-        priors = {h.overall: h.overall.acceptance_rates() for h in histories}
-        drafts = [h.draft_rate(h.overall.draft_rate()) for h in histories]
-        hoped = {of: [max(rate, UNKNOWN) for rate in prior] for of, prior in priors.items()}
-        rates = [
-            h.acceptance_rates((hoped if self.is_early(h) else priors)[h.overall])
-            for h in histories
-        ]
+        drafts = [history.draft_rate(prior_drafts) for history in histories]
+        rates = [h.acceptance_rates(hoped if self.is_early(h) else prior) for h in histories]
         passed = [list(accumulate(each, mul)) for each in rates]
         return Chances(drafts, passed, nodes, self._times(nodes))
 
@@ -113,8 +112,7 @@ class Estimates:
         at the beginning of one output would keep all that follow from trying. Only requests of
         models are early. Other drafters try at hardly any price.
         """
-        early = history.overall.requests_tried < _EARLY
-        return bool(self.stopping) and not history.tried and early
+        return bool(self.stopping) and not history.tried and self.requests_tried < _EARLY
 
     def price_of_a_token(self, plan: Plan, requests: int, rows: int, per_level: float) -> float:
         """The time of drafting and verifying one more token of a draft, in tokens of the plan."""
@@ -144,9 +142,9 @@ class Estimates:
             if allowed:
                 if depth and not history.tried:
                     read += reading(outcome.request)
-                    history.overall.requests_tried += 1
+                    self.requests_tried += 1
                 history.add(outcome, allowed)
-                history.overall.add(outcome, allowed)
+                self._overall.add(outcome, allowed)
                 may_draft, caught_up = True, caught_up and history.caught_up
             if depth and (self.stopping or self._trees):
                 self._sizes.learn(tree, allowed)
@@ -343,8 +341,6 @@ class History:
     """How the drafts of one request, or of all requests, were accepted.
 
     Args:
-        overall: the history of all greedy or of all sampled requests, as this one is; None if this
-            is one of them.
         alike: whether all levels share one acceptance rate, alpha. Each level of a tree, or of a
             chain that may end early, has its own: the share of drafts that pass it, of those that
             pass the level above.
@@ -353,21 +349,12 @@ class History:
         depth: how deep the request may draft in the current step.
         plain_steps: number of steps since it could last draft; served ones count more.
         missed: seconds that drafts would have saved before the first one.
-        requests_tried: of all requests, those that have drafted.
     """
 
     def __init__(
-        self,
-        memory: float,
-        levels: int,
-        *,
-        alike: bool,
-        prior_weight: float = 2.0,
-        overall: History | None = None,
+        self, memory: float, levels: int, *, alike: bool, prior_weight: float = 2.0
     ) -> None:
         self._levels = levels
-        self.overall = self if overall is None else overall
-        self.requests_tried = 0
         self._alike = alike
         # A draft counts once for each level, but once per token for alpha.
         memory_of_rates = memory if alike else memory**0.5
@@ -649,7 +636,7 @@ class Probing:
         since its last draft.
         """
         estimates, plain = self._estimates, self._costs(rows, rows)
-        rates = history.acceptance_rates(history.overall.acceptance_rates())
+        rates = history.acceptance_rates(estimates.acceptance_rates)
         seconds = estimates.level_seconds + self._costs(rows + estimates.first_nodes, rows)
         lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
         return min(self._every, max(_SOONEST_AGAIN, lost / PRICE))

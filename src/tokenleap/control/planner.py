@@ -182,40 +182,23 @@ class Chances:
 class Rest:
     """Steps without drafts that are planned at once, because a plan takes time, too.
 
-    It ends early if other requests are in the step, unless they may come and go.
+    It ends early if other requests are in the step.
     """
 
     keys: tuple[int, ...] = ()
     rows: int = 0
     waiting: tuple[int, ...] = ()
     steps: int = 0
-    for_all: bool = False
     taken: int = 0
 
     @staticmethod
-    def of(
-        batch: Sequence[Request],
-        rows: int,
-        waiting: Sequence[Request],
-        steps: int,
-        *,
-        for_all: bool = False,
-    ) -> Rest:
-        """A rest after a step of this batch.
-
-        Args:
-            waiting: the requests that are without drafts from elsewhere.
-            for_all: whether it is one for requests that come in the meantime, too.
-        """
-        keys = tuple(r.key for r in batch)
-        return Rest(keys, rows, tuple(r.key for r in waiting), steps, for_all)
+    def of(batch: Sequence[Request], rows: int, waiting: Sequence[Request], steps: int) -> Rest:
+        """A rest after a step of this batch; some requests are without drafts from elsewhere."""
+        return Rest(tuple(r.key for r in batch), rows, tuple(r.key for r in waiting), steps)
 
     def goes_on(self, batch: Sequence[Request], rows: int) -> bool:
         """Whether the step of this batch is another one of them; it is then counted."""
-        if not self.steps:
-            return False
-        same = rows == self.rows and tuple(r.key for r in batch) == self.keys
-        if not (same or self.for_all):
+        if not self.steps or rows != self.rows or tuple(r.key for r in batch) != self.keys:
             return False
         self.steps, self.taken = self.steps - 1, self.taken + 1
         return True

@@ -103,11 +103,8 @@ class CostCurve:
         """Whether any pass has been measured, so that costs are in seconds."""
         return self._known
 
-    def observe(self, positions: int, seconds: float, rows: int = 1, passes: int = 1) -> None:
-        """Learn from one pass over this many nodes, roots included, in this many rows.
-
-        It stands for `passes` plain ones, if it is one.
-        """
+    def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
+        """Learn from one pass over this many nodes, roots included, in this many rows."""
         seconds = max(self.agreed(seconds), _SHORTEST)
         if not self._known:
             self._known, scale = True, seconds / self(positions, rows)
@@ -116,9 +113,8 @@ class CostCurve:
         x, y = self._parts(positions, rows)
         aa, ab, bb = self._covariance
         if self.measured and not y:
-            kept = (1 - _RETURN) ** passes
-            self._b += (1 - kept) * (min(self._a, 1.0) - self._b)
-            ab, bb = kept * ab, kept**2 * bb
+            self._b += _RETURN * (min(self._a, 1.0) - self._b)
+            ab, bb = (1 - _RETURN) * ab, (1 - _RETURN) ** 2 * bb
         aa, bb = _drifted(aa, self._a), _drifted(bb, self._b)
         expected = self._a * x + self._b * y
         noise = (_NOISE * expected) ** 2
