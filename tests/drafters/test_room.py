@@ -279,13 +279,13 @@ def test_a_machine_without_memory_for_the_draft_model(
     ours, original = draft_slab(llm)._keys, vars(slab_module)["_resized"]
     attempts = 0
 
-    def resized(old: Any, rows: int, positions: int) -> Any:
+    def resized(old: Any, rows: int, *sizes: Any) -> Any:
         nonlocal attempts
         if any(old is buffer for buffer in ours.values()) and rows > old.shape[0]:
             attempts += 1
             if attempts <= 10:
                 raise RuntimeError("can't allocate memory")
-        return original(old, rows, positions)
+        return original(old, rows, *sizes)
 
     monkeypatch.setattr(slab_module, "_resized", resized)
     outputs = llm.generate(prompts, GREEDY)
@@ -310,10 +310,10 @@ def test_copies_of_prompts_make_room_for_drafts(
     expected = plain(model, prompts)
     ours, original = draft_slab(llm)._keys, vars(slab_module)["_resized"]
 
-    def resized(old: Any, rows: int, positions: int) -> Any:
+    def resized(old: Any, rows: int, *sizes: Any) -> Any:
         if len(copies) and any(old is buffer for buffer in ours.values()):
             raise RuntimeError("can't allocate memory")
-        return original(old, rows, positions)
+        return original(old, rows, *sizes)
 
     monkeypatch.setattr(slab_module, "_resized", resized)
     outputs = llm.generate(prompts, GREEDY)

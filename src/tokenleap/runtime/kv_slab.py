@@ -184,7 +184,7 @@ def _resized(old: Tensor, rows: int, positions: int, used: tuple[int, int]) -> T
     if (old.shape[0], old.shape[2]) == (rows, positions):
         return old
     new = _zeros(old, rows, old.shape[1], positions, old.shape[3])
-    kept_rows, kept = min(rows, used[0]), min(positions, used[1])
+    kept_rows, kept = min(rows, old.shape[0], used[0]), min(positions, old.shape[2], used[1])
     new[:kept_rows, :, :kept] = old[:kept_rows, :, :kept]
     return new
 

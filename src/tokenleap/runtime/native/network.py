@@ -411,7 +411,7 @@ class NativeFusion:
 
 _default: int | None = torch.get_num_threads()
 """PyTorch does not tell whether somebody has set it, so this counts as its own number."""
-_MOST = None if "OMP_NUM_THREADS" in os.environ else available_cores()
+_CORES = available_cores()
 
 
 def num_threads() -> int:
@@ -421,7 +421,9 @@ def num_threads() -> int:
     waiting for each other. To have more, set `OMP_NUM_THREADS` or call `set_num_threads`.
     """
     asked = torch.get_num_threads()
-    return asked if asked != _default or _MOST is None else min(asked, _MOST)
+    if asked != _default or "OMP_NUM_THREADS" in os.environ:
+        return asked
+    return min(asked, _CORES)
 
 
 def set_num_threads(count: int) -> None:
