@@ -4,8 +4,8 @@
 
 The models are the two published ones of `benchmarks.public_seq2seq` (`stress` copies its source,
 `nko` has a draft model) and a translator of 6 + 6 layers of 256 with random weights (`random`),
-which runs on the native runtime and whose drafts are hardly ever right. Its draft model and its
-Spec-Drafter have random weights, too.
+which runs on the native runtime. Its draft model and its Spec-Drafter have random weights, too: the
+first is often right, because both repeat themselves, and the second hardly ever.
 
 A cell is a batch size, a model with a method, and a kind of sources: a few words, a sentence, and
 two that defeat drafters, as in `benchmarks.contract`. Outputs end where the model ends them, so

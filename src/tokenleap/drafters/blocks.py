@@ -244,11 +244,10 @@ class BlockScorer(OwnModel):
     drafts_at_once = True
     most_depth: int
     transitions: TokenTransitions | None = None
-    _vocabulary: Tensor | None
 
-    def prepare_blocks(self, most_depth: int, vocabulary: Tensor | None = None) -> None:
-        """Say how deep drafts can be, and which tokens [Vd] logits stand for, if not 0, 1, ..."""
-        self.most_depth, self._vocabulary = most_depth, vocabulary
+    def prepare_blocks(self, most_depth: int) -> None:
+        """Say how deep drafts can be."""
+        self.most_depth = most_depth
         self._depths = PerRequest[int]()  # levels of the next draft
         # The number of nodes before the root, and [K, Vd] the logits of all levels.
         self._levels = PerRequest[tuple[int, Tensor]]()
@@ -293,8 +292,8 @@ class BlockScorer(OwnModel):
         if self.transitions is None:
             return found
         tokens = torch.tensor(tree.tokens[num_computed:], device=logits.device)
-        if self._vocabulary is not None:
-            tokens = torch.searchsorted(self._vocabulary, tokens)
+        if self.token_ids is not None:
+            tokens = torch.searchsorted(self.token_ids, tokens)
         return found.float() + self.transitions.added_after(tokens)
 
     def grow(
@@ -319,8 +318,8 @@ class BlockScorer(OwnModel):
             tables = None if self.transitions is None else self.transitions.tables
             chain = network.best_chain(logits[: len(widths)], tables)
             if chain is not None:
-                return product_chain(chain, self._vocabulary, limit)
-        return product_tree(logits, self._vocabulary, plan, limit, self.transitions)
+                return product_chain(chain, self.token_ids, limit)
+        return product_tree(logits, self.token_ids, plan, limit, self.transitions)
 
     def finish_draft(self, request: Request, num_tokens: int) -> None:
         super().finish_draft(request, num_tokens)

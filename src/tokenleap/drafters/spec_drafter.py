@@ -11,9 +11,8 @@ new tokens and the masks; the masks see the text and one another, as in the pape
 target, the mask, and `transitions.safetensors` if there are `Transitions`. With a draft vocabulary,
 `draft_vocabulary.safetensors` has its tokens, and the output layer is cut to them when the drafter
 is loaded. Its `config.json` says how many masks it was trained with, and whether the encoder is its
-own. If it is the target's, the
-folder has an encoder without layers, which is never run: the drafter's decoder reads what the
-target's encoder made of the source.
+own. If it is the target's, the folder has an encoder without layers, which is never run: the
+drafter's decoder reads what the target's encoder made of the source.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class MaskScorer(BlockScorer):
         super().__init__(model)
         self._notes, self._encoder, self.transitions = notes, encoder, transitions
         self.token_ids = token_ids
-        self.prepare_blocks(notes.num_masks, token_ids)
+        self.prepare_blocks(notes.num_masks)
         self._masks = PerRequest[int]()  # of the next block
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
@@ -199,11 +198,9 @@ def _cut_to_vocabulary(model: Any, path: Path, notes: SpecDrafterNotes) -> Tenso
     offsets = read_tensors(path).get(OFFSETS)
     tokens = draft_tokens(path, offsets, notes.draft_vocab_size, notes.vocab_size)
     layer = model.get_output_embeddings()
-    sizes = layer.in_features, len(tokens)
-    kept = nn.Linear(*sizes, bias=layer.bias is not None, device="meta")
-    for name, values in layer.named_parameters():
-        setattr(kept, name, nn.Parameter(values[tokens], requires_grad=False))
-    model.set_output_embeddings(kept)
+    for name, values in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(values[tokens], requires_grad=False))
+    layer.out_features = len(tokens)
     if (bias := getattr(model, "final_logits_bias", None)) is not None:
         model.final_logits_bias = bias[:, tokens]
     return tokens

@@ -191,13 +191,13 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
     """The packed files of a GGUF file, which have its configuration and tokenizer beside them."""
     parts = gguf_parts(path)
 
-    def build(*recipe: Any) -> Path:
+    def build(*given: Any) -> Path:
         file = GgufFile.read(parts[0])
         if not file.about.native:
             raise _NotNativeError
         if form == OWN and all(tensor.is_float for tensor in file.tensors):
             raise _NotNativeError  # there is no quantization to keep
-        return resolver.build_aside(*recipe)
+        return resolver.build_aside(*given)
 
     def fill(_scratch: Path, product: Path) -> dict[str, str]:
         from tokenleap.models.convert import convert_settings

@@ -295,7 +295,7 @@ class ParallelHead(BlockScorer, EagleHead):
 
     def __init__(self, head: Passes, fusion: Fusion, net: ParallelNet) -> None:
         EagleHead.__init__(self, head, fusion, net.draft_tokens)
-        self.prepare_blocks(net.config.depths, net.draft_tokens.to(head.device))
+        self.prepare_blocks(net.config.depths)
         self._mask_token = net.config.mask_token_id
         self._mask_state = _mask_state(net, fusion, head)
 

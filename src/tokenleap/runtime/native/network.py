@@ -236,14 +236,10 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         made = _Pass(arguments, logits, argmax, [nodes])
         if need.hidden:
             shape = (len(need.hidden), most, self._decoder.hidden_size)
-            made.hidden, slots = (
-                _empty(*shape, dtype=self._like.dtype),
-                self._hidden_slots(need.hidden),
-            )
-            arguments.hidden, arguments.hidden_slots = (
-                made.hidden.data_ptr(),
-                slots.buffer_info()[0],
-            )
+            made.hidden = _empty(*shape, dtype=self._like.dtype)
+            slots = self._hidden_slots(need.hidden)
+            arguments.hidden = made.hidden.data_ptr()
+            arguments.hidden_slots = slots.buffer_info()[0]
             made.kept.append(slots)
         assert (inputs.states is not None) == self._reads_states
         if inputs.states is not None:
