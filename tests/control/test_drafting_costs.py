@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from tests.control.worlds import learn, outcome
@@ -72,6 +74,26 @@ def test_short_outputs_do_not_pay_for_reading_the_source() -> None:
     drafting_requests(model, 40, tokens=8, start=6.0)
     assert drafting_requests(model, 20, tokens=8, start=6.0) <= 1
     assert model._estimates.lengths.left(0, 200) < 12
+
+
+@pytest.mark.parametrize(("share", "plans"), [(0.0, 6), (0.2, 3)])
+def test_where_reading_does_not_pay_planning_is_rare(
+    share: float, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every eighth step, or as often as takes one percent of the time."""
+    model, made = model_of(), 0
+    drafting_requests(model, 4, tokens=60, start=100.0)
+
+    def best_depths(*args: object) -> list[int]:
+        nonlocal made
+        made += 1
+        return CostModel._best_depths(model, *args)  # type: ignore[arg-type]
+
+    clock = count(step=share * PASS)  # a plan is timed by two readings
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: next(clock))
+    monkeypatch.setattr(model, "_best_depths", best_depths)
+    assert not any(serve(model, 41, start=100.0))
+    assert made == plans
 
 
 @pytest.mark.parametrize("stops_early", [False, True])

@@ -171,10 +171,12 @@ class CostModel(_Resting):
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
         if self._goes_on_resting(batch, rows):
             return [NO_BUDGET] * len(batch)
-        plain = Expected.plain(rows)
+        plain, began = Expected.plain(rows), clock.now()
         budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
-        if steps := min(self.idle_steps(batch), _PLANNED_AGAIN - 1):
-            self._rest = Rest.of(batch, rows, batch, steps)
+        if steps := self.idle_steps(batch):
+            planning = self.costs.agreed(clock.now() - began) / self.costs(rows, rows)
+            longest = max(_PLANNED_AGAIN, int(planning / PRICE)) - 1
+            self._rest = Rest.of(batch, rows, batch, min(steps, longest))
         return budgets
 
     def budgets_beside(
@@ -269,6 +271,8 @@ class CostModel(_Resting):
         ]
         if any(depths):
             self.planned = plan.expected
+        else:
+            self.idle = not self.patient  # else `missed` has to grow
         return depths
 
     def _worth_reading(self, request: Request, rows: int, saved: float, per_token: float) -> bool:
