@@ -8,7 +8,7 @@ import shlex
 
 from typer.testing import CliRunner
 
-from tests.serve.support import Served
+from tests.serve.support import Served, until
 from tests.test_docs import ROOT
 from tokenleap.cli import app
 
@@ -16,13 +16,25 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
 METRIC = re.compile(r"\b(?:vllm|tokenleap):[a-z0-9_]+")
 
 
+def metrics(server: Served) -> set[str]:
+    lines = server.http.get("/metrics").text.splitlines()
+    return {line.split("{")[0] for line in lines if METRIC.match(line)}
+
+
 def test_each_metric_of_the_dashboard_exists(server: Served) -> None:
-    fields = {"messages": [{"role": "user", "content": "aaaa"}], "temperature": 0, "max_tokens": 20}
-    text = server.post("/v1/chat/completions", **fields).json()["choices"][0]["message"]["content"]
+    fields = {
+        "messages": [{"role": "user", "content": "aaaa"}],
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    fields["max_tokens"] = 20
+    path, fixed = "/v1/chat/completions", {"method": "prediction", "controller": "fixed"}
+    text = server.post(path, **fields).json()["choices"][0]["message"]["content"]
     predicted = {"type": "content", "content": text}  # so drafts are accepted
-    assert server.post("/v1/chat/completions", **fields, prediction=predicted).status_code == 200
-    found = server.http.get("/metrics").text
-    known = {line.split("{")[0] for line in found.splitlines() if METRIC.match(line)}
+    response = server.post(path, **fields, prediction=predicted, speculative_config=fixed)
+    assert response.status_code == 200
+    until(lambda: "vllm:spec_decode_num_accepted_tokens_per_pos_total" in metrics(server))
+    known = metrics(server)
     expressions = [each["expr"] for panel in DASHBOARD["panels"] for each in panel["targets"]]
     expressions += [each["query"] for each in DASHBOARD["templating"]["list"]]
     asked = {name for text in expressions for name in METRIC.findall(text)}

@@ -427,6 +427,8 @@ class LookupModel(_ByCosts):
         self._step += steps
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
+        if not self._asked:
+            return list(drafts)
         plan = self.plan(batch, drafts, rows)
         self.follow(batch, plan)
         trimmed = list(drafts)
