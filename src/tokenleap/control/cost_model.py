@@ -195,7 +195,7 @@ class CostModel(_Resting):
             measuring = self._estimates.drafting.bound and any(h.just_started for h in histories)
             depths = self._best_depths(batch, rows, beside, instead, measuring)
             depths = [
-                depth or int(self._probing.probes(request, rows, len(batch)))
+                depth or self._probing.depth(request, rows, len(batch))
                 for request, depth in zip(batch, depths, strict=True)
             ]
             self.idle &= not any(depths)
