@@ -24,8 +24,9 @@ class Cycle:
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """Puts the collector back, whatever a test did to it."""
+    """Puts the collector back, whatever a test did to it. `conftest.py` has frozen objects."""
     enabled = gc.isenabled()
+    gc.unfreeze()
     yield
     gc.unfreeze()
     (gc.enable if enabled else gc.disable)()
