@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, Unpack
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tokenleap.arguments import (
     ATTRIBUTES,
@@ -57,6 +57,9 @@ from tokenleap.outputs import (
 )
 from tokenleap.runtime.choose import check_sharding
 from tokenleap.runtime.packed import open_packed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["LLM", "Message", "Prompt", "UseTqdm", "progress_of"]
 

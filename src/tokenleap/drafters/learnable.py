@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from tokenleap import models
 from tokenleap.drafters.heads.eagle_net import EagleNet
@@ -25,6 +24,9 @@ from tokenleap.drafters.online import Learnable
 from tokenleap.runtime.choices import OWN
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.target import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _Net = TypeVar("_Net", bound=nn.Module)
 
@@ -90,14 +92,14 @@ class LearnableModel(Learnable):
     @property
     def name(self) -> str:
         """The name that it was loaded by; empty for a module."""
-        return "" if isinstance(self._given, PreTrainedModel) else str(self._given)
+        return str(self._given) if isinstance(self._given, str | Path) else ""
 
     def net(self) -> PreTrainedModel:
-        if isinstance(self._given, PreTrainedModel):
+        if isinstance(self._given, str | Path):
+            net = models.load_model(models.resolve(self._given), torch.float32, self._device)
+        else:
             given: Any = deepcopy(self._given)
             net = given.float()
-        else:
-            net = models.load_model(models.resolve(self._given), torch.float32, self._device)
         net.train(False)
         lm: PreTrainedModel = net.requires_grad_(True)
         return lm

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tokenleap import models
 from tokenleap.control import Budget
@@ -36,6 +36,9 @@ from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request
 from tokenleap.runtime.network import PassOutput
 from tokenleap.runtime.target import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Drafting text: the draft model writes in its own tokens, and the target's tokenizer splits it.
 #

@@ -19,11 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from tokenleap.errors import CompatibilityError
-
-IMPLEMENTATION = "tokenleap"
 
 KEY_BLOCK = 512  # attention reads keys in multiples of this
 
@@ -167,6 +164,3 @@ def attend_by_head(
         query = F.pad(query, (0, 0, 0, 0, 0, missing))
     output = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, mask, scale=scaling)
     return output.transpose(1, 2)[:, :nodes].flatten(2)  # a view: the kernel puts heads last
-
-
-AttentionInterface.register(IMPLEMENTATION, slab_attention)

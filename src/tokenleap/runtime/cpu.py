@@ -9,15 +9,17 @@ another order. The int8 kernel gives the same bits for any number of rows.
 from __future__ import annotations
 
 import copy
-from typing import ClassVar, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.choices import DRAFTING, QUANTIZATION_OPTIONS, QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _INT8_WIDTH = 16
 """The input width must be a multiple of this: the kernel reads past the end of other rows."""

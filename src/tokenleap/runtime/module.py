@@ -7,19 +7,21 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, ClassVar, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tokenleap.errors import CompatibilityError
-from tokenleap.runtime.attention import IMPLEMENTATION, padded_rows, slab_attention
+from tokenleap.runtime.attention import padded_rows, slab_attention
 from tokenleap.runtime.cpu import Int8Linear, PackedLinear, decoder_layers, pack, share
 from tokenleap.runtime.inputs import FULL, PassInputs, Window, extended, resized, windows_by_kind
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.network import Need, PassOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ModuleNetwork:
@@ -33,7 +35,10 @@ class ModuleNetwork:
         model.train(False)
         self._bias = rebuild(model)
         if self._bias is None:
-            model.set_attn_implementation(IMPLEMENTATION)
+            from transformers import AttentionInterface
+
+            AttentionInterface.register("tokenleap", slab_attention)
+            model.set_attn_implementation("tokenleap")
         self._model = model
         config = model.config.get_text_config()
         self._windows: dict[str, Window | None] = dict(windows_by_kind(config))

@@ -15,13 +15,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from tokenleap.core.peers import ALONE, OutOfStepError, Peers
 from tokenleap.errors import TokenleapError
@@ -30,6 +28,10 @@ from tokenleap.runtime.inputs import PassInputs, RowNodes
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.network import Need, PassOutput
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from transformers import PreTrainedModel
 
 # `Group`: the processes that hold a model's shards, and what they tell each other.
 #
@@ -141,7 +143,13 @@ def peers_of(model: Any) -> Peers:
 
 def whole(weight: Tensor) -> Tensor:
     """A weight of which this process may have only a shard; all processes must ask together."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return weight.full_tensor() if is_sharded(weight) else weight
+
+
+def is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(weight, DTensor)
 
 
 SPLIT = ("colwise",)
@@ -218,14 +226,14 @@ def _localise(
         kind = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", place))
         if not is_plain_linear(child):
             _localise(child, plan, group, packed=packed, path=place)
-        elif kind in (*SPLIT, *JOINED, *ADDED) and isinstance(child.weight, DTensor):
+        elif kind in (*SPLIT, *JOINED, *ADDED) and is_sharded(child.weight):
             setattr(module, name, ShardedLinear(child, kind, group, packed=packed))
-        elif kind is None and packed and not isinstance(child.weight, DTensor):
+        elif kind is None and packed and not is_sharded(child.weight):
             setattr(module, name, PackedLinear(child.weight, child.bias))
 
 
 def _local(weight: Tensor) -> Tensor:
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+    return (weight.to_local() if is_sharded(weight) else weight).detach()
 
 
 def _dense(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tokenleap.drafters.heads.state_net import linear, normed
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class EagleConfig:
     qk_norm: bool = False
 
     def rotary(self) -> LlamaRotaryEmbedding:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         # Only the fields that it reads: Transformers checks the others against each other.
         config = LlamaConfig(
             num_attention_heads=1,

@@ -26,15 +26,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
-from transformers import PreTrainedModel
 
 from tokenleap.models.store import CacheError, cache_dir, disk_errors
 from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, family_of
 from tokenleap.runtime.native.pack import GROUP, Format
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 

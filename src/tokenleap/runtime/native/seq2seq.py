@@ -6,12 +6,11 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tokenleap.core.references import Source
 from tokenleap.runtime.cpu import linear_layer
@@ -53,6 +52,9 @@ from tokenleap.runtime.seq2seq.structure import (
     describe,
     describe_encoder,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def why_not_native_seq2seq(model: PreTrainedModel) -> str | None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tokenleap.core.references import Source
 from tokenleap.runtime.attention import attend_by_head, key_span
@@ -32,6 +31,9 @@ from tokenleap.runtime.seq2seq.structure import (
     Structure,
     describe,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]  # [T, E] -> [T, E]: a norm or an activation
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.models.t5.modeling_t5 import T5Attention
 
 from tokenleap.errors import CompatibilityError
 from tokenleap.runtime.inputs import PassInputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # How the decoder of an encoder-decoder knows the positions of a pass's nodes.
 #
@@ -75,6 +76,8 @@ class RelativePositions:
     @classmethod
     def of(cls, attentions: Sequence[Any], *, both_ways: bool = False) -> RelativePositions:
         """The biases of T5's self-attention: those of the first layer, or each layer's own."""
+        from transformers.models.t5.modeling_t5 import T5Attention
+
         first, own = (
             attentions[0],
             [each for each in attentions if each.has_relative_attention_bias],
