@@ -32,10 +32,10 @@ from tokenleap.bench.report import markdown_table
 from tokenleap.core.tree import chain
 from tokenleap.models.convert import GgufWeights
 from tokenleap.models.gguf import GgufFile
+from tokenleap.models.load import load_config
 from tokenleap.models.loaded import empty, fill, skeleton
 from tokenleap.models.resolver import gguf_file
 from tokenleap.runtime.choices import AUTO, OWN, QUANTIZATIONS
-from tokenleap.runtime.packed import fill_ends
 from tokenleap.runtime.target import Target
 
 
@@ -126,11 +126,12 @@ def _own_numbers(model: str, dtype: str) -> _Pair:
 @torch.no_grad()
 def _dequantized(path: Path, folder: Path, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """Logits with a GGUF file's weights in float32, of which one layer is in memory at a time."""
-    module: Any = skeleton(folder, torch.float32)
+    module: Any = skeleton(load_config(folder), torch.float32)
     weights = GgufWeights(GgufFile.open(path), module)
     tied = module.config.tie_word_embeddings
     embedding = weights.read("model.embed_tokens.weight", torch.float32)
-    fill_ends(module, embedding, weights.read("model.norm.weight", torch.float32))
+    fill(module.model.embed_tokens, {"weight": embedding})
+    fill(module.model.norm, {"weight": weights.read("model.norm.weight", torch.float32)})
 
     def give(index: int, layer: nn.Module, _inputs: object) -> None:
         names = [name for name, _ in layer.named_parameters()]

@@ -7,6 +7,8 @@ compiled.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from tokenleap.runtime.llama import (
     LlamaWeights,
     family_of,
     is_llama,
+    rotaries_of,
 )
 from tokenleap.runtime.module import ModuleNetwork
 from tokenleap.runtime.native.network import NativeDecoder
@@ -201,6 +204,32 @@ CHANGES: list[Callable[[Any], Network]] = [
     lambda network: network.without([1], []).without([0], []),
     lambda network: network.without([], []),
 ]
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("name", [*LLAMAS, *RELATIVES, "yarn"])
+def test_the_configuration_tells_what_the_modules_have(name: str) -> None:
+    """Packed weights are opened without them."""
+    model: Any = model_of("llama", rope_parameters=YARN) if name == "yarn" else model_of(name)
+    weights = LlamaWeights(model)
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        assert (weights.width, weights.scaling) == (attention.head_dim, attention.scaling)
+        made = weights.layer(index)
+        assert made.rotates == getattr(attention, "use_rope", True)
+        parts = {field: getattr(made, field) for field in weights.layer_shapes}
+        found = {field: getattr(part, "weight", part) for field, part in parts.items()}
+        assert weights.layer_shapes == {
+            field: None if part is None else part.shape for field, part in found.items()
+        }
+    scale = getattr(model.get_input_embeddings(), "embed_scale", None)
+    assert scale is None or scale.item() == weights.traits.embedding_scale
+    expected = [each for each in (weights.rotary, weights.local_rotary) if each]
+    for own, module in zip(rotaries_of(model.config), expected, strict=True):
+        angles = [each.angles(200, 50, torch.float32) for each in (own, module)]
+        assert torch.equal(torch.stack(angles[0]), torch.stack(angles[1]))
 
 
 @pytest.mark.parametrize(
@@ -386,6 +415,31 @@ def test_mapped_weights_are_those_packed_in_memory(
     found = [llm.generate([TOKENS[:20]], params)[0] for llm in (packed, mapped, whole)]
     assert len({tuple(output.token_ids) for output in found}) == 1
     assert found[0].logprobs == found[1].logprobs == found[2].logprobs
+
+
+WITHOUT_MODULES = """
+import os, sys
+from tokenleap import LLM
+from tokenleap.runtime.native.build import library
+library()  # before it is looked for in another cache
+_, folder, os.environ["TOKENLEAP_CACHE"] = sys.argv
+llm = LLM(folder, dtype="float32", quantization="int8", speculative_config={"method": "ngram"})
+llm.generate([[1, 2, 3, 1, 2]])
+assert "transformers.modeling_utils" not in sys.modules
+"""
+
+
+def test_packed_weights_run_without_the_modules_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take a second to import, and 130 MB."""
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    native_model("qwen2").save_pretrained(folder)
+    with monkeypatch.context() as patch:
+        patch.setenv("TOKENLEAP_CACHE", str(cache))
+        LLM(folder, dtype="float32", quantization="int8")
+    command = [sys.executable, "-c", WITHOUT_MODULES, str(folder), str(cache)]
+    subprocess.run(command, check=True, timeout=120)
 
 
 # Invariant 7

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
@@ -41,10 +41,14 @@ from tokenleap.models.loaded import LoadedModel
 from tokenleap.models.pooling import Pooler
 from tokenleap.outputs import RequestOutput, StreamChunk
 from tokenleap.request import Request
-from tokenleap.runtime.packed import PackedModel
 from tokenleap.runtime.passes import Bucket
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Speculation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tokenleap.runtime.packed import PackedModel
 
 VARIABLE = "TOKENLEAP_LOG"
 """An environment variable: the least level of the lines that are written to standard error."""
@@ -115,10 +119,8 @@ class LLMEngine:
         show_log_lines()
         self.tokenizer, self.options, title = loaded.tokenizer, options, loaded.title
         self._kv_budget = KVBudget(options.kv_cache_bytes)
-        packed = loaded.packed
-        assert packed is None or isinstance(packed, PackedModel)
         self.target = Target(
-            packed or loaded.module,
+            cast("PreTrainedModel | PackedModel", loaded.model),
             options.max_model_len,
             options.quantization,
             options.runtime,
@@ -154,9 +156,9 @@ class LLMEngine:
         )
         self.references, self.pieces = self._maker.references, self._maker.pieces
         if config.drafter_spec.takes_model:  # heads may read the module's embedding
-            loaded.forget_module()
+            loaded.forget_model()
         default = self.strategies.default = self.strategies.build(config)
-        loaded.forget_module()
+        loaded.forget_model()
         prefixes = options.prefix_cache_bytes
         self._prefixes = None if prefixes is None else PrefixCache(self.target, prefixes)
         self._speculation = Speculation(default)

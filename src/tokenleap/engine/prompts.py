@@ -572,12 +572,12 @@ class SourceReader:
         network = target.source_network
         if network is None:
             return None
-        start = decoder_start(loaded.module, loaded.settings)
+        start = decoder_start(loaded.model, loaded.settings)
         if network.num_bins is None:
             return SourceReader(target, loaded.tokenizer, start)
         assert network.source_limit is not None, "audio has a fixed length"
         audio = AudioReader(loaded.path, network.num_bins, network.source_limit)
-        speech = WhisperStart.of(start, loaded.settings, loaded.module.config)
+        speech = WhisperStart.of(start, loaded.settings, loaded.model.config)
         return SourceReader(target, loaded.tokenizer, start, audio, speech, between_steps)
 
     def read(self, prompt: Prompt) -> Opening:

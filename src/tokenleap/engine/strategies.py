@@ -8,10 +8,8 @@ from copy import copy
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakKeyDictionary
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenleap import models
 from tokenleap.config import SpeculativeConfig
@@ -39,6 +37,9 @@ from tokenleap.runtime.packed import PackedModel, open_packed
 from tokenleap.runtime.profiling import measure_costs
 from tokenleap.runtime.target import Target
 from tokenleap.speculation import Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -422,8 +423,8 @@ class DraftModels:
         asked = None if wanted == "none" else wanted
         check_quantization(asked, self._target.device, "draft_quantization")
         weights: PreTrainedModel | PackedModel
-        if isinstance(given, PreTrainedModel):
-            weights = module = given
+        if not isinstance(given, str | Path):
+            weights = given
         else:
             dtype, device = self._target.dtype, self._target.device
             tries = [quantization]
@@ -436,12 +437,11 @@ class DraftModels:
             packed = next(filter(None, opened), None)
             folder = packed.folder if packed else models.resolve(given)
             tokenizer = models.load_tokenizer(folder)
-            module = packed.module if packed else models.load_model(folder, dtype, device)
-            weights = packed or module
+            weights = packed or models.load_model(folder, dtype, device)
         model = Target(
             weights, quantization=quantization, runtime=self._runtime, beside=self._target
         )
-        return DraftModel(model, tokenizer, given), type(module).__name__
+        return DraftModel(model, tokenizer, given), model.name
 
 
 def _by_packed_name(given: Any, wanted: str | None) -> tuple[Any, str | None]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, WhisperFeatureExtractor
+from transformers import GenerationConfig, WhisperFeatureExtractor
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from tokenleap.core.config import nearest
@@ -168,7 +168,7 @@ class WhisperStart:
         return self.task_to_id[task]
 
 
-def decoder_start(model: PreTrainedModel, config: GenerationConfig | None = None) -> int:
+def decoder_start(model: Any, config: GenerationConfig | None = None) -> int:
     """The first token of the decoder's text, chosen as `generate()` does."""
     settings: tuple[Any, ...] = (config or model.generation_config, model.config)
     for name in ("decoder_start_token_id", "bos_token_id"):

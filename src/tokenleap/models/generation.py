@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.params import SamplingParams
 from tokenleap.errors import CompatibilityError, ConfigError
-from tokenleap.models.load import guarded
+from tokenleap.models.load import guarded, load_config
 from tokenleap.models.resolver import gguf_file, resolve
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig
 
 
 _FILE = "generation_config.json"
@@ -37,12 +37,22 @@ def is_obeyed(choice: str | Path) -> bool:
     return choice not in ("none", "vllm")
 
 
-def generation_config_of(model: PreTrainedModel, choice: str | Path) -> GenerationConfig | None:
+def generation_config_of(model: Any, choice: str | Path) -> GenerationConfig | None:
     """The generation config of a model; None if it has none, as without an output layer."""
     if choice == "auto" or not is_obeyed(choice):
         own: GenerationConfig | None = getattr(model, "generation_config", None)
         return own
     return _read(choice)
+
+
+def generation_config_in(folder: Path) -> GenerationConfig:
+    """The generation config that a folder's model would have."""
+    from transformers import GenerationConfig
+
+    if (folder / _FILE).is_file():
+        return _read(folder)
+    with guarded(f"cannot load the model in {folder}"):
+        return GenerationConfig.from_model_config(load_config(folder))
 
 
 def sampling_defaults(config: GenerationConfig | None) -> dict[str, Any]:
@@ -62,19 +72,14 @@ def defaults_of(model: str, choice: str | Path) -> dict[str, Any]:
         return {}
     if choice != "auto":
         return sampling_defaults(_read(choice))
-    from transformers import AutoConfig, GenerationConfig
-
     if (path := gguf_file(model)) is not None:
+        from transformers import GenerationConfig
+
         from tokenleap.models.gguf import GgufFile, sampling_of
 
         made: Any = GenerationConfig
         return sampling_defaults(made(**sampling_of(GgufFile.open(path))))
-    folder = resolve(model)
-    if (folder / _FILE).is_file():
-        return sampling_defaults(_read(folder))
-    with guarded(f"cannot load the model in {folder}"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return sampling_defaults(GenerationConfig.from_model_config(config))
+    return sampling_defaults(generation_config_in(resolve(model)))
 
 
 def _read(choice: str | Path) -> GenerationConfig:

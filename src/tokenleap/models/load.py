@@ -25,7 +25,7 @@ from tokenleap.models.store import full_disk, tells_of_full_disk
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # A folder with any of these has a tokenizer.
 _TOKENIZER_FILES = (
@@ -84,6 +84,16 @@ def checked_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def load_config(folder: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    with guarded(f"cannot load the model in {folder}"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    return config
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -114,9 +124,7 @@ def _kind(folder: Path, config: dict[str, Any], tensor_parallel_size: int) -> An
             f"the model in {folder} needs Python code of its own (auto_map in config.json), which "
             f"is never run; use a model that Transformers knows"
         )
-    parsed = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    parsed = load_config(folder)
     if tensor_parallel_size > 1:
         check_sharded(parsed, tensor_parallel_size)
     if not parsed.is_encoder_decoder:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenleap import models
 from tokenleap.core.config import return_freed
@@ -22,6 +21,14 @@ from tokenleap.models.load import check_processes, guarded
 from tokenleap.models.resolver import gguf_file
 from tokenleap.models.store import identity_of
 from tokenleap.models.support import default_device, default_dtype
+
+if TYPE_CHECKING:
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 _PIECE_BYTES = 64 * 2**20
 """Read and converted at once. A file is not mapped: pages that were read would count as memory."""
@@ -115,13 +122,22 @@ def _places(file: Path) -> dict[str, _Place]:
 
 
 class Packed(Protocol):
-    """A model whose weights are not in its module (see `runtime/packed.py`)."""
-
-    @property
-    def module(self) -> PreTrainedModel: ...
+    """A model without a module (see `runtime/packed.py`)."""
 
     @property
     def folder(self) -> Path: ...
+
+    @property
+    def config(self) -> PreTrainedConfig: ...
+
+    @property
+    def generation_config(self) -> GenerationConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 OpenPacked: TypeAlias = Callable[[str | Path, torch.dtype, torch.device], Packed | None]
@@ -134,13 +150,13 @@ def _as_a_whole(_name: str | Path, _dtype: torch.dtype, _device: torch.device) -
 
 @dataclass
 class LoadedModel:
-    """A module with its tokenizer, if it has one."""
+    """A model with its tokenizer, if it has one."""
 
-    module: PreTrainedModel
+    model: PreTrainedModel | Packed
     tokenizer: PreTrainedTokenizerBase | None
     path: Path | None  # its folder; None if it was given as a module
     name: str | None = None  # what the user gave to load it by
-    packed: Packed | None = None  # its packed weights, of which `module` has only a part
+    packed: bool = False
     tensor_parallel_size: int = 1  # processes that have a shard of the module each
     generation_config: str | Path = "auto"
 
@@ -164,54 +180,49 @@ class LoadedModel:
             _refuse_gguf(model)
         if isinstance(tokenizer, str | Path):
             tokenizer = _tokenizer_of(tokenizer)
-        if isinstance(model, PreTrainedModel):
-            _check_loaded(model, dtype, device)
+        if not isinstance(model, str | Path):
             return LoadedModel(
-                model,
+                _checked(model, dtype, device),
                 tokenizer,
                 None,
                 tensor_parallel_size=tensor_parallel_size,
                 generation_config=generation_config,
             )
-        if not isinstance(model, str | Path):
-            raise ConfigError(
-                "model: expected a folder, a GGUF file, an alias or a PreTrainedModel, got "
-                f"{type(model).__name__}."
-            )
         place = default_device(device)
         kind = default_dtype(dtype, place)
         packed = None if tensor_parallel_size > 1 else open_packed(model, kind, place)
         path = models.resolve(model) if packed is None else packed.folder
-        if packed is None:
-            module = models.load_model(path, kind, place, tensor_parallel_size)
-        else:
-            module = packed.module
-        tokenizer = tokenizer or models.load_tokenizer(path)
+        found = packed or models.load_model(path, kind, place, tensor_parallel_size)
         return LoadedModel(
-            module, tokenizer, path, str(model), packed, tensor_parallel_size, generation_config
+            found,
+            tokenizer or models.load_tokenizer(path),
+            path,
+            str(model),
+            packed is not None,
+            tensor_parallel_size,
+            generation_config,
         )
 
     @property
     def title(self) -> str:
-        return self.name or type(self.module).__name__
+        return self.name or type(self.model).__name__
 
-    def forget_module(self) -> None:
-        """Let go of the module, whose weights a network may have packed; nothing may read it now.
+    def forget_model(self) -> None:
+        """Let go of the model, whose weights a network may have packed; nothing may read it now.
 
         Calling it again gives back what was freed since.
         """
-        vars(self).pop("module", None)
-        self.packed = None
+        vars(self).pop("model", None)
         if self.path is not None:  # otherwise it is the user's, and stays
             return_freed()
 
     @property
     def reload(self) -> Callable[[], PreTrainedModel] | None:
         """Loads the module again; None if it was given as a module. It does not keep this one."""
-        dtype, device = self.module.dtype, self.module.device
+        dtype, device = self.model.dtype, self.model.device
         if self.path is None:
             return None
-        if self.packed is not None:
+        if self.packed:
             assert self.name is not None
             return partial(_load_again, self.name, dtype, device)
         return partial(models.load_model, self.path, dtype, device, self.tensor_parallel_size)
@@ -229,7 +240,7 @@ class LoadedModel:
     @cached_property
     def settings(self) -> GenerationConfig | None:
         """The generation config, whose special tokens are always read; None if there is none."""
-        return generation_config_of(self.module, self.generation_config)
+        return generation_config_of(self.model, self.generation_config)
 
     @property
     def obeyed_settings(self) -> GenerationConfig | None:
@@ -267,30 +278,34 @@ def _tokenizer_of(name: str | Path) -> PreTrainedTokenizerBase:
     return found
 
 
-def _check_loaded(
-    model: PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device
-) -> None:
+def _checked(
+    model: object, dtype: str | torch.dtype, device: str | torch.device
+) -> PreTrainedModel:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            "model: expected a folder, a GGUF file, an alias or a PreTrainedModel, got "
+            f"{type(model).__name__}."
+        )
     if dtype != "auto" and default_dtype(dtype, model.device) != model.dtype:
         raise ConfigError(f"dtype: the loaded model is in {model.dtype}; convert it with .to().")
     if device != "auto" and torch.device(device) != model.device:
         raise ConfigError(f"device: the loaded model is on {model.device}; move it with .to().")
+    return model
 
 
-# A model's modules without its weights, for networks whose weights are packed files.
-#
-# `runtime/packed.py` makes a model of it. The weights that something besides the network reads are
-# put in: those of the embedding and of the final norm.
+# A model's modules without its weights, for packing them layer by layer (`runtime/packed.py`).
 
 
-def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A decoder-only model of an architecture of `family_of`, its parameters on the meta device.
 
     Only what has no parameters is complete: its rotary embedding, and a factor of its embedding.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
-    with guarded(f"cannot load the model in {folder}"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with guarded(f"cannot load the model in {config.name_or_path}"):
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         with torch.device("cpu"):
@@ -299,8 +314,6 @@ def skeleton(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             embedding = model.get_input_embeddings()
             if (scale := getattr(embedding, "scalar_embed_scale", None)) is not None:  # Gemma
                 embedding.embed_scale = torch.tensor(scale)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
     made: PreTrainedModel = model.eval().requires_grad_(False)
     return made
 

@@ -7,11 +7,15 @@ every model it takes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from tokenleap.errors import CompatibilityError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHORT_DTYPES = {"half": torch.float16, "float": torch.float32}  # vLLM's
@@ -72,8 +76,21 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
     if model.config.is_encoder_decoder:
         check_encoder_decoder(name, model.config)
         return
+    check_layers(name, config, max_model_len, stateful=getattr(model, "_is_stateful", False))
+    rebuilt = config.model_type in REBUILT_ATTENTION
+    if not rebuilt and not getattr(model, "_supports_attention_backend", False):
+        raise CompatibilityError(
+            f"{name} does not use Transformers' attention interface, so it cannot apply the "
+            "mask of a token tree."
+        )
+
+
+def check_layers(
+    name: str, config: PreTrainedConfig, max_model_len: int, *, stateful: bool = False
+) -> None:
+    """Refuse what the configuration of a decoder-only model tells of its layers."""
     layers = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or layers & RECURRENT_LAYERS:
+    if stateful or layers & RECURRENT_LAYERS:
         raise CompatibilityError(
             f"{name} keeps recurrent state, which cannot be rolled back after a rejected draft."
         )
@@ -84,12 +101,6 @@ def check_supported(model: PreTrainedModel, max_model_len: int) -> None:
         )
     _check_rope(name, config, max_model_len)
     _check_temperature(name, config, max_model_len)
-    rebuilt = config.model_type in REBUILT_ATTENTION
-    if not rebuilt and not getattr(model, "_supports_attention_backend", False):
-        raise CompatibilityError(
-            f"{name} does not use Transformers' attention interface, so it cannot apply the "
-            "mask of a token tree."
-        )
 
 
 def check_encoder_decoder(name: str, config: PreTrainedConfig) -> None:

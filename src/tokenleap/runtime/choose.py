@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from tokenleap.core.peers import ALONE, Peers
 from tokenleap.errors import ConfigError
@@ -24,15 +24,17 @@ from tokenleap.runtime.network import Network
 from tokenleap.runtime.seq2seq.network import Seq2SeqNetwork
 from tokenleap.runtime.sharded import Group, ShardedNetwork
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _log = logging.getLogger(__name__)
 
 
 def network_for(
-    model: PreTrainedModel,
+    model: PreTrainedModel | PackedDecoder,
     quantization: str | None = None,
     runtime: str = "auto",
     beside: Network | None = None,
-    packed: PackedDecoder | None = None,
     peers: Peers = ALONE,
 ) -> Network:
     """The fastest network that can run a model. The model itself is not changed.
@@ -47,8 +49,8 @@ def network_for(
     """
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime: must be one of {', '.join(RUNTIMES)}, got '{runtime}'.")
-    if packed is not None:
-        return NativeDecoder(packed, beside=_native(beside))
+    if isinstance(model, PackedDecoder):
+        return NativeDecoder(model, beside=_native(beside))
     if isinstance(peers, Group):
         check_sharding(quantization, runtime, peers.size)
         return ShardedNetwork.of(model, peers)

@@ -7,16 +7,20 @@ what a family differs from Llama. All other architectures run through their Tran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tokenleap.runtime.inputs import Window, layer_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The families that `native/` runs, and what each does differently from Llama: one table.
 #
@@ -64,19 +68,18 @@ class Traits:
 
 @dataclass(frozen=True)
 class Family:
-    """Names of a family's modules, and what they compute.
-
-    Layers without rotary angles (SmolLM3) and windows are found in the modules and the
-    configuration.
-    """
+    """Names of a family's modules, and what they compute. The configuration tells windows."""
 
     norms: Norms = Norms()
     merged: bool = False  # query, key and value are one linear layer, and gate and up one
     norms_from_one: bool = False
-    whole_norms: bool = False
+    head_norms: bool = False  # queries and keys are normalised
+    whole_norms: bool = False  # those of all heads at once
+    skips_rotation: bool = False  # in some layers
     # the field of the configuration that names it, and its name
     activation: tuple[str, str] = ("hidden_act", "silu")
     multipliers: bool = False
+    scaled_queries: bool = False  # by a number of the configuration
     scaled_embedding: bool = False
     caps_logits: bool = False  # the configuration may have a cap for the logits
     caps_scores: bool = False
@@ -121,9 +124,7 @@ class Family:
             **{field: self.norm(x.weight.detach()) for field, x in norms.items() if x is not None},
         }
 
-    def traits(self, model: PreTrainedModel) -> Traits:
-        """The numbers of a model; its weights may be on the meta device."""
-        config: Any = model.config
+    def traits(self, config: Any, dtype: torch.dtype) -> Traits:
         kind = _ACTIVATIONS[self.activation[1]]
         traits = Traits(activation=kind, whole_norms=self.whole_norms)
         if self.multipliers:
@@ -135,14 +136,19 @@ class Family:
                 logit_scale=1 / config.logits_scaling,
             )
         if self.scaled_embedding:  # by a factor in the model's dtype
-            embedding: Any = model.get_input_embeddings()
-            scale = torch.tensor(embedding.scalar_embed_scale).to(model.dtype)
+            scale = torch.tensor(config.hidden_size**0.5, device="cpu").to(dtype)
             traits = replace(traits, embedding_scale=float(scale))
         if self.caps_logits:
             traits = replace(traits, logit_cap=config.final_logit_softcapping or 0.0)
         if self.caps_scores:
             traits = replace(traits, score_cap=config.attn_logit_softcapping or 0.0)
         return traits
+
+    def scaling(self, config: Any, width: int) -> float:
+        """The factor of attention's scores."""
+        if self.multipliers:
+            return float(config.attention_multiplier)
+        return float((config.query_pre_attn_scalar if self.scaled_queries else width) ** -0.5)
 
 
 _AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -157,6 +163,7 @@ _ACTIVATIONS = {"silu": Activation.SILU, _GELU: Activation.GELU_TANH}
 _GEMMA = Family(
     norms=_AROUND,
     norms_from_one=True,
+    scaled_queries=True,
     activation=("hidden_activation", _GELU),
     scaled_embedding=True,
     caps_logits=True,
@@ -166,16 +173,16 @@ FAMILIES = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(),
-    "Qwen3ForCausalLM": Family(),
-    "SmolLM3ForCausalLM": Family(),
+    "Qwen3ForCausalLM": Family(head_norms=True),
+    "SmolLM3ForCausalLM": Family(skips_rotation=True),
     "Phi3ForCausalLM": Family(merged=True),
     "GraniteForCausalLM": Family(multipliers=True),
-    "Olmo2ForCausalLM": Family(norms=_AFTER, whole_norms=True),
+    "Olmo2ForCausalLM": Family(norms=_AFTER, head_norms=True, whole_norms=True),
     "GemmaForCausalLM": Family(
         norms_from_one=True, activation=("hidden_act", _GELU), scaled_embedding=True
     ),
     "Gemma2ForCausalLM": replace(_GEMMA, caps_scores=True),
-    "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": replace(_GEMMA, head_norms=True),
 }
 """The families by their models' classes."""
 
@@ -243,7 +250,7 @@ class DecoderLayer(Generic[Linear, Merged]):
     """The parts of one decoder layer, in one of several forms.
 
     A new norm is a field here and a row of `norm_modules`, a new number a field here and in
-    `LlamaWeights.numbers`. Each has a field of the same name of `Layer` in native/pass.h, with the
+    `LlamaSizes.numbers`. Each has a field of the same name of `Layer` in native/pass.h, with the
     code that reads it. E is the hidden size, H the number of query heads,
     G that of key heads, D the width of a head, and I the intermediate size. Linear layers with the
     same input are merged. Norms that an architecture does not have are None.
@@ -291,8 +298,8 @@ class MixedInput:
     linear: LinearWeights
 
 
-class DecoderWeights(Protocol):
-    """The decoder's weights that `lean.py` and `native/` read; letters as in `LayerWeights`.
+class DecoderSizes(Protocol):
+    """What native code reads of a decoder besides its linear layers; letters as in `LayerWeights`.
 
     V is the size of the vocabulary that can be read, and Vo of the one that can be predicted.
     """
@@ -308,65 +315,135 @@ class DecoderWeights(Protocol):
     embedding: Tensor  # [V, E], in the dtype of the KV and of the inputs of linear layers
     norm: Tensor | None
     """[E] of the final norm; None if the output layer reads the residual stream as it is."""
-    head: LinearWeights  # E -> Vo
     rotary: Rotary
     local_rotary: Rotary | None  # of layers with a window, if these have another one
     traits: Traits
     joint: JointInput | MixedInput | None
     """None for a language model, whose residual stream begins with the embedding."""
 
+
+class DecoderWeights(DecoderSizes, Protocol):
+    """A decoder that `lean.py` and `native/` can run."""
+
+    head: LinearWeights  # E -> Vo
+
     def layer(self, index: int) -> LayerWeights: ...
 
 
-class LlamaWeights:
-    """A model's sizes and weights. The weights of a layer are merged when `layer` is called."""
+class LlamaSizes:
+    """`DecoderSizes` of a model of a family, by its configuration.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config: Any = model.config
-        body: Any = model.model
+    `architecture` is a name in `FAMILIES`, and `norm` the weight of the final norm. Of two rotary
+    embeddings, the second one is that of layers with a window.
+    """
+
+    def __init__(
+        self,
+        architecture: str,
+        config: Any,
+        embedding: Tensor,
+        norm: Tensor,
+        rotaries: Sequence[Rotary],
+    ) -> None:
         self.heads: int = config.num_attention_heads
         self.key_heads: int = config.num_key_value_heads
         self.hidden_size: int = config.hidden_size
         self.inner_size: int = config.intermediate_size
-        attention = body.layers[0].self_attn
-        self.width: int = attention.head_dim
-        self.scaling: float = attention.scaling
+        self.width: int = getattr(config, "head_dim", None) or self.hidden_size // self.heads
         self.epsilon: float = config.rms_norm_eps
-        self.embedding: Tensor = body.embed_tokens.weight.detach()  # [V, E]
-        self.family = FAMILIES[type(model).__name__]
-        self.traits = self.family.traits(model)
-        self.norm: Tensor | None = self.family.norm(body.norm.weight.detach())  # [E]
-        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self.head = LinearWeights.of(head)
-        self.num_layers = len(body.layers)
-        self._layers = body.layers
-        self._windows = layer_windows(config)
-        self._rotates = tuple(getattr(each.self_attn, "use_rope", True) for each in body.layers)
-        kinds = sorted(getattr(body.rotary_emb, "layer_types", ())) or [None]  # Gemma 3 has two
-        rotaries = [Rotary(body.rotary_emb, self.embedding.device, kind) for kind in kinds]
+        self.num_layers: int = config.num_hidden_layers
+        self.family = FAMILIES[architecture]
+        self.scaling = self.family.scaling(config, self.width)
+        self.traits = self.family.traits(config, embedding.dtype)
+        self.embedding = embedding
+        self.norm: Tensor | None = self.family.norm(norm)
         self.rotary = rotaries[0]
         self.local_rotary = rotaries[1] if len(rotaries) > 1 else None
         self.joint: JointInput | MixedInput | None = None
+        self._windows = layer_windows(config)
+        every = (True,) * self.num_layers
+        self._rotates = config.no_rope_layers if self.family.skips_rotation else every
+
+    def numbers(self, index: int) -> dict[str, Any]:
+        """The fields of a layer that are no tensors."""
+        return {"window": self._windows[index], "rotates": bool(self._rotates[index])}
+
+    @property
+    def layer_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Field of `DecoderLayer` -> the shape of its weight; None if there is none."""
+        queries, keys = self.heads * self.width, self.key_heads * self.width
+        size, family = self.hidden_size, self.family
+        norms = {field: (size,) if name else None for field, name in family.norm_modules.items()}
+        for field, whole in (("query_norm", queries), ("key_norm", keys)):
+            width = whole if family.whole_norms else self.width
+            norms[field] = (width,) if family.head_norms else None
+        return {
+            **norms,
+            "qkv": (queries + 2 * keys, size),
+            "output": (size, queries),
+            "gate_up": (2 * self.inner_size, size),
+            "down": (size, self.inner_size),
+        }
+
+
+class LlamaWeights(LlamaSizes):
+    """A model's sizes and weights. The weights of a layer are merged when `layer` is called."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        body: Any = model.model
+        embedding, norm = body.embed_tokens.weight.detach(), body.norm.weight.detach()
+        kinds = sorted(getattr(body.rotary_emb, "layer_types", ())) or [None]  # Gemma 3 has two
+        rotaries = [Rotary(body.rotary_emb, embedding.device, kind) for kind in kinds]
+        super().__init__(type(model).__name__, model.config, embedding, norm, rotaries)
+        self.head = LinearWeights.of(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+        self._layers = body.layers
 
     def layer(self, index: int) -> LayerWeights:
         """The weights of a layer; the merged ones are new copies."""
         return LayerWeights(**self.family.parts(self._layers[index]), **self.numbers(index))
 
-    def numbers(self, index: int) -> dict[str, Any]:
-        """The fields of a layer that are no tensors. They come from the model's configuration."""
-        return {"window": self._windows[index], "rotates": self._rotates[index]}
-
 
 class Rotary:
-    """Rotary angles of one kind of layers, computed by the model's own rotary embedding."""
+    """Rotary angles of one kind of layers, computed by a model's rotary embedding."""
 
-    def __init__(self, module: Any, device: torch.device, kind: str | None = None) -> None:
-        self._module, self._kind = module, () if kind is None else (kind,)
+    def __init__(
+        self,
+        compute: Callable[..., tuple[Tensor, Tensor]],
+        device: torch.device,
+        kind: str | None = None,
+    ) -> None:
+        self._compute, self._kind = compute, () if kind is None else (kind,)
         self._device = device
 
     def angles(self, first: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [size, D] for `size` positions from `first` on."""
         everywhere = torch.arange(first, first + size, device=self._device)[None]
         like = torch.empty(0, dtype=dtype, device=self._device)
-        cos, sin = self._module(like, everywhere, *self._kind)
+        cos, sin = self._compute(like, everywhere, *self._kind)
         return cos[0], sin[0]
+
+
+def rotaries_of(config: Any) -> list[Rotary]:
+    """What the modules of a family compute, without them: angles in float32, on the CPU."""
+    given, device = config.rope_parameters, torch.device("cpu")
+    by_kind = any(isinstance(rope, Mapping) for rope in given.values())
+    kinds = sorted(set(config.layer_types)) if by_kind else [None]
+    return [Rotary(partial(_angles, *_frequencies(config, kind)), device) for kind in kinds]
+
+
+def _frequencies(config: Any, kind: str | None) -> tuple[Tensor, float]:
+    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    if rope["rope_type"] != "default":
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    places = torch.arange(0, width, 2, dtype=torch.float, device="cpu")
+    return 1.0 / (rope["rope_theta"] ** (places / width)), 1.0
+
+
+def _angles(
+    frequencies: Tensor, factor: float, like: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [1, n, D] of positions [1, n]."""
+    half = positions[..., None].float() * frequencies
+    angles = torch.cat((half, half), dim=-1)
+    return (angles.cos() * factor).to(like.dtype), (angles.sin() * factor).to(like.dtype)

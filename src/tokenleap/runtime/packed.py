@@ -11,29 +11,35 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tokenleap import models
 from tokenleap.core.config import return_freed
 from tokenleap.errors import ModelError
 from tokenleap.models import resolver, store
 from tokenleap.models.convert import GgufWeights
+from tokenleap.models.generation import generation_config_in
 from tokenleap.models.gguf import GgufFile, gguf_parts
-from tokenleap.models.load import checked_config
-from tokenleap.models.loaded import FolderWeights, WeightSource, empty, fill, skeleton
+from tokenleap.models.load import checked_config, load_config
+from tokenleap.models.loaded import (
+    FolderWeights,
+    WeightSource,
+    empty,
+    fill,
+    skeleton,
+)
 from tokenleap.models.resolver import cache_title, gguf_file, gguf_title, packed_beginning
 from tokenleap.models.store import CacheError, identity_of, progress
 from tokenleap.runtime.choices import AUTO, DRAFTING, OWN
-from tokenleap.runtime.llama import FAMILIES, LinearWeights, LlamaWeights
+from tokenleap.runtime.llama import FAMILIES, LinearWeights, LlamaSizes, LlamaWeights, rotaries_of
 from tokenleap.runtime.native.build import FORMATS, why_no_library, why_not_native
 from tokenleap.runtime.native.pack import (
     FORMAT_OF,
@@ -59,6 +65,9 @@ from tokenleap.runtime.native.packed import (
 )
 from tokenleap.runtime.probing import probe_tokens
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
 _log = logging.getLogger(__name__)
 
 _Fill: TypeAlias = Callable[[Path, Path], dict[str, str]]
@@ -68,14 +77,37 @@ _Build: TypeAlias = Callable[[str, str, int, _Fill, store.Kind, str | None], Pat
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A model whose linear layers are packed and mapped."""
+    """A model whose linear layers are packed and mapped. Transformers' module is not made."""
 
     folder: Path
-    module: PreTrainedModel
+    name: str  # that of the module's class
+    config: PreTrainedConfig
     weights: MappedDecoder
     quantization: str
+    norm: Tensor
     # [3, V] of the unpacked modules for the last of `probe_tokens`; None if nothing was rounded
     logits: Tensor | None
+
+    device: ClassVar[torch.device] = torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.sizes.embedding.dtype
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return generation_config_in(self.folder)
+
+    @property
+    def vocabulary_weights(self) -> tuple[Tensor, Tensor] | None:
+        """Those of embedding and output layer, if they are one; else only a packed copy exists."""
+        embedding = self.weights.sizes.embedding
+        return (embedding, embedding) if self.config.tie_word_embeddings else None
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that are not packed, by the names of Transformers' module."""
+        yield "model.embed_tokens.weight", self.weights.sizes.embedding
+        yield "model.norm.weight", self.norm
 
 
 @dataclass(frozen=True)
@@ -141,38 +173,48 @@ def _opened(
     """
     folder, files = pack()
     try:
-        module, rest = skeleton(folder, dtype), MappedFile(rest_file(files))
-        body, vocabulary = module.model, module.config.vocab_size
-        embedding = rest.tensor("embedding", body.embed_tokens.weight)
+        config, rest = load_config(folder), MappedFile(rest_file(files))
+        (name,), vocabulary = config.architectures or [""], config.vocab_size
+        embedding = rest.tensor("embedding", (vocabulary, config.hidden_size))
         if embedding.dtype != dtype:
             raise rest.damaged("embedding")
-        norm = rest.tensor("norm", body.norm.weight)
-        fill_ends(module, embedding, norm.to(dtype))
-        sizes = LlamaWeights(module)
-        sizes.norm = sizes.family.norm(norm)  # as precise as it is stored
+        norm = rest.tensor("norm", (config.hidden_size,))
+        sizes = LlamaSizes(name, config, embedding, norm, rotaries_of(config))
         weights = MappedDecoder(files, rest, sizes)
-        like = None if form == OWN else torch.empty(3, vocabulary, device="meta")
-        logits = rest.optional("logits", like)
+        logits = rest.optional("logits", None if form == OWN else (3, vocabulary))
     except ModelError:
         if files.is_dir() or not again:
             raise
         return _opened(pack, dtype, form, again=False)
-    return PackedModel(folder, module, weights, form, logits)
+    return PackedModel(folder, name, config, weights, form, norm, logits)
 
 
 def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
     try:
         config = checked_config(folder)
-        if not set(config.get("architectures") or [""]) <= set(FAMILIES):
+        (name, *others) = config.get("architectures") or [""]
+        if others or name not in FAMILIES:
             raise _NotNativeError
-        source, module = FolderWeights(folder), skeleton(folder, dtype)
+        source = FolderWeights(folder)
     except ModelError as error:
         raise _NotNativeError from error
-    if not _fits(module, source) or why_not_native(module):
-        raise _NotNativeError
+
+    @cache
+    def module() -> PreTrainedModel:
+        try:
+            made = skeleton(load_config(folder), dtype)
+        except ModelError as error:
+            raise _NotNativeError from error
+        if type(made).__name__ != name or not _fits(made, source) or why_not_native(made):
+            raise _NotNativeError
+        return made
+
+    def build(*given: Any) -> Path:
+        module()
+        return store.build(*given)
 
     def fill(_scratch: Path, product: Path) -> dict[str, str]:
-        RoundingPacker(source, module, form, product).run()
+        RoundingPacker(source, module(), form, product).run()
         return {"runs": f"rounded to {form}"}
 
     recipe = _Recipe(
@@ -181,10 +223,10 @@ def _packed_folder(folder: Path, dtype: torch.dtype, form: str) -> tuple[Path, P
         identity=source.identity,
         dtype=dtype,
         form=form,
-        needed=_num_bytes(module, form),
+        needed=_num_bytes(source, dtype, form),
         fill=fill,
     )
-    return folder, _kept(recipe, store.build)
+    return folder, _kept(recipe, build)
 
 
 def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]:
@@ -204,7 +246,7 @@ def _packed_gguf(path: Path, dtype: torch.dtype, form: str) -> tuple[Path, Path]
 
         file = GgufFile.open(parts[0])
         convert_settings(file, product)
-        module = skeleton(product, dtype)
+        module = skeleton(load_config(product), dtype)
         source = GgufWeights(file, module)
         if why_not_native(module) is not None:
             raise _NotNativeError
@@ -255,12 +297,12 @@ def _fits(module: PreTrainedModel, source: WeightSource) -> bool:
     return all(shapes.get(name) == shape for name, shape in expected.items())
 
 
-def _num_bytes(module: PreTrainedModel, form: str) -> int:
+def _num_bytes(source: WeightSource, dtype: torch.dtype, form: str) -> int:
     """About how large the packed files of a rounded model are, rounded up."""
-    embedding = module.config.vocab_size * module.config.hidden_size
-    layers = sum(each.numel() for name, each in module.named_parameters() if "layers." in name)
+    embedding = math.prod(source.shapes.get("model.embed_tokens.weight", ()))
+    layers = sum(math.prod(shape) for name, shape in source.shapes.items() if "layers." in name)
     per_weight = {"int8": 34 / 32, "int4": 20 / 32, DRAFTING: 20 / 32}[form]
-    ends = embedding * (34 / 32 + module.dtype.itemsize)
+    ends = embedding * (34 / 32 + dtype.itemsize)
     return int(1.01 * (layers * per_weight + ends)) + 1_000_000
 
 
@@ -277,12 +319,13 @@ _SHOWN_BYTES = 200_000_000
 """Models whose weights take less are packed within a second, without a word."""
 
 
-def fill_ends(module: Any, embedding: Tensor, norm: Tensor) -> None:
-    """Give the modules the weights that something besides the network reads."""
-    fill(module.model.embed_tokens, {"weight": embedding})
-    fill(module.model.norm, {"weight": norm})
-    if module.config.tie_word_embeddings:
-        module.lm_head.weight = module.model.embed_tokens.weight
+@torch.inference_mode(mode=False)  # heads may be trained after it
+def norm_module(config: PreTrainedConfig, weight: Tensor) -> nn.Module:
+    """The norm before the output layer, with this weight in the model's dtype."""
+    module: Any = skeleton(config, weight.dtype)
+    norm: nn.Module = module.model.norm
+    fill(norm, {"weight": weight})
+    return norm
 
 
 class NotFiniteError(ModelError):
@@ -307,7 +350,8 @@ class RoundingPacker:
         with packing_progress(source, self._quantization) as self._report:
             embedding = self._read("model.embed_tokens.weight")
             norm = self._read("model.norm.weight")
-            fill_ends(self._module, embedding, norm)
+            fill(body.embed_tokens, {"weight": embedding})
+            fill(body.norm, {"weight": norm})
             sizes = LlamaWeights(self._module)
             self._packing, self._traits = Packing(sizes, self._quantization), sizes.traits
             for index, layer in enumerate(body.layers):

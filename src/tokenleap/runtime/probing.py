@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from tokenleap.core.references import Source
 from tokenleap.core.tree import TokenTree, chain
@@ -23,6 +22,9 @@ from tokenleap.runtime.cpu import share
 from tokenleap.runtime.inputs import Window, layer_windows, resize_windows
 from tokenleap.runtime.network import Network, PassOutput, SourceNetwork, WindowedNetwork
 from tokenleap.runtime.passes import INTERNAL_KEY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = {True: 1e-3, False: 0.25}
 """Largest mean error of the logits, in standard deviations of the logits: in float32 (True) and in
@@ -38,12 +40,18 @@ do not see all of those whose slots and positions differ."""
 
 class Packed(Protocol):
     @property
+    def config(self) -> PreTrainedConfig: ...
+
+    @property
     def logits(self) -> Tensor | None: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class Probed(Protocol):
     """The part of `Target` that the checks use."""
 
+    name: str
     network: Network
     vocab_size: int
     max_model_len: int
@@ -69,22 +77,20 @@ class Probed(Protocol):
 
 
 @torch.inference_mode()
-def probe(
-    target: Probed, model: PreTrainedModel, *, quantized: bool, packed: Packed | None = None
-) -> bool:
+def probe(target: Probed, model: PreTrainedModel | Packed, *, quantized: bool) -> bool:
     """Check a tree against the model's own forward pass, and whether invariant 7 holds here.
 
     The tree of a quantized target is compared with a chain through the target itself, and what lies
     beyond a packed one's windows, too.
     """
-    exact = _check_tree(target, model, packed, quantized=quantized)
+    exact = _check_tree(target, model, quantized=quantized)
     windows = [w for w in _layer_windows(model) if w and w.size < target.max_model_len]
     if windows:
         assert isinstance(target.network, WindowedNetwork)
         narrow = target.with_network(target.network.narrowed(NARROW))
         limit = min(window.size for window in windows)
-        own = model if packed else _narrowed(model)
-        exact &= _check_tree(narrow, own, packed, quantized=quantized, window=limit)
+        own = _narrowed(model) if isinstance(model, nn.Module) else model
+        exact &= _check_tree(narrow, own, quantized=quantized, window=limit)
     exact = exact and _same_bits(
         target, (_tokens(target.vocab_size, 5) * 4)[: target.max_model_len]
     )
@@ -112,14 +118,13 @@ def _tokens(vocab_size: int, count: int) -> list[int]:
 
 def _check_tree(
     target: Probed,
-    model: PreTrainedModel,
-    packed: Packed | None,
+    model: PreTrainedModel | Packed,
     *,
     quantized: bool,
     window: int | None = None,
 ) -> bool:
     """Check a tree; returns whether a path had the bits of a chain, if that is promised."""
-    name, reads_source = type(model).__name__, isinstance(target.network, SourceNetwork)
+    name, reads_source = target.name, isinstance(target.network, SourceNetwork)
     a, b, c, *path = _tokens(target.vocab_size, 5 if window is None else 7)
     parents = (-1, 0, 0, *range(2, len(path) + 1))
     tree = TokenTree((b, c, *path), parents)  # a b c  and  a b d e ...
@@ -127,10 +132,10 @@ def _check_tree(
         tree_logits = _logits(target, [a], tree)
         inputs = torch.tensor([[a, b, *path]], device=target.device)
         as_chain = _logits(target, [a], chain([b, *path]))
-        if packed is None:
+        if isinstance(model, nn.Module):
             own = _own_logits(target, model, inputs)[1:]
         else:  # which has no logits with a narrower window
-            own = as_chain if window or packed.logits is None else packed.logits
+            own = as_chain if window or model.logits is None else model.logits
     except TokenleapError:  # our own reasons
         raise
     except (RuntimeError, TypeError, LookupError, AttributeError, ValueError) as error:
@@ -139,7 +144,7 @@ def _check_tree(
             f"{str(error).splitlines()[0]}"
         ) from error
     if not own.isfinite().all():
-        _refuse_weights(model)
+        _refuse_weights(target, model)
     on_path = tree_logits[[0, *range(2, len(tree))]]  # b d e ...
     if quantized and not _error(as_chain, own) <= QUANTIZATION_TOLERANCE:
         raise CompatibilityError(
@@ -171,7 +176,7 @@ def probe_tokens(vocab_size: int) -> list[int]:
     return [a, b, *path]
 
 
-def _refuse_weights(model: PreTrainedModel) -> NoReturn:
+def _refuse_weights(target: Probed, model: PreTrainedModel | Packed) -> NoReturn:
     """Say which weights make a model's logits NaN or infinite."""
     found = (
         name
@@ -184,12 +189,11 @@ def _refuse_weights(model: PreTrainedModel) -> NoReturn:
             "again."
         )
     raise CompatibilityError(
-        f"{type(model).__name__} computes logits that are not finite in {model.dtype}: use another "
-        "dtype."
+        f"{target.name} computes logits that are not finite in {target.dtype}: use another dtype."
     )
 
 
-def _layer_windows(model: PreTrainedModel) -> tuple[Window | None, ...]:
+def _layer_windows(model: PreTrainedModel | Packed) -> tuple[Window | None, ...]:
     return () if model.config.is_encoder_decoder else layer_windows(model.config.get_text_config())
 
 

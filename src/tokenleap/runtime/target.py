@@ -10,22 +10,25 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, Self, TypeAlias
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
+from tokenleap.core.peers import ALONE
 from tokenleap.errors import CompatibilityError
-from tokenleap.models.support import check_supported, context_length
+from tokenleap.models.support import check_layers, check_supported, context_length
 from tokenleap.runtime.choices import AUTO, NONE
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.network import SourceNetwork
-from tokenleap.runtime.packed import PackedModel
+from tokenleap.runtime.packed import PackedModel, norm_module
 from tokenleap.runtime.passes import Bucket, Passes
 from tokenleap.runtime.probing import probe
 from tokenleap.runtime.seq2seq.structure import describe
-from tokenleap.runtime.sharded import peers_of, whole
+from tokenleap.runtime.sharded import is_sharded, peers_of, whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VocabularyWeights: TypeAlias = tuple[Tensor, Tensor]
 
@@ -46,9 +49,12 @@ class Target(Passes):
         quantization: "int8", "int4", "gguf" for a GGUF file as it is, or None.
         bit_exact: whether the checks at construction found the same bits for every number of nodes
             (invariant 7).
-        final_norm: the norm before the output layer, [..., E] -> [..., E]; None if it is not known.
+        name: that of the model's class.
         logits_bias: [V] that the model adds to what its output rows give; None if it adds nothing.
     """
+
+    _vocabulary_weights: Callable[[], VocabularyWeights | None]
+    _final_norm: Callable[[], nn.Module | None]
 
     def __init__(
         self,
@@ -60,24 +66,30 @@ class Target(Passes):
         beside: Target | None = None,
         bucket: Bucket | None = None,
     ) -> None:
-        packed = model if isinstance(model, PackedModel) else None
-        model = model.module if isinstance(model, PackedModel) else model
         length = context_length(model.config, max_model_len)
-        check_supported(model, length)
         self.config = config = model.config.get_text_config()
         self.vocab_size, self.hidden_size = int(config.vocab_size), int(config.hidden_size)
-        if config.is_encoder_decoder:
-            self.vocab_size = describe(model).head.out_features
-        self.logits_bias = logits_bias(model)
-        self._vocabulary_weights = _kept_weights(model)
         self.reload = reload
-        self.final_norm = final_norm(model)
         other = None if beside is None else beside.network
         quantization = None if quantization in (AUTO, NONE) else quantization
-        quantization = quantization if packed is None else packed.quantization
-        weights = None if packed is None else packed.weights
-        self.peers = peers_of(model)
-        network = network_for(model, quantization, runtime, other, weights, self.peers)
+        if isinstance(model, PackedModel):
+            self.name, quantization = model.name, model.quantization
+            check_layers(self.name, config, length)
+            self.logits_bias, self.peers = None, ALONE
+            known = model.vocabulary_weights
+            self._vocabulary_weights = lambda: known
+            self._final_norm = partial(norm_module, model.config, model.norm.to(model.dtype))
+            network = network_for(model.weights, None, runtime, other)
+        else:
+            self.name = type(model).__name__
+            check_supported(model, length)
+            if config.is_encoder_decoder:
+                self.vocab_size = describe(model).head.out_features
+            self.logits_bias, self.peers = logits_bias(model), peers_of(model)
+            self._vocabulary_weights = _kept_weights(model)
+            norm = final_norm(model)
+            self._final_norm = lambda: norm
+            network = network_for(model, quantization, runtime, other, self.peers)
         if bucket is not None and isinstance(network, SourceNetwork):
             raise CompatibilityError(
                 "batch_invariant: it is for decoder-only models: leave it out."
@@ -85,12 +97,12 @@ class Target(Passes):
         own = None if network.exact_trees else bucket
         super().__init__(network, length, model.dtype, model.device, own)
         self.quantization, self.runtime = quantization, runtime
-        exact = probe(self, model, quantized=quantization is not None, packed=packed)
+        exact = probe(self, model, quantized=quantization is not None)
         self.bit_exact = bool(self.peers.agreed(exact))
         if bucket is not None and not self.bit_exact:
             raise CompatibilityError(
                 f"batch_invariant: in {model.dtype} on {model.device}, the bits of "
-                f"{type(model).__name__} depend on what is computed together, also in passes of "
+                f"{self.name} depend on what is computed together, also in passes of "
                 "one shape: leave it out."
             )
         self.exact_trees = self.bit_exact and self.network.exact_trees
@@ -103,6 +115,11 @@ class Target(Passes):
         Passes.__init__(other, network, self.max_model_len, self.dtype, self.device, self.bucket)
         other.allocate()
         return other
+
+    @cached_property
+    def final_norm(self) -> nn.Module | None:
+        """The norm before the output layer, [..., E] -> [..., E]; None if it is not known."""
+        return self._final_norm()
 
     @property
     def vocabulary_weights(self) -> VocabularyWeights | None:
@@ -158,13 +175,11 @@ def _kept_weights(model: Any) -> Callable[[], VocabularyWeights | None]:
     needed.
     """
     layers = _vocabulary_layers(model)
-    sharded = all(layers) and isinstance(layers[0].weight, DTensor)
+    sharded = all(layers) and is_sharded(layers[0].weight)
     if not sharded:  # else they are put together when somebody asks
         found = vocabulary_weights(model)
         if found is None or found[0].data_ptr() == found[1].data_ptr():
             return lambda: found
-    if any(layer.weight.is_meta for layer in layers):  # only a packed copy of it exists
-        return lambda: None
     references = [weakref.ref(layer.weight) for layer in layers]
 
     def alive() -> VocabularyWeights | None:

@@ -22,10 +22,10 @@ from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.llama import (
     LAYER_NORMS,
     DecoderLayer,
+    DecoderSizes,
     DecoderWeights,
-    LayerWeights,
     LinearWeights,
-    LlamaWeights,
+    LlamaSizes,
     MixedInput,
 )
 from tokenleap.runtime.native.build import FORMATS
@@ -40,14 +40,14 @@ PackedLayer: TypeAlias = DecoderLayer[PackedWeights, tuple[PackedWeights, ...]]
 
 Query, key and value are one matrix, or several with a format each, one below the other. Gate and up
 are one with their panels in turns, or two. Formats of floats do not occur beside others: they read
-other inputs. Files do not hold `LlamaWeights.numbers`.
+other inputs. Files do not hold `LlamaSizes.numbers`.
 """
 
 
 class PackedDecoder(ABC):
     """A decoder whose linear layers are packed."""
 
-    sizes: DecoderWeights  # everything but the linear layers
+    sizes: DecoderSizes
 
     @abstractmethod
     def head(self) -> PackedWeights: ...
@@ -62,6 +62,8 @@ class PackedDecoder(ABC):
 
 class Packing(PackedDecoder):
     """Packs a decoder's weights, a layer at a time."""
+
+    sizes: DecoderWeights
 
     def __init__(self, sizes: DecoderWeights, quantization: str | None) -> None:
         self.sizes = sizes
@@ -184,36 +186,32 @@ class MappedFile:
             if tensor.data_ptr() % _ALIGNMENT:
                 raise self.damaged(name)
 
-    def tensor(self, name: str, like: Tensor) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         found = self._tensors.get(name)
-        if found is None or found.shape != like.shape or not found.is_floating_point():
+        if found is None or found.shape != shape or not found.is_floating_point():
             raise self.damaged(name)
         return found
 
-    def optional(self, name: str, like: Tensor | None) -> Tensor | None:
-        """The same of a tensor that some models have; there must be none where `like` is None."""
-        if like is not None:
-            return self.tensor(name, like)
+    def optional(self, name: str, shape: tuple[int, ...] | None) -> Tensor | None:
+        """The same of a tensor that some models have; there must be none where `shape` is None."""
+        if shape is not None:
+            return self.tensor(name, shape)
         if name in self._tensors:
             raise self.damaged(name)
         return None
 
-    def linear(self, name: str, like: LinearWeights) -> PackedWeights:
+    def linear(self, name: str, shape: tuple[int, int]) -> PackedWeights:
         packed = self._part(name)
-        if (packed.outputs, packed.inputs) != like.weight.shape:
-            raise self.damaged(name)
-        if (packed.bias is None) != (like.bias is None):
+        if (packed.outputs, packed.inputs) != shape:
             raise self.damaged(name)
         return packed
 
-    def parts(self, name: str, like: LinearWeights, most: int) -> tuple[PackedWeights, ...]:
+    def parts(self, name: str, shape: tuple[int, int], most: int) -> tuple[PackedWeights, ...]:
         """At most so many packed linear layers that are parts of one, one below the other."""
         names = sorted(each for each in self._linear if each.startswith(f"{name}."))
         found = tuple(map(self._part, names))
-        outputs, inputs = like.weight.shape
+        outputs, inputs = shape
         if not 1 <= len(found) <= most or sum(each.outputs for each in found) != outputs:
-            raise self.damaged(name)
-        if all(each.bias is None for each in found) != (like.bias is None):
             raise self.damaged(name)
         for each in found:
             mixed = len(found) > 1 and each.format <= Format.BFLOAT16
@@ -247,14 +245,14 @@ class MappedFile:
 class MappedDecoder(PackedDecoder):
     """A language model whose packed weights are files."""
 
-    sizes: LlamaWeights
+    sizes: LlamaSizes
 
-    def __init__(self, folder: Path, rest: MappedFile, sizes: LlamaWeights) -> None:
-        self.sizes, self._head = sizes, rest.linear("head", sizes.head)
-        like = sizes.layer(0)  # all have the same shapes
+    def __init__(self, folder: Path, rest: MappedFile, sizes: LlamaSizes) -> None:
+        vocabulary, size = sizes.embedding.shape
+        self.sizes, self._head = sizes, rest.linear("head", (vocabulary, size))
         # All are mapped now: a folder that is out of date may be deleted at any time.
         self._layers = [
-            _mapped_layer(MappedFile(layer_file(folder, index)), like)
+            _mapped_layer(MappedFile(layer_file(folder, index)), sizes.layer_shapes)
             for index in range(sizes.num_layers)
         ]
 
@@ -267,10 +265,10 @@ class MappedDecoder(PackedDecoder):
         return replace(self._layers[index], **self.sizes.numbers(index))
 
 
-def _mapped_layer(file: MappedFile, like: LayerWeights) -> PackedLayer:
-    found: dict[str, Any] = {name: file.optional(name, getattr(like, name)) for name in LAYER_NORMS}
-    found |= {name: file.linear(name, getattr(like, name)) for name in _LINEAR}
-    found |= {name: file.parts(name, getattr(like, name), most) for name, most in _IN_PARTS.items()}
+def _mapped_layer(file: MappedFile, shapes: Mapping[str, Any]) -> PackedLayer:
+    found: dict[str, Any] = {name: file.optional(name, shapes[name]) for name in LAYER_NORMS}
+    found |= {name: file.linear(name, shapes[name]) for name in _LINEAR}
+    found |= {name: file.parts(name, shapes[name], most) for name, most in _IN_PARTS.items()}
     if len(found["gate_up"]) == 2 and found["gate_up"][0].outputs != found["gate_up"][1].outputs:
         raise file.damaged("gate_up")
     return PackedLayer(**found)
