@@ -114,7 +114,8 @@ def test_a_trial_that_was_right_is_followed_by_a_deeper_draft(
     estimates = model._estimates
     drafting_requests(model, 4, tokens=30, start=4.0, level=1.0, passed=0.0)
     model._probing._since_trial = 1000.0
-    assert [each for each in serve(model, 30, start=4.0, level=1.0, passed=passed) if each] == depths
+    tried = serve(model, 30, start=4.0, level=1.0, passed=passed)
+    assert [depth for depth in tried if depth] == depths
     assert estimates.reading_seconds(request_of()) == pytest.approx(4 * PASS, rel=0.1)
 
 
