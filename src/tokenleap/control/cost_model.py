@@ -160,6 +160,7 @@ class CostModel(_Resting):
         self._probing = Probing(self.options.probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._drafted_steps = 0  # since the last step without drafts
+        self._planning = 0.0  # seconds of planning this step
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
@@ -173,8 +174,9 @@ class CostModel(_Resting):
             return [NO_BUDGET] * len(batch)
         plain, began = Expected.plain(rows), clock.now()
         budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
+        self._planning = clock.now() - began
         if steps := self.idle_steps(batch):
-            planning = self.costs.agreed(clock.now() - began) / self.costs(rows, rows)
+            planning = self.costs.agreed(self._planning) / self.costs(rows, rows)
             longest = max(_PLANNED_AGAIN, int(planning / PRICE)) - 1
             self._rest = Rest.of(batch, rows, batch, min(steps, longest))
         return budgets
@@ -195,7 +197,7 @@ class CostModel(_Resting):
             measuring = self._estimates.drafting.bound and any(h.just_started for h in histories)
             depths = self._best_depths(batch, rows, beside, instead, measuring)
             depths = [
-                depth or self._probing.depth(request, rows, len(batch))
+                depth or int(self._probing.probes(request, rows, len(batch)))
                 for request, depth in zip(batch, depths, strict=True)
             ]
             self.idle &= not any(depths)
@@ -322,7 +324,7 @@ class CostModel(_Resting):
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         has_drafts = any(outcome.draft.tree.num_drafted for outcome in outcomes)
         self._drafted_steps = self._drafted_steps + 1 if has_drafts else 0
-        if self._estimates.observe(outcomes, draft_seconds):
+        if self._estimates.observe(outcomes, draft_seconds + self._planning):
             self._plan = None
 
     def release(self, request: Request) -> None:

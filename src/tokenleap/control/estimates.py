@@ -352,8 +352,6 @@ class History:
         depth: how deep the request may draft in the current step.
         plain_steps: number of steps since it could last draft; served ones count more.
         missed: seconds that drafts would have saved before the first one.
-        again: whether its only draft so far was right. It then drafts once more: that costs less,
-            now that the text was read, and shows what drafts cost without reading.
     """
 
     def __init__(
@@ -368,7 +366,7 @@ class History:
         ]
         self._drafted = Decayed(memory, 2.0)
         self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
-        self.caught_up = self.tried = self.again = False
+        self.caught_up = self.tried = False
 
     @property
     def just_started(self) -> bool:
@@ -395,7 +393,6 @@ class History:
         self._drafted.add(drafted > 0)
         if not drafted:
             return
-        self.again = not self.tried and not outcome.accepted.rejected
         self.tried = True
         if self._alike:
             self._passed[0].add(passed, passed + len(outcome.accepted.rejected))
@@ -622,18 +619,14 @@ class Probing:
         left = (self._steps_left(request, len(batch), len(batch)) for request in batch)
         return max(0, int(min(left, default=float(self._every))) - 1)
 
-    def depth(self, request: Request, rows: int, num_requests: int) -> int:
-        """How deep a request without drafts tries one in this step; 0 if it does not."""
+    def probes(self, request: Request, rows: int, num_requests: int) -> bool:
         if self._steps_left(request, rows, num_requests) > 1:
-            return 0
-        history, level = self._estimates.history(request), self._estimates.level_seconds
-        if history.again and level:  # its first level and what costs as much as its first draft
-            return 2 + int((self._estimates.reading_seconds(request) or 0.0) / level)
-        if self._is_trial(history):
+            return False
+        if self._is_trial(self._estimates.history(request)):
             if not within(request, 1).depth:
-                return 0  # the trial is left to another request
+                return False  # the trial is left to another request
             self._since_trial = 0.0
-        return 1
+        return True
 
     def _is_trial(self, history: History) -> bool:
         """Whether its next draft is its first one, of a price that is known."""
@@ -643,8 +636,6 @@ class Probing:
         """In how many steps a request without drafts tries one; up to 1, in this one."""
         estimates = self._estimates
         history = estimates.history(request)
-        if history.again:
-            return 0.0
         if not self._is_trial(history):
             soon = self._soon(history, rows) if estimates.stopping else self._every
             return soon - history.plain_steps
