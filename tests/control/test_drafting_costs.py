@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from tests.control.worlds import learn, outcome
+from tests.control.worlds import learn, outcome, request_of
 from tokenleap import SamplingParams
 from tokenleap.control import CostCurve
 from tokenleap.control.cost_model import CostModel
@@ -186,7 +186,17 @@ def test_reading_is_told_apart_from_levels() -> None:
     assert costs.token == pytest.approx(0.05)
     costs.add(6.5, 8, caught_up=False)  # of what was written since its last draft
     assert costs.catching_up == 2.5
-    assert (costs.level, costs.token) == (0.5, pytest.approx(0.05))
+    assert costs.level == 0.5
+
+
+def test_planning_counts_as_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(step=0.25 * PASS)  # a plan is timed by two readings
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: next(clock))
+    model, request = model_of(), request_of()
+    for _ in range(2):
+        assert model.budgets([request], 1)[0].depth
+        learn(model, [outcome(request, [1], 1)], 0.5 * PASS, PASS)
+    assert model._estimates.drafting.level == pytest.approx(0.75, rel=0.05)
 
 
 def test_probes_count_what_catching_up_costs() -> None:
