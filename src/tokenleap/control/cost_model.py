@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     from tokenleap.request import Request
 
 _PLANNED_AGAIN = 8
-"""Steps after which a plan is made again although nothing was learnt: costs may have changed. As
-long as nothing pays, the steps in between are not even asked."""
+"""Fewest steps after which a plan is made again although nothing was learnt: costs may have
+changed. Planning takes one percent of the time, or less. As long as nothing pays, the steps in
+between are not even asked."""
 
 _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
@@ -78,11 +79,13 @@ class _Planned:
     Attributes:
         plan: the best step; its rate is without the time of drafting if that is to be measured.
         gain: its tokens per second over those without drafts; 1 if there are drafts from elsewhere.
+        lasts: steps after which it is made again although nothing was learnt.
     """
 
     plan: Plan
     made_for: object
     gain: float
+    lasts: int
     steps: int = 0
 
     def holds(self, made_for: object) -> bool:
@@ -90,7 +93,7 @@ class _Planned:
 
         Requests come and go. If drafts were far from paying, they will not pay a few steps later.
         """
-        return self.steps < _PLANNED_AGAIN and (self.made_for == made_for or self.gain < _HOPELESS)
+        return self.steps < self.lasts and (self.made_for == made_for or self.gain < _HOPELESS)
 
 
 class _ByCosts(Controller):
@@ -176,9 +179,8 @@ class CostModel(_Resting):
         budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
         self._planning = clock.now() - began
         if steps := self.idle_steps(batch):
-            planning = self.costs.agreed(self._planning) / self.costs(rows, rows)
-            longest = max(_PLANNED_AGAIN, int(planning / PRICE)) - 1
-            self._rest = Rest.of(batch, rows, batch, min(steps, longest))
+            longest = _PLANNED_AGAIN if self._plan is None else self._plan.lasts
+            self._rest = Rest.of(batch, rows, batch, min(steps, longest - 1))
         return budgets
 
     def budgets_beside(
@@ -252,13 +254,18 @@ class CostModel(_Resting):
         instead: Expected,
         measuring: bool,
     ) -> list[int]:
-        made_for = tuple(request.key for request in batch), rows, beside, measuring
+        history = self._estimates.history  # those that have not drafted are all alike
+        keys = tuple(request.key if history(request).tried else None for request in batch)
+        made_for = keys, rows, beside, measuring
         rate, planned = instead.rate(self.costs, rows), self._plan
         if planned is None or not planned.holds(made_for):
+            began = clock.now()
             plan = self._best_plan(batch, rows, beside, measuring)
+            seconds = self.costs.agreed(clock.now() - began)
+            lasts = max(_PLANNED_AGAIN, int(seconds / self.costs(rows, rows) / PRICE))
             # Beside drafts from elsewhere, which may be gone in the next step, nothing is hopeless.
             gain = 1.0 if self.patient else plan.rate / rate
-            planned = self._plan = _Planned(plan, made_for, gain)
+            planned = self._plan = _Planned(plan, made_for, gain, lasts)
         planned.steps += 1
         plan = planned.plan
         self.planned = instead
