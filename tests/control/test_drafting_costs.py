@@ -31,7 +31,7 @@ def serve(
     start: float = 0.0,
     passed: float = 1.0,
     load: float = 1.0,
-    deeper: float | None = None,
+    deeper: float = 0.0,
 ) -> list[int]:
     """The depths chosen for one new request with so many output tokens.
 
@@ -42,15 +42,15 @@ def serve(
         start: plain passes that the first draft takes longer.
         passed: share of each draft that is right.
         load: factor on all times.
-        deeper: what a further level takes as a share of the first one; by default 1, or 0 if drafts
-            are made at once.
+        deeper: of drafts made at once, what a further level takes as a share of the first one.
     """
     request = Request([1, 2], SamplingParams(max_tokens=200), vocab_size=9, max_model_len=999)
     depths = list[int]()
-    deeper = float(not model.at_once) if deeper is None else deeper
     while len(request.output_ids) < tokens:
         depth = model.budgets([request], 1)[0].depth
-        levels = 1 + deeper * (depth - 1) if depth else 0.0
+        levels = float(depth)
+        if model.at_once and depth:
+            levels = 1 + deeper * (depth - 1)
         drafting = level * levels + (start if depth and not any(depths) else 0.0)
         depths.append(depth)
         right = round(passed * depth)
@@ -147,21 +147,9 @@ def test_deeper_drafts_that_are_made_at_once_take_longer() -> None:
     assert max(depths[-20:]) < max(serve(without, 200, level=0.5, passed=0.3)[-20:])
 
 
-@pytest.mark.parametrize(("deeper", "deepest"), [(0.1, 8), (1.0, 3)])
-def test_what_is_done_once_for_a_draft_is_told_apart_from_its_levels(
-    deeper: float, deepest: int
-) -> None:
-    """Levels are drafted one by one, but catching up with the text is done once for all."""
-    model = model_of()
-    for _ in range(2):
-        serve(model, 100, level=0.5, deeper=deeper, passed=0.8)
-    assert model._estimates._deeper_levels.share == pytest.approx(deeper, abs=0.02)
-    assert max(serve(model, 100, level=0.5, deeper=deeper, passed=0.8)[-20:]) == deepest
-
-
 def test_the_cost_of_deeper_levels() -> None:
     """The share is that of the line, also with an outlier, and stays if all depths are alike."""
-    levels = DeeperLevels(share=0.0)
+    levels = DeeperLevels()
     assert levels.levels(8) == 1
     for step in range(60):
         depth = 2 + step % 5

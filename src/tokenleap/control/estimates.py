@@ -56,7 +56,7 @@ class Estimates:
         self._sizes = DraftSizes(levels)
         self._num_levels = len(levels)
         self.drafting = DraftingCosts()
-        self._deeper_levels = DeeperLevels(share=0.0 if at_once else 1.0)
+        self._deeper_levels = DeeperLevels()
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
         self.requests_tried = 0
@@ -78,7 +78,7 @@ class Estimates:
 
     @property
     def level_seconds(self) -> float:
-        """Seconds of drafting the first level of one request."""
+        """Seconds of drafting one level of one request."""
         return self.drafting.level * self.costs(1, 1)
 
     @property
@@ -106,10 +106,9 @@ class Estimates:
 
     def _times(self, nodes: Sequence[float]) -> Sequence[float]:
         """[L] time of each level of a draft, in first levels."""
-        deeper = [self._deeper_levels.share] * (len(nodes) - 1)
-        if self.stopping:  # the share that get so deep
-            deeper = [share * reach for share, reach in zip(deeper, nodes[1:], strict=True)]
-        return [1.0, *deeper]
+        if self._at_once:
+            return [1.0, *[self._deeper_levels.share] * (len(nodes) - 1)]
+        return nodes if self.stopping else [1.0] * len(nodes)  # the share that get so deep
 
     def is_early(self, history: History) -> bool:
         """Whether the request has not drafted yet, and would be one of the first few that do.
@@ -129,7 +128,8 @@ class Estimates:
         fewest, most = rows + drafting, rows + sum(depths)
         node = (self.costs(most, rows) - self.costs(fewest, rows)) / (most - fewest)
         shared = levels_of_one(1.0, float(drafting)) / drafting
-        return plan.rate * (node + per_level * shared * self._deeper_levels.share)
+        further = self._deeper_levels.share if self._at_once else 1.0
+        return plan.rate * (node + per_level * shared * further)
 
     def rest(self, waiting: Sequence[int], steps: int) -> None:
         for key in waiting:
@@ -165,10 +165,12 @@ class Estimates:
 
     def _levels_of(self, depths: Sequence[int], cost: float | None) -> float:
         """The cost of drafts so deep, in levels of one request."""
-        if depths and cost is not None:
-            rows = levels_of_one(1.0, float(len(depths)))
-            self._deeper_levels.add(sum(depths) / len(depths), cost / rows)
-        levels = [self._deeper_levels.levels(depth) for depth in depths]
+        levels: list[float] = list(depths)
+        if self._at_once:
+            if depths and cost is not None:
+                rows = levels_of_one(1.0, float(len(depths)))
+                self._deeper_levels.add(sum(depths) / len(depths), cost / rows)
+            levels = [self._deeper_levels.levels(depth) for depth in depths]
         return levels_of_one(max(levels, default=0.0), sum(levels))
 
     def release(self, request: Request) -> None:
@@ -467,11 +469,12 @@ class DraftingCosts:
     """The cost of drafting, without the target's pass, in plain passes over one row.
 
     The unit makes costs comparable that were measured at different times: another load of the
-    machine changes both in the same way, and what is not drafted is not measured.
+    machine changes both in the same way, and what is not drafted is not measured. If one pass of a
+    drafter makes all levels of a draft, a level is the first one (see `DeeperLevels`).
 
     Attributes:
-        level: of the first level of one request (see `DeeperLevels`). It is an upper bound as long
-            as all timed drafts included reading a text.
+        level: of one level of one request. It is an upper bound as long as all timed drafts
+            included reading a text.
         token: of reading one token (see `reading`); None before it can be told apart from `level`.
         catching_up: what drafts take longer after steps without, because the drafter has to read
             what was written in the meantime.
@@ -512,24 +515,19 @@ class DraftingCosts:
         self._readings.clear()
 
 
-_OF_LATEST, _OF_KNOWN = 0.03, 2.0
-"""Weights in the regression: of the latest draft, as a share; of the slope known before, in drafts
-whose depths vary by one level."""
+_OF_LATEST, _FEWEST = 0.03, 8
+"""Weight of the latest draft in the regression, and fewest drafts of one."""
 
 
 class DeeperLevels:
-    """The cost of each further level of a draft, as a share of the first one.
+    """The cost of each further level of a draft that is made at once, as a share of the first one.
 
-    It is the slope of a running regression line of costs on depths. Catching up with the text and
-    whatever else is done once for a draft is part of the first level. If one pass makes all levels,
-    the share is near 0 where that pass spends its time reading weights.
-
-    Args:
-        share: what is assumed at the start.
+    It is the slope of a running regression line of costs on depths, and near 0 where a pass spends
+    its time reading weights.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self) -> None:
+        self.share = 0.0
         self._count = 0
         self._depth = self._cost = self._variance = self._covariance = 0.0
 
@@ -537,18 +535,16 @@ class DeeperLevels:
         """Learn from the drafts of a step: their mean depth, and the cost of one."""
         self._count += 1
         weight = max(_OF_LATEST, 1 / self._count)
-        at, of_it = (self._depth, self._cost) if self._count > 1 else (depth, cost)
-        first = of_it / self.levels(at)
-        cost = min(cost, 2 * first * self.levels(depth))  # it may be an outlier
+        cost = min(cost, 2 * self._cost) if self._count > 1 else cost  # it may be an outlier
         deeper, dearer = depth - self._depth, cost - self._cost
         self._depth += weight * deeper
         self._cost += weight * dearer
         self._variance = (1 - weight) * (self._variance + weight * deeper * deeper)
         self._covariance = (1 - weight) * (self._covariance + weight * deeper * dearer)
-        known, weight = self.share * first, _OF_KNOWN * weight
-        slope = max(0.0, (self._covariance + weight * known) / (self._variance + weight))
-        first = self._cost - slope * (self._depth - 1)
-        self.share = min(1.0, slope / first) if first > 0 else 1.0
+        if self._count >= _FEWEST and self._variance >= 1:
+            slope = max(0.0, self._covariance / self._variance)
+            first = self._cost - slope * (self._depth - 1)
+            self.share = min(1.0, slope / first) if first > 0 else 1.0
 
     def levels(self, depth: float) -> float:
         return 1 + self.share * (depth - 1) if depth > 0 else 0.0
