@@ -172,9 +172,6 @@ def test_reading_is_told_apart_from_levels() -> None:
     costs.add(4.0, 8, caught_up=True)
     assert costs.level == 0.5
     assert costs.token == pytest.approx(0.05)
-    costs.add(6.5, 8, caught_up=False)  # of what was written since its last draft
-    assert costs.catching_up == 2.5
-    assert costs.level == 0.5
 
 
 def test_planning_counts_as_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +182,6 @@ def test_planning_counts_as_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model.budgets([request], 1)[0].depth
         learn(model, [outcome(request, [1], 1)], 0.5 * PASS, PASS)
     assert model._estimates.drafting.level == pytest.approx(0.5 + 3 * 0.25, rel=0.05)
-
-
-def test_probes_count_what_catching_up_costs() -> None:
-    """Else they would cost more than one percent where other drafts serve the request."""
-    model = model_of(stops_early=True)
-    model._estimates.drafting.add(0.1, 1, caught_up=True)
-    often = model._probing.served_steps(1)
-    model._estimates.drafting.add(1.1, 1, caught_up=False)
-    assert often == 4
-    assert model._probing.served_steps(1) == pytest.approx(64 * 0.01 / 1.1)
 
 
 def test_a_source_is_read_too() -> None:

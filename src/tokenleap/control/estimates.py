@@ -81,11 +81,6 @@ class Estimates:
         """Seconds of drafting one level of one request."""
         return self.drafting.level * self.costs(1, 1)
 
-    @property
-    def probe_seconds(self) -> float:
-        """Seconds of drafting one level of a request that did not draft in the step before."""
-        return (self.drafting.level + self.drafting.catching_up) * self.costs(1, 1)
-
     def reading_seconds(self, request: Request) -> float | None:
         """Seconds that the first draft of a request takes longer; None if not known yet."""
         token = self.drafting.token
@@ -476,13 +471,10 @@ class DraftingCosts:
         level: of one level of one request. It is an upper bound as long as all timed drafts
             included reading a text.
         token: of reading one token (see `reading`); None before it can be told apart from `level`.
-        catching_up: what drafts take longer after steps without, because the drafter has to read
-            what was written in the meantime.
     """
 
     def __init__(self) -> None:
         self.level, self.bound = 0.0, True
-        self.catching_up = 0.0
         self.token: float | None = None
         self.known = False
         self._readings: list[tuple[float, float, int]] = []  # as long as `level` is a bound
@@ -496,12 +488,8 @@ class DraftingCosts:
             self.level, self.bound = per_level, False
         elif self.bound:
             self.level = min(per_level, self.level or per_level)
-        else:
-            if not caught_up and not read:
-                more = max(0.0, cost - levels * self.level)
-                self.catching_up = smoothed(self.catching_up or more, more)
-            if caught_up or per_level < self.level:
-                self.level = smoothed(self.level, per_level)
+        elif caught_up or per_level < self.level:
+            self.level = smoothed(self.level, per_level)
         self._learn_readings()
 
     def _learn_readings(self) -> None:
@@ -607,8 +595,8 @@ class Probing:
 
         The probes that follow cost at most one percent of the time.
         """
-        probe = self._estimates.probe_seconds / self._costs(rows, rows)
-        return min(_SERVED, self._every * PRICE / probe) if probe else _SERVED
+        level = self._estimates.level_seconds / self._costs(rows, rows)
+        return min(_SERVED, self._every * PRICE / level) if level else _SERVED
 
     def idle_steps(self, batch: Sequence[Request]) -> int:
         """How many steps follow in which none of these requests probes, if none drafts."""
@@ -649,7 +637,7 @@ class Probing:
         """
         estimates, plain = self._estimates, self._costs(rows, rows)
         rates = history.acceptance_rates(estimates.acceptance_rates)
-        seconds = estimates.probe_seconds + self._costs(rows + estimates.first_nodes, rows)
+        seconds = estimates.level_seconds + self._costs(rows + estimates.first_nodes, rows)
         lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
         return min(self._every, max(_SOONEST_AGAIN, lost / PRICE))
 
