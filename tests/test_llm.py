@@ -117,6 +117,9 @@ def test_no_model_at_all() -> None:
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"model: expected a folder.*, got NoneType"):
         LLM(nothing)
+    draft: Any = {"method": "draft_model", "model": 5}
+    with pytest.raises(ConfigError, match=r"model: expected a folder.*, got int"):
+        LLM(tiny_model(), speculative_config=draft)
 
 
 def test_text_is_the_decoded_tokens(llm: LLM) -> None:

@@ -28,6 +28,7 @@ from tokenleap.drafters.spec import DrafterParts
 from tokenleap.drafters.vocabulary import DraftModel
 from tokenleap.engine.scheduler import KVBudget
 from tokenleap.errors import CompatibilityError, ConfigError
+from tokenleap.models.loaded import checked_module
 from tokenleap.models.resolver import packed_name
 from tokenleap.runtime.choices import DRAFTING, OWN
 from tokenleap.runtime.costs import CostCurve
@@ -424,7 +425,7 @@ class DraftModels:
         check_quantization(asked, self._target.device, "draft_quantization")
         weights: PreTrainedModel | PackedModel
         if not isinstance(given, str | Path):
-            weights = given
+            weights = checked_module(given)
         else:
             dtype, device = self._target.dtype, self._target.device
             tries = [quantization]

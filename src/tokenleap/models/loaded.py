@@ -182,7 +182,7 @@ class LoadedModel:
             tokenizer = _tokenizer_of(tokenizer)
         if not isinstance(model, str | Path):
             return LoadedModel(
-                _checked(model, dtype, device),
+                checked_module(model, dtype, device),
                 tokenizer,
                 None,
                 tensor_parallel_size=tensor_parallel_size,
@@ -278,9 +278,10 @@ def _tokenizer_of(name: str | Path) -> PreTrainedTokenizerBase:
     return found
 
 
-def _checked(
-    model: object, dtype: str | torch.dtype, device: str | torch.device
+def checked_module(
+    model: object, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
 ) -> PreTrainedModel:
+    """A model that was given as a module; refuses what is none, or is not as it was asked for."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
