@@ -26,8 +26,8 @@ def test_each_metric_of_the_dashboard_exists(server: Served) -> None:
         "messages": [{"role": "user", "content": "aaaa"}],
         "temperature": 0,
         "ignore_eos": True,
+        "max_tokens": 20,
     }
-    fields["max_tokens"] = 20
     path, fixed = "/v1/chat/completions", {"method": "prediction", "controller": "fixed"}
     text = server.post(path, **fields).json()["choices"][0]["message"]["content"]
     predicted = {"type": "content", "content": text}  # so drafts are accepted

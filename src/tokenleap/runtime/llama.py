@@ -349,7 +349,7 @@ class LlamaSizes:
         self.key_heads: int = config.num_key_value_heads
         self.hidden_size: int = config.hidden_size
         self.inner_size: int = config.intermediate_size
-        self.width: int = getattr(config, "head_dim", None) or self.hidden_size // self.heads
+        self.width = _head_width(config)
         self.epsilon: float = config.rms_norm_eps
         self.num_layers: int = config.num_hidden_layers
         self.family = FAMILIES[architecture]
@@ -431,11 +431,16 @@ def rotaries_of(config: Any) -> list[Rotary]:
     return [Rotary(partial(_angles, *_frequencies(config, kind)), device) for kind in kinds]
 
 
+def _head_width(config: Any) -> int:
+    width: int | None = getattr(config, "head_dim", None)
+    return width or int(config.hidden_size // config.num_attention_heads)
+
+
 def _frequencies(config: Any, kind: str | None) -> tuple[Tensor, float]:
     rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if rope["rope_type"] != "default":
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), layer_type=kind)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = _head_width(config)
     places = torch.arange(0, width, 2, dtype=torch.float, device="cpu")
     return 1.0 / (rope["rope_theta"] ** (places / width)), 1.0
 
