@@ -357,7 +357,7 @@ def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -
     llm = llm_of()
 
     async def observed(asynchronous: AsyncLLM) -> list[StreamChunk]:
-        llm.engine.worker.observe = observe
+        llm.engine.worker.observers.append(observe)
         return await collected(asynchronous, "one", GREEDY)
 
     assert run(llm, observed)[-1].finished

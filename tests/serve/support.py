@@ -44,8 +44,10 @@ def tiny_llm(**fields: Any) -> LLM:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that has to come; the time limit of tests ends it otherwise."""
+    """Wait for something that has to come within a minute."""
+    ends = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < ends
         time.sleep(0.005)
 
 

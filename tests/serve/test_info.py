@@ -10,6 +10,7 @@ from fastapi import Request
 from tests.serve.support import MODEL, Served, samples, served, until
 from tokenleap import __version__
 from tokenleap.serve.running import ServerState
+from tokenleap.serve.settings import Settings
 
 
 def test_metrics() -> None:
@@ -53,6 +54,17 @@ def test_metrics() -> None:
     assert after["tokenleap:step_seconds_total"] > 0
     assert after["tokenleap:goodput_tokens_per_second"] > 0
     assert "tokenleap:seconds_saved" in after
+
+
+def test_apps_of_one_model_count_its_steps_each(server: Served) -> None:
+    of_another = ServerState(server.state.llm, Settings(served_model_names=(MODEL,))).metrics
+    before = samples(server)["vllm:generation_tokens_total"]
+    server.complete(max_tokens=8)
+    until(lambda: samples(server)["vllm:generation_tokens_total"] > before)
+    assert (
+        b'generation_tokens_total{engine="0",model_name="tiny"} 0.0'
+        not in of_another.exposition()[0]
+    )
 
 
 def test_the_load_while_requests_run(server: Served) -> None:

@@ -99,12 +99,12 @@ class Worker:
         has_work: whether there is something to step.
 
     Attributes:
-        observe: called with the report of each step, in the thread that drives; None if unused.
+        observers: called with the report of each step, in the thread that drives.
         listeners: called after commands and steps, in the thread that drives.
     """
 
     def __init__(self, step: Callable[[], StepReport | None], has_work: Callable[[], bool]) -> None:
-        self.observe: Callable[[StepReport], object] | None = None
+        self.observers: list[Callable[[StepReport], object]] = []
         self.listeners: list[Callable[[], object]] = []
         self._step, self._has_work = step, has_work
         self._inbox: deque[Command[Any]] = deque()
@@ -114,7 +114,7 @@ class Worker:
         self._threads: set[threading.Thread] = set()  # if there are any, only these drive
         self._process = SameProcess()
         self._ended_by: int | None = None  # the thread in which Python ends
-        self._observes = True  # the observer has not failed so far
+        self._observed = True  # no observer has failed so far
         _all.add(self)
 
     @property
@@ -170,7 +170,7 @@ class Worker:
             self._drive(lambda: done() or uninterrupted.pending)
 
     def advance(self) -> None:
-        """Step, and show it to the observer; to be called in a command."""
+        """Step, and show it to the observers; to be called in a command."""
         report = self._step()
         if report is not None:
             self._observe(report)
@@ -278,14 +278,13 @@ class Worker:
             self._inbox.popleft().run()
 
     def _observe(self, report: StepReport) -> None:
-        if self.observe is None:
-            return
-        try:
-            self.observe(report)
-        except Exception:  # what counts the steps does not end the requests
-            if self._observes:
-                self._observes = False
-                _log.exception("a step could not be counted; later failures are not logged")
+        for observer in tuple(self.observers):
+            try:
+                observer(report)
+            except Exception:  # what counts the steps does not end the requests
+                if self._observed:
+                    self._observed = False
+                    _log.exception("a step could not be counted; later failures are not logged")
 
     def end(self) -> None:
         """Wait for the step that runs, and begin no other: daemon threads wait until the end."""

@@ -342,7 +342,7 @@ class ServerState:
         self.runs: set[Run] = set()
         self.metrics = ServerMetrics(llm.llm.engine, settings.model, engine, registry)
         llm.llm.engine.strategies.most_kept = MAX_STRATEGIES
-        llm.llm.engine.worker.observe = self.metrics.observe_step
+        llm.llm.engine.worker.observers.append(self.metrics.observe_step)
 
     @property
     def alive(self) -> bool:
