@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
@@ -220,6 +221,41 @@ def test_lookups_that_pay_are_made_in_every_step() -> None:
     world = World(cpu, lambda match: 0.95, matches=(4,), lookup_seconds=0.002)
     steps = world.steps(model_of(world), 400)[100:]
     assert all(match for match, _ in steps)
+
+
+def test_drafts_in_every_step_leave_a_few_out() -> None:
+    """Else a plain pass that became faster would not be noticed."""
+    world = World(cpu, lambda match: 0.95, matches=(4,))
+    steps = world.steps(model_of(world), 3000)
+    plain = [step for step, (_, depth) in enumerate(steps) if not depth]
+    assert 4 <= len(plain) <= 8
+    assert all(after - before > 300 for before, after in pairwise(plain))
+
+
+def test_a_batch_is_polled_in_turns_and_wholly_after_one_that_pays() -> None:
+    world = World(cpu, bad)
+    model, requests = model_of(world), [request_of() for _ in range(8)]
+
+    def asked(right: int) -> list[int]:
+        """The rows with a lookup, of which so many tokens are right."""
+        budgets = model.budgets(requests, 8)
+        guesses = [guess(4 if budget.chain else 0) for budget in budgets]
+        drafts = model.trim(requests, guesses, 8)
+        outcomes = [outcome(*each, right) for each in zip(requests, drafts, strict=True)]
+        positions = sum(len(draft.tree) for draft in drafts)
+        rows = [row for row, budget in enumerate(budgets) if budget.chain]
+        learn(model, outcomes, 0.0005 * len(rows), model.costs(positions, 8))
+        return rows
+
+    for _ in range(400):
+        asked(0)
+    polls = [rows for _ in range(64) if (rows := asked(0))]
+    assert 3 <= len(polls) <= 4
+    assert max(map(len, polls)) < 8
+    assert {row for rows in polls for row in rows} == {*range(8)}
+    for _ in range(300):
+        last = asked(LENGTH)
+    assert last == [*range(8)]
 
 
 def test_reading_the_prompt_is_no_cost_of_lookups() -> None:

@@ -112,6 +112,20 @@ class _ByCosts(Controller):
     name: ClassVar[str] = "cost_model"
     summary: ClassVar[str] = "drafts as much as gives the most expected tokens per second"
     needs_costs: ClassVar[bool] = True
+    _drafted_steps = 0  # since the last step without drafts
+
+    def _plain_step_is_due(self, gain: float) -> bool:
+        """Whether it costs at most one percent of what drafts gained since the last plain step.
+
+        Args:
+            gain: tokens per second over those without drafts.
+        """
+        steps = self._drafted_steps
+        return steps >= SOONEST and PRICE * steps >= gain - 1
+
+    def _count_drafted(self, outcomes: Sequence[Outcome]) -> None:
+        drafted = any(outcome.draft.tree.num_drafted for outcome in outcomes)
+        self._drafted_steps = self._drafted_steps + 1 if drafted else 0
 
 
 class _Resting(_ByCosts, ABC):
@@ -162,7 +176,6 @@ class CostModel(_Resting):
         )
         self._probing = Probing(self.options.probe_every, self._estimates)
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
-        self._drafted_steps = 0  # since the last step without drafts
         self._planning = 0.0  # seconds of planning this step
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
@@ -195,7 +208,7 @@ class CostModel(_Resting):
         histories = [self._estimates.history(request) for request in batch]
         depths = [0] * len(batch)
         self.idle = not batch
-        if batch and self._levels and self.costs and not self._plain_step_is_due():
+        if batch and self._levels and self.costs and not self._plain_step_is_due(self._gain):
             measuring = self._estimates.drafting.bound and any(h.just_started for h in histories)
             depths = self._best_depths(batch, rows, beside, instead, measuring)
             depths = [
@@ -213,11 +226,6 @@ class CostModel(_Resting):
         self._probing.wait(max(counts, default=0.0))
         chosen = zip(batch, histories, depths, counts, strict=True)
         return [self._budget(*each) for each in chosen]
-
-    def _plain_step_is_due(self) -> bool:
-        """Whether it costs at most one percent of what drafts gained since the last plain step."""
-        steps = self._drafted_steps
-        return steps >= SOONEST and PRICE * steps >= self._gain - 1
 
     def skip(self, batch: Sequence[Request]) -> None:
         for request in batch:
@@ -329,8 +337,7 @@ class CostModel(_Resting):
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        has_drafts = any(outcome.draft.tree.num_drafted for outcome in outcomes)
-        self._drafted_steps = self._drafted_steps + 1 if has_drafts else 0
+        self._count_drafted(outcomes)
         if self._estimates.observe(outcomes, draft_seconds + self._planning):
             self._plan = None
 
@@ -340,6 +347,10 @@ class CostModel(_Resting):
 
 _POLLING = 0.002
 """Share of the time that may go into polling requests whose lookups do not pay."""
+
+_TURN = 16
+"""Fewest steps between two turns if parts of a batch are polled in turns. Where one pays, the next
+step polls all."""
 
 _FIRST_GAIN = 0.1
 """Assumed gain of a request's lookups before any were made: high enough to try them."""
@@ -401,9 +412,12 @@ class LookupModel(_ByCosts):
         self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
+        self._price = 0.0  # the same in plain passes of this step
         self._planning = 0.0  # seconds of planning in this step
         self._step = 0
-        self._next_poll = 0.0  # the next step that looks up for all requests
+        self._next_poll = 0.0  # the next step that looks up for requests whose lookups do not pay
+        self._turns = 1  # parts of the batch, one of which it polls
+        self._polls = 0
         self._asked = PerRequest[_State]()  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
@@ -412,15 +426,17 @@ class LookupModel(_ByCosts):
         if not self.costs:  # a pass has to be timed first
             return budgets
         self._step += 1
-        price = self._lookup_seconds / self.costs(rows, rows)
-        poll = self._step >= self._next_poll
-        if poll:
-            self._next_poll = self._step + min(
-                self.options.probe_every, len(batch) * price / _POLLING
-            )
+        self._price = price = self._lookup_seconds / self.costs(rows, rows)
+        turns, polled = self._turns, -1
+        if self._step >= self._next_poll:
+            self._polls += 1
+            polled = self._polls % turns
+            every = min(self.options.probe_every, len(batch) * price / _POLLING)
+            self._turns = max(1, min(len(batch), int(every / _TURN)))
+            self._next_poll = self._step + every / self._turns
         for row, request in enumerate(batch):
             state = self._states.setdefault(request.key, _State(self._gain))
-            if poll or state.gain >= price:
+            if row % turns == polled or state.gain >= price:
                 budgets[row] = within(request, self.num_speculative_tokens)
                 self._asked[request.key] = state
         return budgets
@@ -440,6 +456,8 @@ class LookupModel(_ByCosts):
             return list(drafts)
         plan = self.plan(batch, drafts, rows)
         self.follow(batch, plan)
+        if self._plain_step_is_due(1 + sum(plan.gains.values())):
+            return [draft.only([]) for draft in drafts]
         trimmed = list(drafts)
         for row, nodes in plan.nodes.items():
             trimmed[row] = drafts[row].only(nodes)
@@ -469,13 +487,19 @@ class LookupModel(_ByCosts):
         self, batch: Sequence[Request], plan: LookupPlan, left_out: Collection[int] = ()
     ) -> None:
         """Record what the lookups of a plan gain; those of some rows are not verified."""
+        polled: list[float] = []
         for row, planned in plan.gains.items():
             gain = 0.0 if row in left_out else planned
             state = self._asked[batch[row].key]
+            if state.gain < self._price:
+                polled.append(gain)
             state.gain = moved(state.gain, gain)
             self._gain = moved(self._gain, gain, share=0.05)
+        if sum(polled) > self._price * len(polled):
+            self._turns, self._next_poll = 1, self._step + 1
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        self._count_drafted(outcomes)
         if not self._asked:
             return
         began = clock.now()
