@@ -13,7 +13,7 @@ import torch
 
 import tokenleap
 from tests.tiny import tiny_model
-from tokenleap.core.garbage import collected_later
+from tokenleap.core.garbage import collected_later, kept
 from tokenleap.models.loaded import LoadedModel
 
 
@@ -83,6 +83,20 @@ def test_what_the_caller_has_frozen_stays_frozen() -> None:
     with collected_later():
         pass
     assert gc.get_freeze_count() > 0.9 * count > 0  # some may have been freed by other threads
+
+
+def test_what_is_kept_is_not_searched_until_the_end() -> None:
+    cycle = weakref.ref(Cycle())
+    with kept():
+        assert gc.get_freeze_count() > 0
+        gc.collect()
+        assert cycle() is not None
+        with kept():  # what the caller keeps stays so
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert cycle() is None
 
 
 def test_nothing_is_searched_while_a_model_is_loaded() -> None:

@@ -1,4 +1,4 @@
-"""Python's search for garbage in cycles, put off while what stays is made.
+"""Python's search for garbage in cycles, put off while what stays is made, or spared that.
 
 It walks over all objects again whenever their number has grown by a quarter. Importing PyTorch and
 Transformers, or reading a vocabulary, makes hundreds of thousands that stay.
@@ -25,3 +25,16 @@ def collected_later() -> Iterator[None]:
             gc.freeze()  # both together let the new objects count as old, which is not slow
             gc.unfreeze()
         gc.enable()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Search for no garbage among the objects that are there now: a search takes 0.3 seconds."""
+    if gc.get_freeze_count():  # what is frozen is the caller's
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

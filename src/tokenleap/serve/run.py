@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tokenleap.async_llm import AsyncLLM
+from tokenleap.core.garbage import kept
 from tokenleap.errors import TokenleapError
 from tokenleap.serve.app import create_app
 from tokenleap.serve.models import Models
@@ -163,7 +164,8 @@ def serve(
 
 
 def until_signalled(server: TokenleapServer, at: socket.socket) -> None:
-    server.run(sockets=[at])
+    with kept():
+        server.run(sockets=[at])
     if server.interrupted:
         raise KeyboardInterrupt
 
