@@ -1,4 +1,4 @@
-"""Weights with the same bits in two networks are in memory once."""
+"""Weights in memory: those of two networks with the same bits once, large ones past the caches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.runtime.test_llama_family import scores
 from tests.tiny import tiny_model
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.llama import LinearWeights, LlamaWeights
+from tokenleap.runtime.native import network as network_module
 from tokenleap.runtime.native import pack as pack_module
 from tokenleap.runtime.native.network import NativeDecoder
 from tokenleap.runtime.native.pack import GROUP, PANEL, Format
@@ -89,6 +90,20 @@ def test_a_network_lets_go_of_what_it_does_not_share() -> None:
     theirs = {tensor.data_ptr() for tensor in first._kept}
     assert not theirs & {tensor.data_ptr() for tensor in second._kept}
     assert not second._kept._beside
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_weights_that_pass_the_caches_by_have_the_same_bits(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(head_dim=32, dtype=torch.bfloat16)
+    staying = NativeDecoder(LlamaWeights(model), quantization)
+    monkeypatch.setattr(network_module, "_MOST_KEPT", staying.weight_bytes - 1)
+    passing = NativeDecoder(LlamaWeights(model), quantization)
+    layers = [net._layers[0] for net in (staying, passing)]
+    assert [(layer.down.passing, layer.qkv[0].passing) for layer in layers] == [(0, 0), (1, 1)]
+    assert not passing.first_layers(1)._layers[0].down.passing
+    assert torch.equal(scores(model, staying), scores(model, passing))
 
 
 @pytest.mark.parametrize("form", [Format.FLOAT32, Format.BFLOAT16, Format.INT8, Format.INT4])

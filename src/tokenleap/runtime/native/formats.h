@@ -36,6 +36,7 @@ struct Linear {
     int32_t inputs;
     int32_t outputs;  // multiple of PANEL but for the head's last panel
     Format rows;      // of its inputs: its own, or the highest of those beside it that read Bytes
+    int32_t passing;  // whether its weights are not to stay in the caches after they were read
 };
 
 // Sizes
@@ -101,29 +102,35 @@ inline void encode(const Linear& layer, const float* from, uint8_t* row, int off
 // both.
 class Prefetch {
 public:
-    // What a kernel that reads a panel only once reads next. Further ahead, less of it comes in time.
-    static Prefetch soon(const uint8_t* panel, size_t bytes) { return {panel + 2048, bytes, true}; }
+    // What a kernel that reads a panel only once reads next. Into all caches, less of it comes in time further ahead.
+    static Prefetch soon(const uint8_t* panel, size_t bytes, bool passing) {
+        return passing ? Prefetch(panel + 8192, bytes, 0) : Prefetch(panel + 2048, bytes, 3);
+    }
 
     // What is read after this call, into the second cache.
-    static Prefetch later(const uint8_t* from, size_t bytes) { return {from, bytes, false}; }
+    static Prefetch later(const uint8_t* from, size_t bytes) { return {from, bytes, 2}; }
 
     // Spread the prefetch over this many calls of `some`.
     void split_into(int parts) { step_ = bytes_ / parts; }
 
     void some() {
         stop_ += step_;
-        if (soon_)
-            for (; from_ < stop_; from_ += 64) __builtin_prefetch(from_, 0, 3);
-        else
-            for (; from_ < stop_; from_ += 64) __builtin_prefetch(from_, 0, 2);
+        if (locality_ == 0) prefetch<0>();
+        else if (locality_ == 2) prefetch<2>();
+        else prefetch<3>();
     }
 
 private:
-    Prefetch(const uint8_t* from, size_t bytes, bool soon) : from_(from), stop_(from), bytes_(bytes), soon_(soon) {}
+    Prefetch(const uint8_t* from, size_t bytes, int locality) : from_(from), stop_(from), bytes_(bytes), locality_(locality) {}
+
+    template <int LOCALITY>
+    void prefetch() {
+        for (; from_ < stop_; from_ += 64) __builtin_prefetch(from_, 0, LOCALITY);
+    }
 
     const uint8_t *from_, *stop_;
     size_t bytes_, step_ = 0;
-    bool soon_;
+    int locality_;
 };
 
 // A panel times some rows, [rows][PANEL] out.

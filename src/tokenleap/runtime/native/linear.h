@@ -171,6 +171,7 @@ inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int t
     size_t stride = row_bytes(layer), size = panel_bytes(layer.format, layer.inputs);
     Tiles tiles(layer, rows);
     Blocks blocks(layer, rows, tiles);
+    bool passing = layer.passing && rows <= 8;  // the inputs of more rows need the first cache
     long units = (layer.outputs + UNIT * PANEL - 1) / (UNIT * PANEL);
     for (long unit = units * thread / threads; unit < units * (thread + 1) / threads; unit++) {
         for (int block = 0, row = 0; block < blocks.count(); block++) {
@@ -179,7 +180,7 @@ inline void multiply(const Linear& layer, const uint8_t* inputs, int rows, int t
             for (int part = 0; part < UNIT; part++) {
                 const uint8_t* panel = layer.weight + (unit * UNIT + part) * size;
                 size_t share = size / blocks.count();
-                Prefetch ahead = blocks.count() == 1 ? Prefetch::soon(panel, size)
+                Prefetch ahead = blocks.count() == 1 ? Prefetch::soon(panel, size, passing)
                                                      : Prefetch::later(panel + UNIT * size + block * share, share);
                 kernel(panel, inputs + first * stride, stride, layer.inputs, ahead, sums[part]);
             }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from ctypes import (
     CDLL,
@@ -33,6 +33,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tokenleap.core.config import MIB
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import Noise, draw_by
 from tokenleap.runtime.cores import available_cores
@@ -41,7 +42,7 @@ from tokenleap.runtime.inputs import PassInputs
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import DecoderWeights, LinearWeights
 from tokenleap.runtime.native.build import FORMATS, MOST_HIDDEN_SIZE, library
-from tokenleap.runtime.native.pack import pack
+from tokenleap.runtime.native.pack import PANEL, Format, pack, panel_bytes
 from tokenleap.runtime.native.packed import PackedDecoder, Packing
 from tokenleap.runtime.native.structures import (
     AngleTables,
@@ -123,6 +124,20 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         self._layers = (CLayer * len(layers))(*layers)
         self._decoder.layers = self._layers
         self._decoder.num_layers = len(layers)
+        passing = self.weight_bytes > _MOST_KEPT
+        for linear in self._linears():
+            linear.passing = passing
+
+    def _linears(self) -> Iterator[CLinear]:
+        for layer in self._layers:
+            yield from (*layer.qkv, layer.output, layer.source_query, layer.source_output)
+            yield from (*layer.gate_up, layer.down)
+        yield self._decoder.head
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the linear layers that a pass reads."""
+        return sum(map(_bytes, self._linears()))
 
     @property
     def num_layers(self) -> int:
@@ -274,6 +289,17 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
             addresses = self._seen_addresses = slab.addresses
             self._buffers = (CBuffers * len(addresses))(*(CBuffers(*at) for at in addresses))
         return self._buffers
+
+
+_MOST_KEPT = 24 * MIB
+"""Weights of more bytes pass the caches by. They would not stay there until the next pass, and what
+drafters, Python and attention read would not, either."""
+
+
+def _bytes(linear: CLinear) -> int:
+    of_panel = panel_bytes(Format(linear.format), linear.inputs)
+    assert of_panel is not None
+    return of_panel * int(linear.outputs) // PANEL
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
