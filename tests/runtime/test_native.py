@@ -289,7 +289,7 @@ def test_fewer_threads_by_the_environment() -> None:
 
 @given(
     st.integers(0, 2**128 - 1),
-    st.integers(2, 5000),
+    st.integers(2, 5000) | st.integers(8000, 40_000),  # by one thread, or by all
     st.floats(0, 12),
     st.booleans(),
     st.integers(0, 9),

@@ -60,8 +60,29 @@ EXPORTED void tokenleap_chain(const tokenleap::BlockChain* chain) {
 }
 
 EXPORTED int64_t tokenleap_draw(const tokenleap::Draw* draw, const float* probabilities, const int64_t* ids,
-                                int64_t count) {
-    return tokenleap::drawn(*draw, probabilities, ids, count);
+                                int64_t count, int32_t threads) {
+    tokenleap::Race race;
+    if (ids || count < 8192 || threads == 1) {
+        race.run(*draw, probabilities, ids, 0, count);
+        return race.winner();
+    }
+    tokenleap::Team team;
+    std::vector<tokenleap::Race> races;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        {
+            team.expect(omp_get_num_threads(), 4);
+            races.resize(team.parts());
+        }
+        team.each(omp_get_thread_num(), [&](int part) {
+            int64_t blocks = count / 4, first = blocks * part / team.parts() * 4;
+            int64_t last = part + 1 < team.parts() ? blocks * (part + 1) / team.parts() * 4 : count;
+            races[part].run(*draw, probabilities, nullptr, first, last);
+        });
+    }
+    for (const tokenleap::Race& each : races) race.join(each);
+    return race.winner();
 }
 
 EXPORTED size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {

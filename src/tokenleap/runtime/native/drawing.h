@@ -32,24 +32,54 @@ inline void philox(uint64_t block, const Draw& draw, uint64_t position, uint64_t
 // A number between 0 and 1 of 52 random bits; 1 less it is exact.
 inline double uniform(uint64_t bits) { return ((double)(int64_t)(bits >> 12) + 0.5) * 0x1p-52; }
 
-// The index of the token with the largest log p + noise, or -1 if that is not certain.
+// Finds the token with the largest log p + noise.
 //
 // It has the least -log u / p, and 1 - u is less than -log u: so hardly any token needs its logarithm.
-inline long drawn(const Draw& draw, const float* probabilities, const int64_t* ids, long count) {
-    double least = std::numeric_limits<double>::infinity(), next = least;
-    uint64_t numbers[4], block = 0;
-    long found = -1;
-    for (long i = 0; i < count; i++) {
-        uint64_t id = ids ? ids[i] : i;
-        if (block != id / 4 + 1) philox(block = id / 4 + 1, draw, draw.position, numbers);  // NumPy counts before it draws
-        double rest = 1 - uniform(numbers[id % 4]), p = probabilities[i];
-        if (rest > next * p) continue;
-        double time = -std::log(1 - rest) / p;
-        if (time < least) next = least, least = time, found = i;
-        else if (time < next) next = time;
+class Race {
+public:
+    // Let the tokens from `first` on, up to `last`, take part; `first` is a multiple of 4.
+    void run(const Draw& draw, const float* probabilities, const int64_t* ids, long first, long last) {
+        constexpr int MANY = 32;
+        uint64_t numbers[MANY], block = 0;
+        long i = first;
+        for (; !ids && i + MANY <= last; i += MANY) {
+            for (int lane = 0; lane < MANY; lane += 4)  // NumPy counts before it draws
+                philox((i + lane) / 4 + 1, draw, draw.position, numbers + lane);
+            bool near = false;  // one branch for all of them, which is hardly ever taken
+            double next = next_;
+            for (int lane = 0; lane < MANY; lane++) near |= !is_far(probabilities[i + lane], numbers[lane], next);
+            for (int lane = 0; near && lane < MANY; lane++) look(i + lane, probabilities[i + lane], numbers[lane]);
+        }
+        for (; i < last; i++) {
+            uint64_t id = ids ? ids[i] : i;
+            if (block != id / 4 + 1) philox(block = id / 4 + 1, draw, draw.position, numbers);
+            look(i, probabilities[i], numbers[id % 4]);
+        }
     }
-    return next > least * (1 + 1e-5) ? found : -1;  // noise.py has log p in float32
-}
+
+    void join(const Race& other) {
+        enter(other.found_, other.least_);
+        next_ = std::min(next_, other.next_);
+    }
+
+    // The token's index, or -1 if that is not certain: noise.py has log p in float32.
+    long winner() const { return next_ > least_ * (1 + 1e-5) ? found_ : -1; }
+
+private:
+    static bool is_far(double p, uint64_t bits, double next) { return 1 - uniform(bits) > next * p; }
+
+    void look(long i, double p, uint64_t bits) {
+        if (!is_far(p, bits, next_)) enter(i, -std::log(uniform(bits)) / p);
+    }
+
+    void enter(long i, double time) {
+        if (time < least_) next_ = least_, least_ = time, found_ = i;
+        else if (time < next_) next_ = time;
+    }
+
+    double least_ = std::numeric_limits<double>::infinity(), next_ = least_;
+    long found_ = -1;
+};
 
 // The random bits of sixteen tokens, as in `Noise._uniform`. Of each block of four numbers there is one
 // copy. No branch depends on the tokens, because it would be mispredicted.

@@ -340,6 +340,7 @@ def drawn(
         c_void_p(probs.data_ptr()),
         c_void_p(None if ids is None else ids.data_ptr()),
         c_int64(len(probs)),
+        num_threads(),
     )
     return None if found < 0 else int(found)
 
