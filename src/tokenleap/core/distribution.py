@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -333,17 +334,20 @@ def nucleus(distribution: Distribution, top_p: float) -> Distribution:
         distribution: the distribution to truncate.
         top_p: the mass to reach, above 0 and at most 1.
     """
+    all_probs = distribution.probs.cpu().numpy()  # several times faster than PyTorch's
     for cut in _NUCLEUS_CUTS:
-        (likely,) = (distribution.probs >= cut).nonzero(as_tuple=True)
-        probs, order = distribution.probs[likely].sort(descending=True, stable=True)
-        before = probs.cumsum(-1) - probs  # [k] mass of the more probable tokens
+        likely = np.flatnonzero(all_probs >= cut)
+        order = np.argsort(-all_probs[likely], kind="stable")
+        ranked = all_probs[likely][order]
+        # [k] mass of the more probable tokens
+        before = np.cumsum(ranked, dtype=np.float64).astype(ranked.dtype) - ranked
         if cut == 0 or (len(before) and float(before[-1]) >= top_p):
             break
     keep = before < top_p
     keep[0] = True  # a very small top_p may be 0 in float32
-    kept = likely[order[keep]].sort().values
-    probs = distribution.probs[kept]
-    return Distribution(probs / probs.sum(), distribution.tokens[kept])
+    kept = torch.from_numpy(np.sort(likely[order[keep]])).to(distribution.probs.device)
+    probs, support = distribution.probs[kept], distribution.support
+    return Distribution(probs / probs.sum(), kept if support is None else support[kept])
 
 
 TokenLogprobs: TypeAlias = dict[int, "Logprob"]
