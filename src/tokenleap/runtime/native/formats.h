@@ -121,7 +121,8 @@ public:
     }
 
 private:
-    Prefetch(const uint8_t* from, size_t bytes, int locality) : from_(from), stop_(from), bytes_(bytes), locality_(locality) {}
+    Prefetch(const uint8_t* from, size_t bytes, int locality)
+        : from_(from), stop_(from), bytes_(bytes), locality_(locality) {}
 
     template <int LOCALITY>
     void prefetch() {
