@@ -23,7 +23,7 @@ def metrics(server: Served) -> set[str]:
 
 def test_each_metric_of_the_dashboard_exists(server: Served) -> None:
     # One token, again and again, so drafts are accepted on every processor.
-    (letter,) = server.llm.tokenizer.encode("a", add_special_tokens=False)
+    (letter,) = server.llm.encode("a")
     server.post(
         "/v1/chat/completions",
         messages=[{"role": "user", "content": "aaaa"}],
