@@ -337,8 +337,9 @@ def nucleus(distribution: Distribution, top_p: float) -> Distribution:
     all_probs = distribution.probs.cpu().numpy()  # several times faster than PyTorch's
     for cut in _NUCLEUS_CUTS:
         likely = np.flatnonzero(all_probs >= cut)
-        order = np.argsort(-all_probs[likely], kind="stable")
-        ranked = all_probs[likely][order]
+        found = all_probs[likely]
+        order = np.argsort(-found, kind="stable")
+        ranked = found[order]
         # [k] mass of the more probable tokens
         before = np.cumsum(ranked, dtype=np.float64).astype(ranked.dtype) - ranked
         if cut == 0 or (len(before) and float(before[-1]) >= top_p):

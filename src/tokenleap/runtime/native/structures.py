@@ -286,7 +286,7 @@ class KeptWeights:
     def linear(self, packed: PackedWeights) -> CLinear:
         weight, bias, form = self.share(packed.weight), packed.bias, packed.format
         address = None if bias is None else self.keep(bias).data_ptr()
-        return CLinear(weight.data_ptr(), address, form, packed.inputs, packed.outputs, form, 0)
+        return CLinear(weight.data_ptr(), address, form, packed.inputs, packed.outputs, form)
 
     def floats(self, weight: Tensor | None) -> int | None:
         return None if weight is None else self.keep(weight.float().contiguous()).data_ptr()
