@@ -38,6 +38,7 @@ from tokenleap.bench.prompts_file import Prompt, read_prompts, stratified
 from tokenleap.bench.report import markdown_table, rows_of
 from tokenleap.bench.run import Journal, order
 from tokenleap.bench.summary import Interval, bootstrap_ratio
+from tokenleap.core.garbage import kept
 from tokenleap.models.support import default_device, default_dtype
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def in_turn(
     made: dict[Any, Any] = {_place(r): r for r in journal.records} if journal else {}
     found: dict[Name, list[list[Found]]] = {one: [[] for _ in items] for one in contestants}
     turns = [(index, place) for index in range(-warm_up, rounds) for place in range(len(items))]
-    with progress_bar() as bar:
+    with progress_bar() as bar, kept():
         for turn, (index, place) in enumerate(bar.track(turns, description=doing)):
             for one in order(contestants, turn):
                 number: int | str = place if numbers is None else numbers[place]

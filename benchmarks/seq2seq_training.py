@@ -7,7 +7,8 @@ training with short texts on a CPU, that is faster than PyTorch's fused kernel.
 
 The drafters are trained by `tokenleap train`. All of them learn the same: what the target answers
 to the sentences of `data/train`. The first training writes these answers, and the others are given
-its files.
+its files. So is an autoregressive draft model, which is trained as the target is, and begins as its
+encoder and two of its decoder layers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Container, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -42,8 +44,13 @@ from benchmarks import BenchmarkError
 from benchmarks.seq2seq_data import lines
 from tokenleap.core.config import Config
 from tokenleap.errors import DataError
+from tokenleap.training.conversations import ConversationFile
 from tokenleap.training.features import BatchSampler
 from tokenleap.training.run import TrainingFolder
+from tokenleap.training.spec_drafter import copy_target
+
+_PARTS = ("train", "dev")
+_Examples: TypeAlias = "list[dict[str, list[int]]]"
 
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 """Start of the decoder, padding, end, unknown: ids 0 to 3, as in BART."""
@@ -158,7 +165,7 @@ def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0
 
     The folder has the texts in `data`; checkpoints and the target are written there.
     """
-    if max(map(_step, _checkpoints(folder)), default=0) < steps:  # it would take one more step
+    if not _has_ended(folder, steps):
         _train(folder, options, steps, seed)
     return average(folder, options.averaged)
 
@@ -166,10 +173,22 @@ def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0
 def _train(folder: Path, options: TargetOptions, steps: int, seed: int) -> None:
     set_seed(seed)
     tokenizer = _vocabulary(folder, options)
-    examples = {
-        part: _encoded(tokenizer, folder / "data" / part, options) for part in ("train", "dev")
-    }
+    train, dev = (_encoded(tokenizer, folder / f"data/{part}", options) for part in _PARTS)
     model = new_target(options, len(tokenizer))
+    _learn(model, tokenizer, (train, dev), folder, options, steps, seed)
+
+
+def _learn(
+    model: MarianMTModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: tuple[_Examples, _Examples],
+    folder: Path,
+    options: TargetOptions,
+    steps: int,
+    seed: int,
+) -> None:
+    """Train until `steps` on examples to learn and held-out ones, from the last checkpoint."""
+    train, held_out = examples
     model.set_attn_implementation("eager")
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(folder / "checkpoints"),
@@ -198,12 +217,12 @@ def _train(folder: Path, options: TargetOptions, steps: int, seed: int) -> None:
     trainer = _Trainer(
         model=model,
         args=arguments,
-        train_dataset=cast("Dataset[Any]", examples["train"]),
-        eval_dataset=cast("Dataset[Any]", examples["dev"]),
+        train_dataset=cast("Dataset[Any]", train),
+        eval_dataset=cast("Dataset[Any]", held_out),
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
     )
-    lengths = [max(len(x["input_ids"]), len(x["labels"])) for x in examples["train"]]
+    lengths = [max(len(x["input_ids"]), len(x["labels"])) for x in train]
     trainer.batches = BatchSampler(lengths, options.batch_tokens, seed)
     trainer.train(resume_from_checkpoint=bool(_checkpoints(folder)))
 
@@ -218,9 +237,7 @@ def _vocabulary(folder: Path, options: TargetOptions) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def _encoded(
-    tokenizer: PreTrainedTokenizerFast, part: Path, options: TargetOptions
-) -> list[dict[str, list[int]]]:
+def _encoded(tokenizer: PreTrainedTokenizerFast, part: Path, options: TargetOptions) -> _Examples:
     """Tokens of pairs that fit, as the trainer takes them."""
     texts = (lines(part.with_suffix(f".{language}")) for language in ("en", "de"))
     sources, labels = (tokenizer(each)["input_ids"] for each in texts)
@@ -234,6 +251,11 @@ def _encoded(
 def _checkpoints(folder: Path) -> list[Path]:
     found = (folder / "checkpoints").glob("checkpoint-*")
     return sorted(found, key=_step)
+
+
+def _has_ended(folder: Path, steps: int) -> bool:
+    """Whether a training has taken so many steps; it would take one more."""
+    return max(map(_step, _checkpoints(folder)), default=0) >= steps
 
 
 def _step(checkpoint: Path) -> int:
@@ -268,6 +290,8 @@ SHAPES: tuple[Shape, ...] = get_args(Shape)
 have an encoder of their own, as the paper's (see `new_masked_lm`)."""
 MAIN = "specdec-shared"
 """The drafter of most tables: on a CPU, it learns most in a given time."""
+AUTOREGRESSIVE = "autoregressive"
+"""The draft model of table 14."""
 
 
 class DrafterOptions(Config):
@@ -284,6 +308,7 @@ class DrafterOptions(Config):
         heads_set: the same of `tokenleap train blockwise`.
         tokens: most tokens of answers to learn; the default is more than there are.
         held_out_tokens: of answers for evaluations while they learn.
+        autoregressive_steps: of an autoregressive draft model's training; 0 for none.
     """
 
     heads: tuple[int, ...] = (10, 25)
@@ -298,6 +323,7 @@ class DrafterOptions(Config):
     heads_set: tuple[str, ...] = ("max_steps=3000", "batch_tokens=1024", "evaluate_every=250")
     tokens: int = 2_000_000
     held_out_tokens: int = 2000
+    autoregressive_steps: Annotated[int, Ge(0)] = 0
 
     def methods(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """Of each drafter by its name: the method, and its `--set`."""
@@ -338,9 +364,15 @@ def train_command(name: str, out: Path, options: DrafterOptions) -> list[str]:
     ]
 
 
-def train_drafters(out: Path, options: DrafterOptions, only: Sequence[str] = ()) -> None:
+def train_drafters(
+    out: Path, options: DrafterOptions, target: TargetOptions, only: Sequence[str] = ()
+) -> None:
     """Train all drafters, or some; each goes on where it stopped, and nothing ends twice."""
-    for name in only or options.methods():
+    own = [AUTOREGRESSIVE] if options.autoregressive_steps else []
+    for name in only or (*options.methods(), *own):
+        if name in own:
+            train_autoregressive(out, target, options.autoregressive_steps)
+            continue
         command = train_command(name, out, options)
         if TrainingFolder(out / "drafters" / name).report.exists():
             continue
@@ -349,6 +381,30 @@ def train_drafters(out: Path, options: DrafterOptions, only: Sequence[str] = ())
         done = subprocess.run([sys.executable, "-m", *command], check=False)
         if done.returncode:
             raise BenchmarkError(f"the training of {name} has failed; run it again to go on.")
+
+
+def train_autoregressive(out: Path, options: TargetOptions, steps: int) -> None:
+    """A draft model that learns the answers of the Spec-Drafter's training."""
+    folder = out / "drafters" / AUTOREGRESSIVE
+    if _has_ended(folder, steps):
+        return
+    set_seed(0)
+    share_answers(folder.parent, AUTOREGRESSIVE)
+    shutil.copytree(out / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+    target = MarianMTModel.from_pretrained(out / "target")
+    config = deepcopy(target.config)
+    config.decoder_layers = 2
+    copy_target(target, model := MarianMTModel(config))
+    files = (TrainingFolder(folder).conversations(part) for part in ("train", "held_out"))
+    train, held_out = (
+        [
+            {"input_ids": list(each.source), "labels": list(each.tokens[1:])}
+            for each in ConversationFile(file)
+        ]
+        for file in files
+    )
+    _learn(model, _vocabulary(folder, options), (train, held_out), folder, options, steps, 0)
+    average(folder, options.averaged)
 
 
 def share_answers(folder: Path, name: str) -> None:
@@ -366,4 +422,5 @@ def share_answers(folder: Path, name: str) -> None:
 def drafters_in(out: Path, options: DrafterOptions) -> Mapping[str, Path]:
     """By name, the folders of those that are written; a training may still make them better."""
     folders = {name: out / "drafters" / name for name in options.methods()}
+    folders[AUTOREGRESSIVE] = out / "drafters" / AUTOREGRESSIVE / "target"
     return {name: path for name, path in folders.items() if (path / "config.json").exists()}

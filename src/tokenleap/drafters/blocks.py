@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree
+from tokenleap.drafters.heads.folder import check_tensors, read_tensors
 from tokenleap.drafters.models import OwnModel
 from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthPlan
@@ -136,9 +137,17 @@ def product_chain(
 ) -> GrownTree:
     """`product_tree` for one child per node, of what `ChainingNetwork.best_chain` has chosen."""
     tokens, probabilities = chain
-    ids = tokens if token_ids is None else token_ids[list(tokens)].tolist()
-    plan, choices = GrowthPlan((1,) * len(ids)), _independent([[each] for each in probabilities])
-    return _grown([[token] for token in ids], choices, plan, limit, 1)
+    path, count = 1.0, 0
+    for probability in probabilities:
+        if probability == 0 or count == limit.nodes:
+            break
+        count, path = count + 1, path * probability
+        if probability < limit.min_token_prob or path < limit.min_path_prob:
+            break
+    ids = tokens[:count]
+    if token_ids is not None:
+        ids = token_ids[list(ids)].tolist()
+    return GrownTree(ids, range(-1, count - 1), probabilities[:count])
 
 
 def _grown(
@@ -229,9 +238,16 @@ class TokenTransitions:
         return torch.bmm(above.float(), below.float().transpose(1, 2))
 
 
-def save_transitions(transitions: Transitions, folder: Path) -> None:
-    matrix = transitions.matrix.detach().to("cpu", torch.bfloat16)
-    save_file({MATRIX: matrix}, folder / TRANSITIONS_FILE)
+def save_matrix(matrix: Tensor, name: str, folder: Path) -> None:
+    """Write the only tensor of a file."""
+    save_file({MATRIX: matrix.detach().to("cpu", torch.bfloat16)}, folder / name)
+
+
+def read_matrix(path: Path, size: int) -> Tensor:
+    """[E, E] the only tensor of a file."""
+    tensors = read_tensors(path)
+    check_tensors(path, tensors, {MATRIX: torch.empty(size, size)}, "a Spec-Drafter")
+    return tensors[MATRIX]
 
 
 class BlockScorer(OwnModel):

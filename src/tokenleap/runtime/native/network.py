@@ -132,7 +132,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         for layer in self._layers:
             yield from (*layer.qkv, layer.output, layer.source_query, layer.source_output)
             yield from (*layer.gate_up, layer.down)
-        yield self._decoder.head
+        yield from (self._decoder.mix, self._decoder.head)
 
     @property
     def weight_bytes(self) -> int:
