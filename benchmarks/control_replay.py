@@ -249,7 +249,8 @@ class _Run:
         drafts = [Draft.empty(request.root) for request in batch]
         if any(budget.nodes for budget in budgets):
             drafts = self.drafter.propose(batch, budgets)
-        drafts = self.controller.trim(batch, drafts, rows)
+        if not self.controller.resting:
+            drafts = self.controller.trim(batch, drafts, rows)
         clock.append(time.perf_counter())
         positions = sum(len(draft.tree) for draft in drafts)
         taken, plain = self.machine.passes(positions - rows)
@@ -259,8 +260,11 @@ class _Run:
         self.drafter.observe(outcomes, times)
         clock.append(time.perf_counter())
         proposing, _, learning = (end - start for start, end in pairwise(clock))
-        self.controller.costs.observe(positions, taken, rows)
-        self.controller.observe(outcomes, proposing + learning)
+        if self.controller.resting:
+            self.controller.costs.settle()
+        else:
+            self.controller.costs.observe(positions, taken, rows)
+            self.controller.observe(outcomes, proposing + learning)
         return taken + proposing + time.perf_counter() - clock[2], plain
 
 

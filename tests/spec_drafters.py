@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from tests.heads import lasting_folder
 from tests.tiny_seq2seq import VOCAB_SIZE, seq2seq_config
-from tokenleap.drafters.blocks import TRANSITIONS_FILE, Transitions, save_matrix
-from tokenleap.drafters.spec_drafter import STATES_FILE, SpecDrafterNotes, save_vocabulary
+from tokenleap.drafters.blocks import Transitions, save_transitions
+from tokenleap.drafters.spec_drafter import SpecDrafterNotes, save_vocabulary
 from tokenleap.training.distill import write_lm
 from tokenleap.training.spec_drafter import new_masked_lm
 
@@ -24,7 +24,10 @@ def spec_drafter_of(
     shape: str = "small",
     seed: int = 0,
     encoder: Literal["own", "target"] = "own",
-    **options: Any,
+    *,
+    fewer_masks: bool = False,
+    transitions: bool = False,
+    draft_vocab_size: int | None = None,
 ) -> tuple[PreTrainedModel, SpecDrafterNotes]:
     """A Spec-Drafter with random weights for one of `SEQ2SEQ`."""
     torch.manual_seed(seed)
@@ -34,7 +37,7 @@ def spec_drafter_of(
         parameter.data += 0.1 * torch.randn_like(parameter)
     lm.train(False)
     sizes = (num_masks, VOCAB_SIZE, VOCAB_SIZE)
-    return lm, SpecDrafterNotes(*sizes, encoder, **options)
+    return lm, SpecDrafterNotes(*sizes, encoder, fewer_masks, transitions, draft_vocab_size)
 
 
 def random_vocabulary(size: int) -> Tensor:
@@ -57,9 +60,7 @@ def save_spec_drafter(
     """Write it as one that was trained for a model called "tiny", which is no folder."""
     write_lm(lm, "tiny", folder, {**notes.note(), **more})
     if notes.transitions:
-        save_matrix(random_transitions(lm).matrix, TRANSITIONS_FILE, folder)
-    if notes.hidden_states:
-        save_matrix(random_transitions(lm, 1).matrix, STATES_FILE, folder)
+        save_transitions(random_transitions(lm), folder)
     if notes.draft_vocab_size is not None:
         save_vocabulary(random_vocabulary(notes.draft_vocab_size), folder)
 
@@ -69,10 +70,20 @@ def random_spec_drafter(
     name: str = "bart",
     num_masks: int = 5,
     encoder: Literal["own", "target"] = "own",
-    **options: Any,
+    *,
+    fewer_masks: bool = False,
+    transitions: bool = False,
+    draft_vocab_size: int | None = None,
 ) -> str:
-    """A folder with random weights, until the tests are over; options as in the notes."""
+    """A folder with random weights, until the tests are over."""
     folder = lasting_folder()
-    made = spec_drafter_of(name, num_masks, encoder=encoder, **options)
+    made = spec_drafter_of(
+        name,
+        num_masks,
+        encoder=encoder,
+        fewer_masks=fewer_masks,
+        transitions=transitions,
+        draft_vocab_size=draft_vocab_size,
+    )
     save_spec_drafter(folder, *made)
     return str(folder)

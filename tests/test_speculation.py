@@ -54,6 +54,27 @@ def test_lookups_are_not_asked_where_nobody_may_draft() -> None:
         assert len(drafter.state) == (0 if looks_up else 2)
 
 
+def test_a_controller_that_rests_asks_and_learns_nothing() -> None:
+    class Resting(Fixed):
+        needs_costs = True
+        learnt = 0
+
+        def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+            self.learnt += len(outcomes)
+
+    drafter, controller = Faulty(), Resting(3)
+    speculation = Speculation(strategy_of(drafter, controller))
+    request = request_of([1, 2])
+    for resting in (True, False):
+        controller.resting = resting
+        (draft,) = speculation.draft([request])
+        assert draft.tree.num_drafted == (0 if resting else 3)
+        speculation.observe([outcome_of(request, [1, 1, 1], 0)], StepTimes(0.1, 0.2, 0.3))
+        assert controller.learnt == (0 if resting else 1)
+        assert bool(controller.costs) is not resting  # whether the pass was timed
+    assert drafter.observed == [request.key] * 2  # it sees every token
+
+
 class Faulty(Drafter):
     """Repeats the root, keeps a state, and fails where it is told to."""
 

@@ -234,6 +234,8 @@ class Speculation:
 
     def _draft(self, strategy: Strategy, requests: Sequence[Request]) -> list[Draft]:
         budgets = strategy.controller.budgets(requests, self._rows)
+        if strategy.controller.resting:
+            return [request.undrafted() for request in requests]
         began = clock.now()
         drafts = self._guard.propose(strategy.drafter, requests, budgets)
         self._seconds[id(strategy)] = clock.now() - began
@@ -259,7 +261,7 @@ class Speculation:
                 self._guard.observe(strategy.drafter, own, times)
                 seconds = clock.now() - began
                 learning += seconds
-            if self._drafts:
+            if self._drafts and not strategy.controller.resting:
                 proposing = self._seconds.get(id(strategy), 0.0)
                 strategy.controller.observe(own, proposing + seconds)
             self._teach(strategy, own)
@@ -280,7 +282,10 @@ class Speculation:
         curves = {id(c.costs): c.costs for c in controllers if c.needs_costs}
         positions = sum(len(outcome.draft.tree) for outcome in outcomes)
         for curve in curves.values():
-            curve.observe(positions, seconds, len(outcomes))
+            if all(controller.resting for controller in controllers):
+                curve.settle()
+            else:
+                curve.observe(positions, seconds, len(outcomes))
 
     # Hidden states
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from benchmarks.seq2seq import (
     tables,
 )
 from benchmarks.seq2seq_training import (
+    AUTOREGRESSIVE,
     MAIN,
     DrafterOptions,
     TargetOptions,
@@ -33,6 +35,7 @@ from benchmarks.seq2seq_training import (
     new_target,
     share_answers,
     train_command,
+    train_drafters,
     train_target,
     train_vocabulary,
 )
@@ -44,6 +47,7 @@ from tests.spec_drafters import save_spec_drafter
 from tokenleap import LLM
 from tokenleap.bench.run import Journal
 from tokenleap.drafters.spec_drafter import SpecDrafterNotes
+from tokenleap.training.conversations import Conversation, ConversationFile
 from tokenleap.training.method import TrainingSettings, training_method
 from tokenleap.training.run import TrainingFolder
 from tokenleap.training.spec_drafter import new_masked_lm
@@ -269,6 +273,35 @@ def test_answers_are_written_once(tmp_path: Path) -> None:
     share_answers(tmp_path, "blockwise-10")
     assert own.conversations("train").read_text() == "train"
     assert own.conversations("held_out").read_text() == "held_out"
+
+
+def test_the_autoregressive_draft_model_learns_the_answers(trained: Path, tmp_path: Path) -> None:
+    for name in ("target", "tokenizer"):
+        shutil.copytree(trained / name, tmp_path / name)
+    written = TrainingFolder(tmp_path / "drafters" / MAIN)
+    tokens = (0, *range(20, 30), 2)
+    for part in ("train", "held_out"):
+        file = ConversationFile(written.conversations(part))
+        written.conversations(part).parent.mkdir(parents=True, exist_ok=True)
+        file.append([Conversation(tokens, ((1, 12),), source=(30, 31, 2))] * 8)
+    written.report.write_text("{}")
+    options = DrafterOptions(shapes=(), heads=(), autoregressive_steps=4)
+    train_drafters(tmp_path, options, OPTIONS)
+    drafters = drafters_in(tmp_path, options)
+    assert list(drafters) == [AUTOREGRESSIVE]
+    before = digest(drafters[AUTOREGRESSIVE])
+    train_drafters(tmp_path, options, OPTIONS)
+    assert digest(drafters[AUTOREGRESSIVE]) == before  # it has ended
+    llm = LLM(tmp_path / "target", dtype="float32")
+    plain, *others = contestants(options, drafters)[1:]
+    names = ["k=3", "k=3 top_beta", "k=5", "k=5 top_beta"]
+    assert [one.name for one in others] == [f"{AUTOREGRESSIVE} {name}" for name in names]
+    found = [
+        llm.generate(TEXTS[0], one.params, speculative_config=one.config)[0]
+        for one in (plain, others[2])
+    ]
+    assert found[0].token_ids == found[1].token_ids
+    assert found[1].metrics.num_draft_tokens
 
 
 @pytest.mark.parametrize(

@@ -115,19 +115,21 @@ class World:
     ) -> tuple[int, str]:
         rows = len(requests)
         budgets = model.budgets(requests, rows)
-        self.clock.now += self.lookup_seconds * sum(budget.chain > 0 for budget in budgets)
-        found = [
-            self.lookup(text, min(text.found, budget.chain))
-            for text, budget in zip(texts, budgets, strict=True)
-        ]
-        chosen = model.choose(requests, budgets, found)
-        depths = [min(budget.chain, len(LEVELS)) for budget in chosen]
-        self.clock.now += self.level_seconds * max(depths)
-        drafts = [
-            Draft.deterministic(proposal(self.right(text.trained), depth)) if depth else draft
-            for text, depth, draft in zip(texts, depths, found, strict=True)
-        ]
-        drafts = model.trim(requests, drafts, rows)
+        drafts, depths = [Draft.empty(request.root) for request in requests], [0] * rows
+        if not model.resting:
+            self.clock.now += self.lookup_seconds * sum(budget.chain > 0 for budget in budgets)
+            found = [
+                self.lookup(text, min(text.found, budget.chain))
+                for text, budget in zip(texts, budgets, strict=True)
+            ]
+            chosen = model.choose(requests, budgets, found)
+            depths = [min(budget.chain, len(LEVELS)) for budget in chosen]
+            self.clock.now += self.level_seconds * max(depths)
+            drafts = [
+                Draft.deterministic(proposal(self.right(text.trained), depth)) if depth else draft
+                for text, depth, draft in zip(texts, depths, found, strict=True)
+            ]
+            drafts = model.trim(requests, drafts, rows)
         outcomes = [outcome(*each) for each in zip(requests, drafts, strict=True)]
         verify = self.seconds(sum(len(draft.tree) for draft in drafts))
         self.clock.now += verify

@@ -98,6 +98,9 @@ def learn(
     controller: Controller, outcomes: Sequence[Outcome], draft_seconds: float, verify: float
 ) -> None:
     """Tell the controller of a pass that took so many seconds, as the loop does."""
+    if controller.resting:
+        controller.costs.settle()
+        return
     positions = sum(len(outcome.draft.tree) for outcome in outcomes)
     controller.costs.observe(positions, verify, len(outcomes))
     controller.observe(outcomes, draft_seconds)

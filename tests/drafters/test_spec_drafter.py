@@ -144,10 +144,10 @@ def test_short_drafts_take_fewer_masks_if_that_was_learnt(
     fill = Passes.fill
 
     def counted(
-        passes: Passes, keys: list[int], pending: Any, num_masks: list[int], *more: Any
+        passes: Passes, keys: list[int], pending: Any, num_masks: list[int], mask: int
     ) -> list[Tensor]:
         counts.update(num_masks)
-        return fill(passes, keys, pending, num_masks, *more)
+        return fill(passes, keys, pending, num_masks, mask)
 
     monkeypatch.setattr(Passes, "fill", counted)
     model = random_spec_drafter("bart", MASKS, fewer_masks=fewer)

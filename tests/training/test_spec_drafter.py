@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.drafting import request_of
 from tests.spec_drafters import random_transitions, spec_drafter_of
 from tests.tiny_seq2seq import CONTEXT, TEXT, VOCAB_SIZE, tiny_seq2seq, tiny_source
 from tests.training.world import Run, World, assert_alike, parts_of, weights
@@ -55,10 +54,14 @@ SOURCES = [list(tiny_source(length=length, seed=length).tokens) for length in (9
 
 
 def trainee_of(name: str = "bart", **options: Any) -> SpecDrafterTrainee:
-    names = ("encoder", "fewer_masks", "transitions")
-    noted = {key: value for key, value in options.items() if key in names}
-    lm, notes = spec_drafter_of(name, MASKS, **noted)
-    trainee = SpecDrafterTrainee(lm, notes, SpecDrafterTraining(num_masks=MASKS, **options), None)
+    lm, notes = spec_drafter_of(
+        name,
+        MASKS,
+        encoder=options.get("encoder", "own"),
+        fewer_masks=options.get("fewer_masks", False),
+        transitions=options.get("transitions", False),
+    )
+    trainee = SpecDrafterTrainee(lm, notes, SpecDrafterTraining(num_masks=MASKS, **options))
     if trainee.transitions is not None:
         trainee.transitions = random_transitions(lm)
     return trainee
@@ -145,53 +148,6 @@ def test_it_learns_what_is_served_with_the_targets_encoder(name: str, tmp_path: 
         passes.read_encoded(0, target.encoded(0, Source(tuple(SOURCES[row]))).half().float())
         expected = passes.fill([0], [prefix], [MASKS], VOCAB_SIZE)[0][:, :VOCAB_SIZE]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("encoder", ["own", "target"])
-@pytest.mark.parametrize("name", TEXT)
-@torch.inference_mode()
-def test_it_learns_from_the_hidden_states_that_it_reads(
-    name: str, encoder: str, tmp_path: Path
-) -> None:
-    """Those of training are rounded to 8 bits."""
-    target = Target(tiny_seq2seq(name))
-    options = {"num_masks": MASKS, "encoder": encoder, "hidden_states": True}
-    method = training_method("spec_drafter", options)
-    layers = method.read_layers(target.network.num_layers)
-    trainee: Any = method.trainee(parts_of(target)).eval()
-    assert not trainee.of_states.weight.any()  # it begins without them
-    talks = [
-        Conversation(tuple(tokens), ((1, len(tokens)),), source=tuple(source))
-        for tokens, source in zip(OUTPUTS, SOURCES, strict=True)
-    ]
-    for _ in compute_features(target, talks, layers, tmp_path / "cache", encoder=True):
-        pass
-    cache = FeatureCache(tmp_path / "cache")
-    batch = collate([cache[number] for number in range(3)], MASKS, trainee.first_learnt)
-    trainee.lm.to(torch.bfloat16).to(torch.float32)  # as it is written
-    without = list(trainee.outputs(batch, MASKS))
-    weight, generator = trainee.of_states.weight, torch.Generator().manual_seed(0)
-    weight.copy_(torch.randn(weight.shape, generator=generator).bfloat16())
-    levels = list(trainee.outputs(batch, MASKS))
-    trainee.write(parts_of(target), tmp_path / "drafter", {})
-    scorer, _passes = load_spec_drafter(tmp_path / "drafter", target)
-    assert scorer.layers == layers
-    for row, place in ((0, 0), (0, 6), (1, 1), (2, 3)):
-        source = Source(tuple(SOURCES[row]))
-        request = request_of(OUTPUTS[row][: place + 1], None, VOCAB_SIZE, source=source)
-        target.add(request.key)
-        target.encode(request.key, source)
-        hidden = target.prefill(request.key, request.token_ids[:-1], layers)
-        if hidden:
-            scorer.keep(request, 0, hidden)
-        (expected,) = scorer.block([request.key], [scorer.pending(request)])
-        found, other = (
-            torch.stack([trainee.logits(each[row, place], 0) for each in outputs])
-            for outputs in (levels, without)
-        )
-        error = (found - expected).norm()
-        most = 0.25 * (other - expected).norm() if place else 0.05  # the first token has no state
-        assert error < most, (row, place)
 
 
 @torch.inference_mode()

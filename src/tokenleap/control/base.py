@@ -122,6 +122,10 @@ class Controller(ABC):
         made.setup()
         return made
 
+    resting = False
+    """Whether this step is one of several without drafts that were planned at once: the drafter is
+    not asked, and the controller learns nothing. The pass is not timed if all controllers rest."""
+
     def setup(self) -> None:  # noqa: B027
         """Create the controller's own state; the default has none."""
 

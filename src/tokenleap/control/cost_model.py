@@ -136,7 +136,8 @@ class _Resting(_ByCosts, ABC):
 
     def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
         rest = self._rest
-        if rest.goes_on(batch, rows):
+        self.resting = rest.goes_on(batch, rows)
+        if self.resting:
             return True
         if rest.taken:
             self.rest(rest.waiting, rest.taken)
@@ -593,13 +594,11 @@ class HybridModel(_Resting):
         self._found: PerRequest[tuple[Draft, list[int]]] = PerRequest()  # lookup, nodes that pay
         self._drafts: PerRequest[Draft] = PerRequest()  # trained draft, before grafts were cut
         self._clock = _Clock()
-        self._resting = False  # whether this step is one of a rest
 
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        self._resting = self._goes_on_resting(batch, rows)
-        if self._resting:
+        if self._goes_on_resting(batch, rows):
             return [NO_BUDGET] * len(batch)
         self._rows, self._found, self._drafts = rows, PerRequest(), PerRequest()
         budgets = self._lookups.budgets(batch, rows)
@@ -613,8 +612,6 @@ class HybridModel(_Resting):
     def choose(
         self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
     ) -> list[Budget]:
-        if self._resting:
-            return list(budgets)
         self._clock.lookups += self._clock.lap()
         rows = self._rows
         plan = self._lookups.plan(batch, found, rows)
@@ -653,8 +650,6 @@ class HybridModel(_Resting):
         return [row for row in rows if not plan.nodes.get(row) or gains[row] > plan.gains[row]]
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
-        if self._resting:
-            return list(drafts)
         self._clock.trained += self._clock.lap()
         trimmed = list(drafts)
         grafts: list[Offer] = []
@@ -690,8 +685,6 @@ class HybridModel(_Resting):
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
-        if self._resting:
-            return
         self._lookups.observe(outcomes, self._clock.lookups)
         trained = []
         for outcome in outcomes:

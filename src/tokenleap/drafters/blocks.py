@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from tokenleap.core.per_request import PerRequest
 from tokenleap.core.tree import TokenTree
-from tokenleap.drafters.heads.folder import check_tensors, read_tensors
 from tokenleap.drafters.models import OwnModel
 from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthPlan
@@ -238,16 +237,9 @@ class TokenTransitions:
         return torch.bmm(above.float(), below.float().transpose(1, 2))
 
 
-def save_matrix(matrix: Tensor, name: str, folder: Path) -> None:
-    """Write the only tensor of a file."""
-    save_file({MATRIX: matrix.detach().to("cpu", torch.bfloat16)}, folder / name)
-
-
-def read_matrix(path: Path, size: int) -> Tensor:
-    """[E, E] the only tensor of a file."""
-    tensors = read_tensors(path)
-    check_tensors(path, tensors, {MATRIX: torch.empty(size, size)}, "a Spec-Drafter")
-    return tensors[MATRIX]
+def save_transitions(transitions: Transitions, folder: Path) -> None:
+    matrix = transitions.matrix.detach().to("cpu", torch.bfloat16)
+    save_file({MATRIX: matrix}, folder / TRANSITIONS_FILE)
 
 
 class BlockScorer(OwnModel):

@@ -260,7 +260,7 @@ def build_spec_drafter(parts: DrafterParts) -> Drafter:
     quantization = parts.options.draft_quantization
     scorer, rows = load_spec_drafter(parts.model, parts.target, quantization)
     parts.share_memory(rows)
-    return _with_head(parts, scorer) if scorer.layers else _with_model(parts, scorer)
+    return _with_model(parts, scorer)
 
 
 def build_pass(parts: DrafterParts) -> Drafter:

@@ -75,6 +75,8 @@ class OwnModel(Scorer):
 
     def admit(self, requests: Sequence[Request], num_nodes: int) -> Sequence[Request]:
         """The oldest requests that fit into the model's memory."""
+        if self._model.slab.limit is None:
+            return requests
         seen = {request.key: len(self.seen(request)) for request in requests}
         held = {key: len(tokens) for key, tokens in self._cached.items()}
         missing = [seen[key] - held.get(key, 0) for key in seen]

@@ -106,6 +106,9 @@ class Chain(Shape):
     def positions(self, budget: Budget) -> int:
         return budget.chain
 
+    def level_sizes(self, limit: int) -> list[int]:
+        return [1] * limit
+
 
 class Widths(Shape):
     """Every node at depth d has `widths[d]` children.

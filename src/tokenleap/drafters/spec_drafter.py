@@ -10,19 +10,15 @@ new tokens and the masks; the masks see the text and one another, as in the pape
 `tokenleap train spec_drafter` writes the folder: a Hugging Face model with one token more than the
 target, the mask, and `transitions.safetensors` if there are `Transitions`. With a draft vocabulary,
 `draft_vocabulary.safetensors` has its tokens, and the output layer is cut to them when the drafter
-is loaded. `hidden_states.safetensors` has a matrix W if the target's hidden states are read: for
-each token the decoder begins with embedding + position + W h, where h is what the target has
-computed for the token before (0 for the first); for a mask, for the token before the last one. Its
-`config.json` says how many masks it was trained with, and whether the encoder is its own. If it is
-the target's, the folder has an encoder without layers, which is never run: the drafter's decoder
-reads what the target's encoder made of the source.
+is loaded. Its `config.json` says how many masks it was trained with, and whether the encoder is its
+own. If it is the target's, the folder has an encoder without layers, which is never run: the
+drafter's decoder reads what the target's encoder made of the source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,10 +30,11 @@ from transformers import PreTrainedModel
 
 from tokenleap import models
 from tokenleap.core.per_request import PerRequest
-from tokenleap.drafters.blocks import TRANSITIONS_FILE, BlockScorer, TokenTransitions, read_matrix
+from tokenleap.drafters.blocks import MATRIX, TRANSITIONS_FILE, BlockScorer, TokenTransitions
 from tokenleap.drafters.heads.folder import (
     CONFIG,
     Verifier,
+    check_tensors,
     draft_tokens,
     read_json,
     read_tensors,
@@ -45,7 +42,6 @@ from tokenleap.drafters.heads.folder import (
 )
 from tokenleap.drafters.heads.probe import check_target
 from tokenleap.drafters.heads.shipped import existing_folder
-from tokenleap.drafters.model_drafter import Committed, Head, Hidden
 from tokenleap.drafters.models import open_row
 from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.models.support import check_supported, context_length
@@ -60,8 +56,6 @@ _LONG = 15
 """From so many masks on, processors with AMX fill them faster in bfloat16 than in int8."""
 VOCABULARY_FILE, OFFSETS = "draft_vocabulary.safetensors", "d2t"
 """The file of a draft vocabulary, and its only tensor (see `draft_tokens`)."""
-STATES_FILE = "hidden_states.safetensors"
-"""The file of the matrix for the target's hidden states."""
 NOTES = "spec_drafter"
 """Where `SpecDrafterNotes` are among the notes on the training in `config.json`."""
 
@@ -73,7 +67,6 @@ class SpecDrafterNotes:
     Args:
         fewer_masks: whether it has learnt blocks of fewer masks, too. Then a block has as many as
             the draft has tokens.
-        hidden_states: whether it reads the target's.
         draft_vocab_size: tokens that it can draft; None for all.
     """
 
@@ -83,7 +76,6 @@ class SpecDrafterNotes:
     encoder: Literal["own", "target"] = "own"
     fewer_masks: bool = False
     transitions: bool = False
-    hidden_states: bool = False
     draft_vocab_size: Annotated[int, Gt(0)] | None = None
 
     def note(self) -> dict[str, Any]:
@@ -91,31 +83,12 @@ class SpecDrafterNotes:
         return {NOTES: asdict(self)}
 
 
-@dataclass
-class _NormedStates:
-    """The target's last hidden states after its final norm (see `Fuses`).
-
-    Args:
-        none: [1, E] the state before the first token.
-    """
-
-    layers: tuple[int, ...]
-    norm: nn.Module
-    none: Tensor
-
-    def __call__(self, hidden: Hidden) -> Tensor:
-        (layer,) = self.layers
-        states: Tensor = self.norm(hidden[layer])
-        return states
-
-
-class MaskScorer(BlockScorer, Head):
+class MaskScorer(BlockScorer):
     """A model whose passes fill blocks of masks (see `BlockScorer`).
 
     Args:
         encoder: rows of the model whose encoder it reads; None if the encoder is its own.
         token_ids: [Vd] the target's ids of the tokens that it can draft, ascending; None for all.
-        states: makes those that it reads of the target's; None if it reads none.
     """
 
     def __init__(
@@ -125,15 +98,10 @@ class MaskScorer(BlockScorer, Head):
         encoder: SourceRows | None = None,
         transitions: TokenTransitions | None = None,
         token_ids: Tensor | None = None,
-        states: _NormedStates | None = None,
     ) -> None:
         super().__init__(model)
         self._notes, self._encoder, self.transitions = notes, encoder, transitions
         self.token_ids = token_ids
-        self.layers = () if states is None else states.layers
-        self._no_state = None if states is None else states.none
-        # Of each committed token but the last.
-        self._states = None if states is None else PerRequest(partial(Committed, states))
         self.prepare_blocks(notes.num_masks)
         self._masks = PerRequest[int]()  # of the next block
 
@@ -156,40 +124,8 @@ class MaskScorer(BlockScorer, Head):
     def block(self, keys: Sequence[int], pending: Sequence[Sequence[int]]) -> list[Tensor]:
         """See `BlockScorer.block`: as many masks as in training, if they fit."""
         masks = [self._masks[key] for key in keys]
-        states = None
-        if self._states is not None:
-            states = [
-                self._block_states(self._states[key], len(tokens), count)
-                for key, tokens, count in zip(keys, pending, masks, strict=True)
-            ]
-        found = self._model.fill(keys, pending, masks, self._notes.mask_token_id, states)
+        found = self._model.fill(keys, pending, masks, self._notes.mask_token_id)
         return [logits[:, : self._notes.vocab_size] for logits in found]
-
-    def _block_states(self, known: Committed, pending: int, masks: int) -> Tensor:
-        """[pending + masks, E] the states beside the last tokens, and masks after them."""
-        before = self._states_before(known, len(known) + 1 - pending, len(known) + 1)
-        return torch.cat([before, before[-1:].expand(masks, -1)])
-
-    def _states_before(self, known: Committed, start: int, stop: int) -> Tensor:
-        """[n, E] of the token before each of those from `start` on."""
-        if start:
-            return known[start - 1 : stop - 1]
-        assert self._no_state is not None
-        return torch.cat([self._no_state, known[: stop - 1]]) if stop > 1 else self._no_state
-
-    def _prefill(self, request: Request, start: int, stop: int) -> None:
-        states = None
-        if self._states is not None:
-            states = self._states_before(self._states[request.key], start, stop)
-        self._model.prefill(request.key, self.seen(request)[start:stop], states=states)
-
-    def keep(self, request: Request, start: int, hidden: Hidden) -> None:
-        assert self._states is not None, "it has asked for hidden states"
-        self._states[request.key].keep(start, hidden)
-
-    def rewind(self, request: Request) -> None:
-        assert self._states is not None, "it has asked for hidden states"
-        self._states[request.key].cut(len(request.token_ids) - 1)
 
 
 def load_spec_drafter(
@@ -215,22 +151,16 @@ def load_spec_drafter(
     transitions = None
     if notes.transitions:
         rows = model.get_output_embeddings().weight.detach()[: notes.vocab_size]
-        matrix = read_matrix(folder / TRANSITIONS_FILE, rows.shape[1])
-        transitions = TokenTransitions(matrix.to(rows.device), rows)
-    states = None
-    if notes.hidden_states:
-        size = model.get_output_embeddings().weight.shape[1]
-        model.get_decoder().embed_states = layer = _embed_states(folder, size, target)
-        states = _normed_states(target, layer.weight[:1])
+        transitions = _transitions(folder / TRANSITIONS_FILE, rows)
     network = network_for(model, _quantization(model, notes, target, quantization), target.runtime)
     passes = Passes(network, length, target.dtype, target.device)
     _check_tokens(folder, passes, notes, target)
-    passes.allocate(None if states is None else states.none)
+    passes.allocate()
     check_target(folder, Verifier(str(given.get("target", "another model"))), given, target)
     if notes.encoder == "own":
-        return MaskScorer(passes, notes, None, transitions, token_ids, states), passes
+        return MaskScorer(passes, notes, None, transitions, token_ids), passes
     assert target.source_network is not None, "the strategy has checked this"
-    scorer = MaskScorer(passes, notes, target, transitions, token_ids, states)
+    scorer = MaskScorer(passes, notes, target, transitions, token_ids)
     target.source_network.encoder_readers.add(scorer)
     return scorer, passes
 
@@ -249,23 +179,12 @@ def _quantization(
     return target.quantization or ("int8" if faster else None)
 
 
-def _embed_states(folder: Path, size: int, target: Target) -> nn.Linear:
-    """What a decoder of this width adds to its embeddings of the target's states."""
-    if size != target.hidden_size:
-        raise CompatibilityError(
-            f"{folder}: this drafter reads hidden states of width {size}, and those of this target "
-            f"have {target.hidden_size}: train one for this model."
-        )
-    layer = nn.Linear(size, size, bias=False, device="meta")
-    matrix = read_matrix(folder / STATES_FILE, size).to(target.device, target.dtype)
-    layer.weight = nn.Parameter(matrix, requires_grad=False)
-    return layer
-
-
-def _normed_states(target: Target, like: Tensor) -> _NormedStates:
-    assert target.final_norm is not None, "those of encoder-decoders are known"
-    layers = (target.network.num_layers,)
-    return _NormedStates(layers, target.final_norm, torch.zeros_like(like))
+def _transitions(path: Path, rows: Tensor) -> TokenTransitions:
+    """Those of a file, for a drafter whose output layer has these rows [V, E]."""
+    size = rows.shape[1]
+    tensors = read_tensors(path)
+    check_tensors(path, tensors, {MATRIX: rows.new_empty(size, size)}, "a Spec-Drafter")
+    return TokenTransitions(tensors[MATRIX].to(rows.device), rows)
 
 
 def save_vocabulary(tokens: Tensor, folder: Path) -> None:

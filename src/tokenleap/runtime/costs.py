@@ -111,10 +111,9 @@ class CostCurve:
             self._seconds = [scale * each for each in self._seconds]
             self._row *= scale
         x, y = self._parts(positions, rows)
+        if not y:
+            self.settle()
         aa, ab, bb = self._covariance
-        if self.measured and not y:
-            self._b += _RETURN * (min(self._a, 1.0) - self._b)
-            ab, bb = (1 - _RETURN) * ab, (1 - _RETURN) ** 2 * bb
         aa, bb = _drifted(aa, self._a), _drifted(bb, self._b)
         expected = self._a * x + self._b * y
         noise = (_NOISE * expected) ** 2
@@ -132,6 +131,13 @@ class CostCurve:
             ab - shared_a * shared_b / variance,
             bb - shared_b * shared_b / variance,
         )
+
+    def settle(self) -> None:
+        """Believe a little less of what drafts seemed to add: after a pass without any."""
+        if self.measured:
+            aa, ab, bb = self._covariance
+            self._b += _RETURN * (min(self._a, 1.0) - self._b)
+            self._covariance = (aa, (1 - _RETURN) * ab, (1 - _RETURN) ** 2 * bb)
 
     def __call__(self, positions: float, rows: int = 1) -> float:
         """Expected seconds of a pass over this many nodes, roots included, in this many rows."""

@@ -354,20 +354,18 @@ class Passes(SourceRows):
         pending: Sequence[Sequence[int]],
         num_masks: Sequence[int],
         mask_token: int,
-        states: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """One pass over the pending tokens of each row and a block of masks after them.
 
         Every mask sees the committed tokens, the pending ones, and all masks of its row. The KV of
-        masks must not be committed. `states` per row are those of pending tokens and masks, for a
-        drafter that reads them. Returns per row the logits [num_masks, V], valid until the next
+        masks must not be committed. Returns per row the logits [num_masks, V], valid until the next
         pass.
         """
         nodes = [
             masked_nodes(tokens, mask_token, count, self.cached(key))
             for key, tokens, count in zip(keys, pending, num_masks, strict=True)
         ]
-        outputs = self._forward(keys, nodes, Need(last=max(num_masks)), states)
+        outputs = self._forward(keys, nodes, Need(last=max(num_masks)), None)
         return [out.scores[-count:] for out, count in zip(outputs, num_masks, strict=True)]
 
     @torch.inference_mode()

@@ -4,9 +4,8 @@
 
 for a prefix of p tokens, drawn uniformly for each text and step, and k masks after it, which are
 predicted at once. Labels end with the text; masks after it learn nothing. The loss is smoothed.
-Beyond the paper, a step can learn from several prefixes of a text, each with masks of its own. With
-`Transitions`, y_(p + j - 1) is given, too; with `hidden_states`, what the target computed before
-y_p.
+Beyond the paper, a step can learn from several prefixes of a text, each with masks of its own, and
+with `Transitions`, y_(p + j - 1) is given, too.
 
 Training glances (GLAT, Qian et al., arXiv 2008.07905): of the masks, as many as a share of those
 that were wrong in a first pass, drawn at random, get their label in place of the mask and leave
@@ -32,13 +31,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel
 
-from tokenleap.drafters.blocks import TRANSITIONS_FILE, Transitions, save_matrix
-from tokenleap.drafters.heads.state_net import normed
-from tokenleap.drafters.spec_drafter import STATES_FILE, SpecDrafterNotes, save_vocabulary
+from tokenleap.drafters.blocks import Transitions, save_transitions
+from tokenleap.drafters.spec_drafter import SpecDrafterNotes, save_vocabulary
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.runtime.seq2seq.structure import position_table
 from tokenleap.training.distill import output_layer, write_lm
-from tokenleap.training.features import Batch, dequantize
+from tokenleap.training.features import Batch
 from tokenleap.training.method import Plan, TrainingMethod, TrainingSettings
 from tokenleap.training.trainee import LOSSES, HeadParts, Learnt, Trainee, block_mask
 
@@ -77,9 +75,6 @@ class SpecDrafterTraining(TrainingMethod):
             less time.
         transitions: whether a token of a draft also depends on the one before it, see
             `Transitions`. In the paper it does not.
-        hidden_states: whether it also reads the target's hidden states, as EAGLE heads do: each
-            token brings that of the token before it, and each mask that of the token before the
-            last one. It needs the target's width.
         prefixes: how many prefixes of a text a step learns from, each with a block of its own; the
             paper's is one. A text teaches more with more of them, and is computed once for all.
             With `fewer_masks`, there are more of them where blocks are shorter: a text always has
@@ -104,19 +99,17 @@ class SpecDrafterTraining(TrainingMethod):
     label_smoothing: _Share = 0.1
     fewer_masks: bool = False
     transitions: bool = False
-    hidden_states: bool = False
     prefixes: Annotated[int, Ge(1), Le(256)] = 1
     glancing: tuple[_Share, _Share] = (0.5, 0.3)
     draft_vocab_size: Annotated[int, Ge(1)] | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        for name in ("from_target", "hidden_states"):
-            if getattr(self, name) and self.halved:
-                raise ValueError(
-                    f"{name}: needs the target's widths, and sizes below {_HALVED_BELOW} halve "
-                    "them: raise size and lower max_steps, or set it to false."
-                )
+        if self.from_target and self.halved:
+            raise ValueError(
+                f"from_target: needs the target's widths, and sizes below {_HALVED_BELOW} halve "
+                "them: raise size and lower max_steps, or set it to false."
+            )
         return self
 
     @property
@@ -132,9 +125,6 @@ class SpecDrafterTraining(TrainingMethod):
             served_tokens=self.num_masks,
             draft_vocab_size=self.draft_vocab_size,
         )
-
-    def read_layers(self, num_layers: int) -> tuple[int, ...]:
-        return (num_layers,) if self.hidden_states else ()
 
     def adapted(self, settings: TrainingSettings) -> TrainingSettings:
         """The published values, scaled by `size`."""
@@ -182,11 +172,9 @@ class SpecDrafterTraining(TrainingMethod):
             self.encoder,
             fewer_masks=self.fewer_masks,
             transitions=self.transitions,
-            hidden_states=self.hidden_states,
             draft_vocab_size=None if self.draft_vocab_size is None else len(parts.draft_tokens),
         )
-        norm = parts.norm_for(self.name) if self.hidden_states else None
-        return SpecDrafterTrainee(lm, notes, self, norm)
+        return SpecDrafterTrainee(lm, notes, self)
 
 
 # The networks of Spec-Drafters: encoder-decoders with a token for masks.
@@ -333,23 +321,15 @@ class SpecDrafterTrainee(Trainee):
     keeps_logits: ClassVar[bool] = False
 
     def __init__(
-        self,
-        lm: PreTrainedModel,
-        notes: SpecDrafterNotes,
-        options: SpecDrafterTraining,
-        norm: nn.Module | None,
+        self, lm: PreTrainedModel, notes: SpecDrafterNotes, options: SpecDrafterTraining
     ) -> None:
         vocabulary = torch.arange(notes.vocab_size)
         super().__init__(vocabulary, notes.vocab_size, LOSSES["ce"], notes.num_masks)
         self._lm = [lm]  # in a list: its embedding has several names, and a checkpoint needs one
         self.weights = nn.ParameterList(lm.parameters())
-        size = output_layer(lm).weight.shape[1]
-        self.transitions = Transitions(size) if notes.transitions else None
-        self.of_states: nn.Linear | None = None
-        if notes.hidden_states:
-            self.of_states = nn.Linear(size, size, bias=False)
-            nn.init.zeros_(self.of_states.weight)
-        self._norm = [norm]  # in a list, so that its weights are not those of this module
+        self.transitions = (
+            Transitions(output_layer(lm).weight.shape[1]) if notes.transitions else None
+        )
         self.tables = [each.weight for each in lm.modules() if isinstance(each, nn.Embedding)]
         self.notes, self._options = notes, options
 
@@ -382,10 +362,10 @@ class SpecDrafterTrainee(Trainee):
         rows = mask_rows(batch.tokens, prefixes, count, self.notes.mask_token_id)
         labels = _tokens_at(batch, rows.places)
         valid = drawn[..., None] & (rows.places <= batch.lengths[:, None, None])  # in the text
-        source, before = self._encoded(batch), self._before(batch)
+        source = self._encoded(batch)
         with torch.no_grad():
             right = torch.zeros_like(valid)
-            states = self._states(rows, source, before, valid, batch)
+            states = self._states(rows, source, valid, batch)
             right[valid] = torch.cat(
                 [
                     _are_best(self.logits(part, 0), wanted)
@@ -395,7 +375,7 @@ class SpecDrafterTrainee(Trainee):
             wrong = (valid & ~right).sum(-1)
             shown = some_of(valid, (self.shown * wrong).long())
         learnt = valid & ~shown
-        states = self._states(rows.showing(shown, labels), source, before, learnt, batch)
+        states = self._states(rows.showing(shown, labels), source, learnt, batch)
         loss = self._mean_loss(states, labels[learnt])
         return Learnt(loss[None], right[:, None, :, 0], valid[..., 0].sum()[None])
 
@@ -420,15 +400,10 @@ class SpecDrafterTrainee(Trainee):
         return list(zip(torch.split(states, size), torch.split(labels, size), strict=True))
 
     def _states(
-        self,
-        rows: MaskRows,
-        source: tuple[Tensor, Tensor],
-        before: Tensor | None,
-        chosen: Tensor,
-        batch: Batch,
+        self, rows: MaskRows, source: tuple[Tensor, Tensor], chosen: Tensor, batch: Batch
     ) -> Tensor:
         """[N, E] what `logits` reads at those masks [R, P, k] that are chosen."""
-        states = mask_states(self.lm, rows, *source, self._added(rows, before))[chosen]
+        states = mask_states(self.lm, rows, *source)[chosen]
         if self.transitions is not None:
             before = _tokens_at(batch, rows.places - 1)
             added = self.transitions(self._rows(before[chosen]))
@@ -436,33 +411,11 @@ class SpecDrafterTrainee(Trainee):
             states = states + added.masked_fill(first[chosen][:, None], 0)
         return states
 
-    def _before(self, batch: Batch) -> Tensor | None:
-        """[B, T + 1, E] the target's normalised state of the token before each; 0 for the first.
-
-        None if they are not read.
-        """
-        if self.of_states is None:
-            return None
-        hidden = dequantize(batch.hidden, batch.scales).squeeze(2)  # of the only layer
-        (norm,) = self._norm
-        assert norm is not None
-        with torch.no_grad():
-            return F.pad(normed(norm, hidden), (0, 0, 1, 0))
-
-    def _added(self, rows: MaskRows, before: Tensor | None) -> Tensor | None:
-        """[R, W, E] what the states of `_before` add to the embeddings."""
-        if before is None:
-            return None
-        assert self.of_states is not None
-        found: Tensor = self.of_states(before)
-        return found.gather(1, rows.roots[..., None].expand(-1, -1, found.shape[-1]))
-
     def _rows(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, output_layer(self.lm).weight)
 
     def outputs(self, batch: Batch, num_levels: int) -> Iterator[Tensor]:
         states, mask = self._encoded(batch)
-        before = self._before(batch)
         rows, places = batch.levels.valid[:, 0].nonzero(as_tuple=True)
         prefixes = batch.roots[rows, places] + 1
         size = max(1, _PLACES // (batch.tokens.shape[1] + self.notes.num_masks))
@@ -474,8 +427,7 @@ class SpecDrafterTrainee(Trainee):
             blocks = mask_rows(
                 batch.tokens[row], prefix[:, None], self.notes.num_masks, self.notes.mask_token_id
             )
-            added = self._added(blocks, None if before is None else before[row])
-            filled = mask_states(self.lm, blocks, states[row], mask[row], added)[:, 0]
+            filled = mask_states(self.lm, blocks, states[row], mask[row])[:, 0]
             found[row, place] = filled[:, :num_levels].to(found.dtype)
         for level in range(num_levels):
             states = found[:, :, level]
@@ -496,9 +448,7 @@ class SpecDrafterTrainee(Trainee):
     def write(self, parts: HeadParts, folder: Path, notes: Mapping[str, Any]) -> None:
         more: list[Callable[[Path], None]] = []
         if self.transitions is not None:
-            more.append(partial(save_matrix, self.transitions.matrix, TRANSITIONS_FILE))
-        if self.of_states is not None:
-            more.append(partial(save_matrix, self.of_states.weight, STATES_FILE))
+            more.append(partial(save_transitions, self.transitions))
         if self.notes.draft_vocab_size is not None:
             more.append(partial(save_vocabulary, parts.draft_tokens))
         write_lm(self.lm, parts.name, folder, {**self.notes.note(), **notes}, more)
@@ -569,14 +519,12 @@ class MaskRows(NamedTuple):
         positions: [R, W] those of masks continue after their prefix.
         sees: [R, 1, W, W] which columns each column sees.
         places: [R, P, k] the places in the text that masks stand for.
-        roots: [R, W] the last token of the text that each column knows.
     """
 
     tokens: Tensor
     positions: Tensor
     sees: Tensor
     places: Tensor
-    roots: Tensor
 
     def showing(self, shown: Tensor, labels: Tensor) -> MaskRows:
         """The same with `labels` [R, P, k] in place of the masks that are `shown`."""
@@ -603,22 +551,18 @@ def mask_rows(tokens: Tensor, prefixes: Tensor, count: int, mask_token_id: int) 
         torch.cat([own.expand(rows, -1), places.flatten(1)], 1),
         block_mask(prefixes, size, count, causal=False),
         places,
-        torch.cat([own.expand(rows, -1), (prefixes - 1).repeat_interleave(count, 1)], 1),
     )
 
 
-def mask_states(
-    lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor, added: Tensor | None = None
-) -> Tensor:
+def mask_states(lm: Any, rows: MaskRows, encoded: Tensor, source_mask: Tensor) -> Tensor:
     """[R, P, k, E] the states of all masks.
 
     Args:
         encoded: [R, S, E] what an encoder made of the sources.
         source_mask: [R, S] where they are.
-        added: [R, W, E] to the embeddings of all columns.
     """
     decoder = lm.get_decoder()
-    with _at_positions(lm, decoder, rows, added):
+    with _at_positions(lm, decoder, rows):
         hidden: Tensor = decoder(
             input_ids=rows.tokens,
             attention_mask=_additive_mask(rows.sees),
@@ -639,8 +583,8 @@ def _additive_mask(sees: Tensor) -> Tensor:
 
 
 @contextmanager
-def _at_positions(lm: Any, decoder: Any, rows: MaskRows, added: Tensor | None) -> Iterator[None]:
-    """Within it, the decoder's tokens are at the positions of these rows, and get what is added.
+def _at_positions(lm: Any, decoder: Any, rows: MaskRows) -> Iterator[None]:
+    """Within it, the decoder's tokens are at the positions of these rows.
 
     Its own forward pass counts columns, and takes no positions.
     """
@@ -648,8 +592,6 @@ def _at_positions(lm: Any, decoder: Any, rows: MaskRows, added: Tensor | None) -
     found = F.embedding(rows.positions, position_table(lm, module))
     if not isinstance(module, nn.Embedding):  # M2M100's: padding has none
         found = found.masked_fill((rows.tokens == module.padding_idx)[..., None], 0)
-    if added is not None:
-        found = found + added
     module.forward = lambda *_given, **_named: found
     try:
         yield

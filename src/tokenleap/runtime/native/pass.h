@@ -56,8 +56,7 @@ struct Decoder {
     int32_t norm_output;           // whether hidden states after the last layer are normalised; an encoder's are, too
     Norm embedding_norm;           // of an encoder-decoder, too: of what the stream begins with
     const float* state_norm;
-    // Or a head's stream begins with this layer of embedding and state, as they are (EAGLE-1). With as many inputs as
-    // the stream is wide, it is of the state alone, and added to embedding and position. Null weight if not.
+    // Or a head's stream begins with this layer of embedding and state, as they are (EAGLE-1). Null weight if not.
     Linear mix;
 };
 

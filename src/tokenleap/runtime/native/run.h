@@ -72,12 +72,11 @@ public:
         team_.each(id, [&](int part) {
             share(p_.nodes, part, [&](int node) {
                 if (joint()) join(node);
-                else if (d_.mix.weight && !adds_states()) pair(node);
+                else if (d_.mix.weight) pair(node);
                 else begin_stream(node);
             });
         });
-        if (adds_states()) add_states(id);
-        else if (d_.mix.weight) mix(id);
+        if (d_.mix.weight) mix(id);
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
             keep_hidden(i, id);
@@ -166,22 +165,7 @@ private:
             for (int i = 0; i < d_.hidden_size; i += LANES)
                 store(stream + i, load<f32x16>(stream + i) + load<f32x16>(added + i));
         }
-        if (!adds_states()) return normalise_embedded(node);
-        float x[MOST_HIDDEN_SIZE];
-        widen_row(p_.states, node, d_.hidden_size, d_.is_bf16, x);
-        encode(d_.mix, x, normed_ + node * row_bytes(d_.mix), 0, d_.hidden_size);
-    }
-
-    void normalise_embedded(int node) {
-        float* stream = stream_ + (long)node * d_.hidden_size;
         if (d_.embedding_norm.weight) normalise_row(stream, d_.embedding_norm, d_.epsilon, d_.hidden_size, stream);
-    }
-
-    bool adds_states() const { return d_.mix.weight && d_.mix.inputs == d_.hidden_size; }
-
-    void add_states(int id) {
-        add_product(d_.mix, normed_, nullptr, id);
-        team_.each(id, [&](int part) { share(p_.nodes, part, [&](int node) { normalise_embedded(node); }); });
     }
 
     bool joint() const { return d_.state_norm != nullptr; }

@@ -281,14 +281,7 @@ class _Packing:
         assert scale is not None
         learnt = self._parts.embedding_scale  # what the embedding does itself is in learnt rows
         angles = AngleTables((), 0)
-        return DecoderParts(
-            self._decoder(scale),
-            layers,
-            self._kept,
-            angles,
-            reads_states=self._parts.embed_states is not None,
-            learnt_scale=learnt,
-        )
+        return DecoderParts(self._decoder(scale), layers, self._kept, angles, learnt_scale=learnt)
 
     def _decoder(self, scale: float) -> CDecoder:
         parts = self._parts
@@ -318,7 +311,6 @@ class _Packing:
             ungated=len(first.up) == 1,
             norms_sums=not parts.norm_first,
             embedding_norm=self._norm(parts.embedding_norm),
-            mix=CLinear() if parts.embed_states is None else self._linears(parts.embed_states),
             **self._positions(),
             **self._output(),
         )

@@ -300,8 +300,6 @@ class Seq2SeqNetwork(Layers, EncoderSide):
         self.least_nodes = kind.LEAST_ROWS
         self._embedding, self._scale = parts.embedding, parts.embedding_scale
         self._embedding_norm = parts.embedding_norm
-        states = parts.embed_states
-        self._embed_states = None if states is None else _joint((states,), kind)
         self._positions = parts.positions
         self._norm_first, self._final_norm = parts.norm_first, parts.final_norm
         first = parts.layers[0]
@@ -340,8 +338,6 @@ class Seq2SeqNetwork(Layers, EncoderSide):
         positions = self._positions.embedding(inputs)
         if positions is not None:
             x = x + positions
-        if self._embed_states is not None:
-            x = x + self._embed_states(inputs.states_of_nodes)
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
     def _masks(self, inputs: PassInputs) -> Tensor:

@@ -150,7 +150,6 @@ class Stack:
     embedding: nn.Module
     embedding_scale: float
     embedding_norm: nn.Module | None
-    embed_states: nn.Linear | None  # of a drafter that reads states: added to the embeddings
     positions: Positions
     norm_first: bool  # sublayers' norms precede them, or follow the residual sum
     final_norm: nn.Module
@@ -236,7 +235,6 @@ def _named_stack(model: Any, stack: Any) -> dict[str, Any]:
         "embedding": stack.embed_tokens,
         "embedding_scale": float(getattr(stack, "embed_scale", 1.0)) if scales else 1.0,
         "embedding_norm": getattr(stack, "layernorm_embedding", None),
-        "embed_states": getattr(stack, "embed_states", None),
         "positions": _table(model, stack.embed_positions),
         "norm_first": final_norm is not None,
         "final_norm": nn.Identity() if final_norm is None else final_norm,
@@ -320,7 +318,6 @@ def _listed_stack(stack: Any) -> dict[str, Any]:
         "embedding": stack.embed_tokens,
         "embedding_scale": 1.0,
         "embedding_norm": None,
-        "embed_states": None,
         "norm_first": True,
         "final_norm": stack.final_layer_norm,
     }
