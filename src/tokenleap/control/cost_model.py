@@ -346,6 +346,10 @@ class CostModel(_Resting):
         self._estimates.release(request)
 
 
+_LONGEST_REST = 15
+"""Most steps in a row in which nothing is planned, because nothing paid in the step before: a plan
+takes a few percent of a pass."""
+
 _POLLING = 0.002
 """Share of the time that may go into polling requests whose lookups do not pay."""
 
@@ -394,7 +398,7 @@ class LookupPlan:
         return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
 
 
-class LookupModel(_ByCosts):
+class LookupModel(_Resting):
     """Cuts drafts of at most `num_speculative_tokens` looked-up tokens to those that pay.
 
     A lookup takes little time, and how it found a token tells how likely that token is right. So
@@ -409,6 +413,7 @@ class LookupModel(_ByCosts):
     """
 
     def setup(self) -> None:
+        super().setup()
         self._states = PerRequest[_State]()
         self._rates = AcceptanceRates()
         self._gain = _FIRST_GAIN  # of new requests' lookups
@@ -422,6 +427,14 @@ class LookupModel(_ByCosts):
         self._asked = PerRequest[_State]()  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        if self._goes_on_resting(batch, rows):
+            return [NO_BUDGET] * len(batch)
+        budgets = self.ask(batch, rows)
+        self._rest = Rest.of(batch, rows, (), min(self.idle_steps(), _LONGEST_REST))
+        return budgets
+
+    def ask(self, batch: Sequence[Request], rows: int) -> list[Budget]:
+        """Choose for whom to look up in this step."""
         self._asked, self._planning = PerRequest(), 0.0
         budgets = [NO_BUDGET] * len(batch)
         if not self.costs:  # a pass has to be timed first
@@ -448,8 +461,7 @@ class LookupModel(_ByCosts):
             return 0
         return max(0, math.ceil(self._next_poll - self._step) - 1)
 
-    def rest(self, steps: int) -> None:
-        """Record steps in which it was not asked."""
+    def rest(self, waiting: Sequence[int], steps: int) -> None:
         self._step += steps
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
@@ -538,11 +550,6 @@ _MOST_ROWS = 4
 bound by computing: trained drafts then cost more than they bring (docs/results.md)."""
 
 
-_LONGEST_REST = 15
-"""Most steps in a row in which nothing is planned, because nothing paid in the step before: a plan
-takes a few percent of a pass."""
-
-
 @dataclass
 class _Clock:
     """Seconds of this step's lookups and trained drafts, from one call of a method to the next."""
@@ -601,12 +608,12 @@ class HybridModel(_Resting):
         if self._goes_on_resting(batch, rows):
             return [NO_BUDGET] * len(batch)
         self._rows, self._found, self._drafts = rows, PerRequest(), PerRequest()
-        budgets = self._lookups.budgets(batch, rows)
+        budgets = self._lookups.ask(batch, rows)
         self._clock = _Clock(since=clock.now())
         return budgets
 
     def rest(self, waiting: Sequence[int], steps: int) -> None:
-        self._lookups.rest(steps)
+        self._lookups.rest((), steps)
         self._trained.rest(waiting, steps)
 
     def choose(
