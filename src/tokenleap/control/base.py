@@ -88,6 +88,9 @@ class Controller(ABC):
     summary: ClassVar[str]
     needs_costs: ClassVar[bool] = False
     """Whether it chooses by the cost of target passes."""
+    resting: bool = False
+    """Whether this step is one of several without drafts that were planned at once: the drafter is
+    not asked, and the controller learns nothing. The pass is not timed if all controllers rest."""
 
     def __init__(
         self,
@@ -121,10 +124,6 @@ class Controller(ABC):
         made.at_once, made.stops_early = at_once, stops_early
         made.setup()
         return made
-
-    resting = False
-    """Whether this step is one of several without drafts that were planned at once: the drafter is
-    not asked, and the controller learns nothing. The pass is not timed if all controllers rest."""
 
     def setup(self) -> None:  # noqa: B027
         """Create the controller's own state; the default has none."""

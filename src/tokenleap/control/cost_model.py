@@ -347,8 +347,8 @@ class CostModel(_Resting):
 
 
 _LONGEST_REST = 15
-"""Most steps in a row in which nothing is planned, because nothing paid in the step before: a plan
-takes a few percent of a pass."""
+"""Most steps in a row in which nothing is looked up or planned, because nothing paid in the step
+before: that takes a few percent of a pass."""
 
 _POLLING = 0.002
 """Share of the time that may go into polling requests whose lookups do not pay."""
