@@ -390,6 +390,8 @@ def train_autoregressive(out: Path, options: TargetOptions, steps: int) -> None:
         return
     set_seed(0)
     share_answers(folder.parent, AUTOREGRESSIVE)
+    if not TrainingFolder(folder).conversations("train").exists():
+        raise BenchmarkError(f"{AUTOREGRESSIVE} learns a Spec-Drafter's answers: train one first.")
     shutil.copytree(out / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
     target = MarianMTModel.from_pretrained(out / "target")
     config = deepcopy(target.config)

@@ -284,8 +284,10 @@ def test_the_autoregressive_draft_model_learns_the_answers(trained: Path, tmp_pa
         file = ConversationFile(written.conversations(part))
         written.conversations(part).parent.mkdir(parents=True, exist_ok=True)
         file.append([Conversation(tokens, ((1, 12),), source=(30, 31, 2))] * 8)
-    written.report.write_text("{}")
     options = DrafterOptions(shapes=(), heads=(), autoregressive_steps=4)
+    with pytest.raises(BenchmarkError, match="train one first"):
+        train_drafters(tmp_path, options, OPTIONS)
+    written.report.write_text("{}")
     train_drafters(tmp_path, options, OPTIONS)
     drafters = drafters_in(tmp_path, options)
     assert list(drafters) == [AUTOREGRESSIVE]
