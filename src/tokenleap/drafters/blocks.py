@@ -146,7 +146,7 @@ def product_chain(
     ids = tokens[:count]
     if token_ids is not None:
         ids = token_ids[list(ids)].tolist()
-    return GrownTree(ids, range(-1, count - 1), probabilities[:count])
+    return GrownTree(ids, [*range(-1, count - 1)], probabilities[:count])
 
 
 def _grown(
