@@ -49,7 +49,6 @@ from tokenleap.training.features import BatchSampler
 from tokenleap.training.run import TrainingFolder
 from tokenleap.training.spec_drafter import copy_target
 
-_PARTS = ("train", "dev")
 _Examples: TypeAlias = "list[dict[str, list[int]]]"
 
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -173,7 +172,7 @@ def train_target(folder: Path, options: TargetOptions, steps: int, seed: int = 0
 def _train(folder: Path, options: TargetOptions, steps: int, seed: int) -> None:
     set_seed(seed)
     tokenizer = _vocabulary(folder, options)
-    train, dev = (_encoded(tokenizer, folder / f"data/{part}", options) for part in _PARTS)
+    train, dev = (_encoded(tokenizer, folder / "data" / name, options) for name in ("train", "dev"))
     model = new_target(options, len(tokenizer))
     _learn(model, tokenizer, (train, dev), folder, options, steps, seed)
 

@@ -430,7 +430,8 @@ class LookupModel(_Resting):
         if self._goes_on_resting(batch, rows):
             return [NO_BUDGET] * len(batch)
         budgets = self.ask(batch, rows)
-        self._rest = Rest.of(batch, rows, (), min(self.idle_steps(), _LONGEST_REST))
+        if steps := self.idle_steps():
+            self._rest = Rest.of(batch, rows, (), min(steps, _LONGEST_REST))
         return budgets
 
     def ask(self, batch: Sequence[Request], rows: int) -> list[Budget]:
