@@ -14,6 +14,7 @@ from tests.control.worlds import (
     measured,
     outcome,
     request_of,
+    steep,
 )
 from tokenleap.analysis import expected_tokens
 from tokenleap.control import CostCurve
@@ -196,3 +197,21 @@ def test_the_first_measurement_is_not_spoilt_by_newcomers() -> None:
     assert seen == [[4], [4, 0], [4, 4], [4, 4]]
     assert not model._estimates.drafting.bound
     assert model._estimates.level_seconds == pytest.approx(0.001, rel=0.05)
+
+
+def test_steps_without_drafts_go_on_when_requests_end_but_not_when_others_come() -> None:
+    model, batch = CostModel(4, costs=measured(steep)), [request_of() for _ in range(4)]
+    for _ in range(40):
+        budgets = model.budgets(batch, 4)
+        outcomes = [
+            outcome(request, [1] * budget.chain, 0)
+            for request, budget in zip(batch, budgets, strict=True)
+        ]
+        learn(model, outcomes, 0.0, steep(4 + sum(budget.chain for budget in budgets)))
+        if model.resting:
+            break
+    assert model.resting
+    model.budgets(batch[1:], 3)
+    assert model.resting
+    model.budgets([*batch[1:], request_of()], 4)
+    assert not model.resting

@@ -11,7 +11,7 @@ from tokenleap import SamplingParams
 from tokenleap.control import CostCurve
 from tokenleap.control.cost_model import CostModel
 from tokenleap.control.estimates import DeeperLevels, DraftingCosts, OutputLengths, reading
-from tokenleap.control.planner import Expected
+from tokenleap.control.planner import Expected, Plan
 from tokenleap.core.references import Source
 from tokenleap.request import Request
 
@@ -174,14 +174,37 @@ def test_reading_is_told_apart_from_levels() -> None:
     assert costs.token == pytest.approx(0.05)
 
 
-def test_planning_counts_as_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = count(step=0.25 * PASS)  # four readings: the plan's time, and that of all planning
+def test_planning_and_learning_count_as_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(step=0.25 * PASS)  # four readings: a plan's time, all planning's, and learning's
     monkeypatch.setattr("tokenleap.core.clock.now", lambda: next(clock))
     model, request = model_of(), request_of()
     for _ in range(2):
         assert model.budgets([request], 1)[0].depth
         learn(model, [outcome(request, [1], 1)], 0.5 * PASS, PASS)
-    assert model._estimates.drafting.level == pytest.approx(0.5 + 3 * 0.25, rel=0.05)
+    assert model._estimates.drafting.level == pytest.approx(0.5 + 4 * 0.25, rel=0.05)
+
+
+@pytest.mark.parametrize(("share", "plans"), [(0.02, 60), (0.1, 20), (0.3, 7)])
+def test_where_planning_takes_long_several_steps_have_the_same_budgets(
+    share: float, plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans then take three percent of the time of passes and drafts."""
+    model, request, made = model_of(), request_of(max_tokens=8 * 60 + 5), 0
+
+    def best_plan(*args: object) -> Plan:
+        nonlocal made
+        made += 1
+        return CostModel._best_plan(model, *args)  # type: ignore[arg-type]
+
+    clock = count(step=share * PASS / 3)  # planning is three of its readings
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: next(clock))
+    monkeypatch.setattr(model, "_best_plan", best_plan)
+    for left in range(60, 0, -1):
+        (budget,) = model.budgets([request], 1)
+        assert 0 < budget.depth <= request.remaining - 1
+        learn(model, [outcome(request, [1] * budget.depth, budget.depth)], 0.0, 1.05 * PASS)
+        request.token_ids += [0] * (request.remaining - 8 * (left - 1) - 5)
+    assert made == pytest.approx(plans, abs=4)
 
 
 def test_a_source_is_read_too() -> None:

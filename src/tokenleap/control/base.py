@@ -168,7 +168,13 @@ def within(request: Request, length: int) -> Budget:
     A path of depth d yields d + 1 tokens. So the depth is at most one less than the number of
     tokens that the request may still generate.
     """
-    return Budget(length, max(0, min(length, request.remaining - 1)))
+    return fitted(Budget(length, length), request)
+
+
+def fitted(budget: Budget, request: Request) -> Budget:
+    """The budget, cut in the same way."""
+    most = max(0, request.remaining - 1)
+    return budget if budget.depth <= most else replace(budget, depth=most)
 
 
 class Fixed(Controller):

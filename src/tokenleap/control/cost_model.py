@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
-from tokenleap.control.base import NO_BUDGET, Budget, Controller, within
+from tokenleap.control.base import NO_BUDGET, Budget, Controller, fitted, within
 from tokenleap.control.estimates import (
     PRICE,
     SOONEST,
@@ -59,6 +59,10 @@ _PLANNED_AGAIN = 8
 """Fewest steps after which a plan is made again although nothing was learnt: costs may have
 changed. Planning takes one percent of the time, or less. As long as nothing pays, the steps in
 between are not even asked."""
+
+_PLANNING = 0.03
+"""Share of the time that plans may take in steps with drafts: if a pass takes less than one or two
+milliseconds, several steps have the same budgets."""
 
 _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
@@ -112,7 +116,10 @@ class _ByCosts(Controller):
     name: ClassVar[str] = "cost_model"
     summary: ClassVar[str] = "drafts as much as gives the most expected tokens per second"
     needs_costs: ClassVar[bool] = True
+    plain_stretch: ClassVar[int] = 1
+    """Steps without drafts in a row whenever such a step is due."""
     _drafted_steps = 0  # since the last step without drafts
+    _plain_left = 0  # further steps of such a stretch
 
     def _plain_step_is_due(self, gain: float) -> bool:
         """Whether it costs at most one percent of what drafts gained since the last plain step.
@@ -120,8 +127,14 @@ class _ByCosts(Controller):
         Args:
             gain: tokens per second over those without drafts.
         """
-        steps = self._drafted_steps
-        return steps >= SOONEST and PRICE * steps >= gain - 1
+        if self._plain_left:
+            self._plain_left -= 1
+            return True
+        steps, stretch = self._drafted_steps, self.plain_stretch
+        due = steps >= SOONEST and PRICE * steps >= stretch * (gain - 1)
+        if due:
+            self._plain_left = stretch - 1
+        return due
 
     def _count_drafted(self, outcomes: Sequence[Outcome]) -> None:
         drafted = any(outcome.draft.tree.num_drafted for outcome in outcomes)
@@ -134,15 +147,19 @@ class _Resting(_ByCosts, ABC):
     def setup(self) -> None:
         self._rest = Rest()
 
-    def _goes_on_resting(self, batch: Sequence[Request], rows: int) -> bool:
+    def _planned_ahead(self, batch: Sequence[Request], rows: int) -> list[Budget] | None:
+        """The budgets of a step that was planned with an earlier one."""
         rest = self._rest
-        self.resting = rest.goes_on(batch, rows)
+        ahead = rest.goes_on(batch, rows)
+        self.resting = ahead and not rest.budgets
         if self.resting:
-            return True
+            return [NO_BUDGET] * len(batch)
+        if ahead:
+            return [fitted(*each) for each in zip(rest.budgets, batch, strict=True)]
         if rest.taken:
             self.rest(rest.waiting, rest.taken)
         self._rest = Rest()
-        return False
+        return None
 
     @abstractmethod
     def rest(self, waiting: Sequence[int], steps: int) -> None:
@@ -163,6 +180,8 @@ class CostModel(_Resting):
     of the time goes into plain steps, which keep the cost of a plain pass up to date.
     """
 
+    plain_stretch: ClassVar[int] = 4
+
     def setup(self) -> None:
         super().setup()
         self._trees = self.levels is not None
@@ -176,8 +195,9 @@ class CostModel(_Resting):
             stops_early=self.stops_early,
         )
         self._probing = Probing(self.options.probe_every, self._estimates)
-        self._gain = 1.0  # tokens per second as last planned, over those without drafts
-        self._planning = 0.0  # seconds of planning this step
+        self._gain = 1.0  # tokens per second of the last plans, over those without drafts
+        self._planning = self._learning = 0.0  # seconds of planning this step, of the last learning
+        self._chosen = False  # whether the step has the drafts of the plan
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
@@ -187,15 +207,30 @@ class CostModel(_Resting):
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        if self._goes_on_resting(batch, rows):
-            return [NO_BUDGET] * len(batch)
+        self._planning = 0.0
+        if (ahead := self._planned_ahead(batch, rows)) is not None:
+            if not self.resting:
+                for request, budget in zip(batch, ahead, strict=True):
+                    history = self._estimates.history(request)
+                    history.allow(budget.depth, wanted=budget.depth > 0)
+            return ahead
         plain, began = Expected.plain(rows), clock.now()
         budgets = self.budgets_beside(batch, rows, plain, plain, [False] * len(batch))
         self._planning = clock.now() - began
         if steps := self.idle_steps(batch):
             longest = _PLANNED_AGAIN if self._plan is None else self._plan.lasts
             self._rest = Rest.of(batch, rows, batch, min(steps, longest - 1))
+        elif steps := self._steps_alike(batch, rows):
+            self._rest = Rest.of(batch, rows, (), steps, budgets)
         return budgets
+
+    def _steps_alike(self, batch: Sequence[Request], rows: int) -> int:
+        """How many further steps have the same budgets, because planning takes too long."""
+        if not self._chosen or self._estimates.drafting.bound:
+            return 0
+        planned = self.planned
+        seconds = planned.seconds + self.costs(planned.positions, rows)
+        return max(0, math.ceil(self.costs.agreed(self._planning) / seconds / _PLANNING) - 1)
 
     def budgets_beside(
         self,
@@ -208,15 +243,16 @@ class CostModel(_Resting):
         """The budgets of some requests of a step in which others have drafts from elsewhere."""
         histories = [self._estimates.history(request) for request in batch]
         depths = [0] * len(batch)
-        self.idle = not batch
+        self.idle, self._chosen = not batch, False
         if batch and self._levels and self.costs and not self._plain_step_is_due(self._gain):
             measuring = self._estimates.drafting.bound and any(h.just_started for h in histories)
-            depths = self._best_depths(batch, rows, beside, instead, measuring)
+            planned = self._best_depths(batch, rows, beside, instead, measuring)
             depths = [
                 depth or int(self._probing.probes(request, rows, len(batch)))
-                for request, depth in zip(batch, depths, strict=True)
+                for request, depth in zip(batch, planned, strict=True)
             ]
             self.idle &= not any(depths)
+            self._chosen = any(planned) and not measuring
             if measuring:
                 depths = [
                     depth if history.depth else 0
@@ -325,7 +361,7 @@ class CostModel(_Resting):
         per_level = 0.0 if measuring else estimates.level_seconds
         offers = estimates.chances(batch).offers()
         plan = best_plan(offers, beside, lambda n: costs(n, rows), per_level=per_level)
-        self._gain = plan.rate * costs(rows, rows) / rows
+        self._gain = moved(self._gain, plan.rate * costs(rows, rows) / rows)
         if self.stops_early:
             self._price = estimates.price_of_a_token(plan, len(batch), rows, per_level)
         return plan
@@ -339,8 +375,10 @@ class CostModel(_Resting):
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         self._count_drafted(outcomes)
-        if self._estimates.observe(outcomes, draft_seconds + self._planning):
+        began = clock.now()
+        if self._estimates.observe(outcomes, draft_seconds + self._planning + self._learning):
             self._plan = None
+            self._learning = clock.now() - began
 
     def release(self, request: Request) -> None:
         self._estimates.release(request)
@@ -427,8 +465,8 @@ class LookupModel(_Resting):
         self._asked = PerRequest[_State]()  # of the requests with a lookup in this step, by key
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        if self._goes_on_resting(batch, rows):
-            return [NO_BUDGET] * len(batch)
+        if (ahead := self._planned_ahead(batch, rows)) is not None:
+            return ahead
         budgets = self.ask(batch, rows)
         if steps := self.idle_steps():
             self._rest = Rest.of(batch, rows, (), min(steps, _LONGEST_REST))
@@ -606,8 +644,8 @@ class HybridModel(_Resting):
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        if self._goes_on_resting(batch, rows):
-            return [NO_BUDGET] * len(batch)
+        if (ahead := self._planned_ahead(batch, rows)) is not None:
+            return ahead
         self._rows, self._found, self._drafts = rows, PerRequest(), PerRequest()
         budgets = self._lookups.ask(batch, rows)
         self._clock = _Clock(since=clock.now())

@@ -13,6 +13,7 @@ from itertools import accumulate
 from operator import itemgetter, truediv
 from typing import TYPE_CHECKING, NamedTuple
 
+from tokenleap.control.base import Budget
 from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
@@ -180,25 +181,42 @@ class Chances:
 
 @dataclass
 class Rest:
-    """Steps without drafts that are planned at once, because a plan takes time, too.
+    """Steps that are planned at once, because a plan takes time, too.
 
-    It ends early if other requests are in the step.
+    They have no drafts, or drafts of the same `budgets`. It ends early if other requests are in the
+    step.
     """
 
     keys: tuple[int, ...] = ()
     rows: int = 0
     waiting: tuple[int, ...] = ()
     steps: int = 0
+    budgets: Sequence[Budget] = ()
     taken: int = 0
 
     @staticmethod
-    def of(batch: Sequence[Request], rows: int, waiting: Sequence[Request], steps: int) -> Rest:
-        """A rest after a step of this batch; some requests are without drafts from elsewhere."""
-        return Rest(tuple(r.key for r in batch), rows, tuple(r.key for r in waiting), steps)
+    def of(
+        batch: Sequence[Request],
+        rows: int,
+        waiting: Sequence[Request],
+        steps: int,
+        budgets: Sequence[Budget] = (),
+    ) -> Rest:
+        """Steps after one of this batch; some requests are without drafts from elsewhere."""
+        keys = tuple(request.key for request in batch)
+        return Rest(keys, rows, tuple(request.key for request in waiting), steps, budgets)
 
     def goes_on(self, batch: Sequence[Request], rows: int) -> bool:
-        """Whether the step of this batch is another one of them; it is then counted."""
-        if not self.steps or rows != self.rows or tuple(r.key for r in batch) != self.keys:
+        """Whether the step of this batch is another one of them; it is then counted.
+
+        Without drafts, requests may have ended meanwhile.
+        """
+        keys = tuple(request.key for request in batch)
+        if self.budgets:
+            same = rows == self.rows and keys == self.keys
+        else:
+            same = rows <= self.rows and set(self.keys).issuperset(keys)
+        if not self.steps or not same:
             return False
         self.steps, self.taken = self.steps - 1, self.taken + 1
         return True

@@ -6,14 +6,22 @@ Leviathan et al. assume that verification has a constant cost. On a real machine
 while reading the weights takes longer than computing with them. Here a pass over r rows and n nodes
 is modelled to cost
 
-    a (f(r) + row (r - 1)) + b (f(n) - f(r)) seconds.
+    a (f(r) + row (r - 1) - c (1 - h)) + b (f(n) - f(r)) seconds.
 
 f is the curve of a single row, and `row` is the cost of one more row's context. The first term is
-the pass without drafts. The second is what verifying drafts adds. a and b change independently: on
-a shared machine, reading weights may take twice as long from one second to the next, while
-computing does not. Both are modelled as random walks, but during plain passes, which say nothing
-about it, b returns to the measured curve: a b that is too high ends all drafts, and would never be
-corrected. A Kalman filter tracks both and attributes an error to the less certain coefficient.
+the pass without drafts. The second is what verifying drafts adds.
+
+c is what plain passes save in a row, where no drafter takes the caches from them: h is 1 for passes
+with drafts and for the plain one that follows, and halves with every further one. For a model of a
+few million weights, it is a quarter of a pass. Without it, plain decoding would seem so much slower
+than it is, because between drafts it is only seen in single passes. It is learnt by comparing them
+with the first one after drafts.
+
+a and b change independently: on a shared machine, reading weights may take twice as long from one
+second to the next, while computing does not. Both are modelled as random walks, but during plain
+passes, which say nothing about it, b returns to the measured curve: a b that is too high ends all
+drafts, and would never be corrected. A Kalman filter tracks both and attributes an error to the
+less certain coefficient.
 """
 
 from __future__ import annotations
@@ -29,6 +37,12 @@ _DRIFT, _NOISE = 0.01, 0.04
 
 _RETURN = 0.005
 """Part of the way that b returns in a plain pass: to 1, or to a if plain passes became faster."""
+
+_COMPARED = range(2, 9)
+"""Which plain passes after drafts are compared with the first one to learn c."""
+
+_OF_ONE_COMPARISON, _MOST_SAVED = 0.05, 0.5
+"""Least weight of one of them; the most that c can be, in passes over one node."""
 
 _MOST_DOUBT = 0.5
 """A coefficient's relative standard deviation grows up to this while nothing measures it."""
@@ -82,8 +96,11 @@ class CostCurve:
         self._row = max(mean(extra), 0.0) if extra else _ROW * one
         self._a = self._b = 1.0
         doubt = _DOUBT_MEASURED if self.measured else _DOUBT_GUESSED
-        self._covariance = (0.05**2, 0.0, doubt**2)  # variance of a, covariance, variance of b
+        self._covariance = (0.1**2, 0.0, doubt**2)  # variance of a, covariance, variance of b
         self._cut = 0.0  # what clipping took off the last error
+        self._saved, self._comparisons = 0.0, 0  # c, and how often it was learnt
+        self._plain_passes = _COMPARED.stop  # since the last drafts
+        self._first = (0, 0.0)  # rows and seconds of the first of them
 
     def _set_curve(self, points: Mapping[int, float]) -> None:
         self._nodes = sorted(points)
@@ -110,9 +127,12 @@ class CostCurve:
             self._known, scale = True, seconds / self(positions, rows)
             self._seconds = [scale * each for each in self._seconds]
             self._row *= scale
-        x, y = self._parts(positions, rows)
-        if not y:
+        if positions > rows:
+            self._plain_passes, self._first = 0, (0, 0.0)
+        else:
             self.settle()
+            self._compare(seconds, rows)
+        x, y = self._parts(positions, rows, self._plain_passes)
         aa, ab, bb = self._covariance
         aa, bb = _drifted(aa, self._a), _drifted(bb, self._b)
         expected = self._a * x + self._b * y
@@ -132,8 +152,20 @@ class CostCurve:
             bb - shared_b * shared_b / variance,
         )
 
+    def _compare(self, seconds: float, rows: int) -> None:
+        """Learn how much less a plain pass takes that does not follow drafts."""
+        if self._plain_passes == 1:
+            self._first = rows, seconds
+        elif self._plain_passes in _COMPARED and rows == self._first[0]:
+            saved = (self._first[1] - seconds) / self._a / _regained(self._plain_passes)
+            most = _MOST_SAVED * self._seconds[0]
+            self._comparisons += 1
+            share = max(_OF_ONE_COMPARISON, 1 / self._comparisons)
+            self._saved += share * (min(max(saved, -most), most) - self._saved)
+
     def settle(self) -> None:
         """Believe a little less of what drafts seemed to add: after a pass without any."""
+        self._plain_passes += 1
         if self.measured:
             aa, ab, bb = self._covariance
             self._b += _RETURN * (min(self._a, 1.0) - self._b)
@@ -141,14 +173,19 @@ class CostCurve:
 
     def __call__(self, positions: float, rows: int = 1) -> float:
         """Expected seconds of a pass over this many nodes, roots included, in this many rows."""
-        plain, drafted = self._parts(positions, rows)
+        plain, drafted = self._parts(positions, rows, 0 if positions > rows else _COMPARED.stop)
         return self._a * plain + self._b * drafted
 
-    def _parts(self, positions: float, rows: int) -> tuple[float, float]:
-        """Seconds of the pass without drafts, and of its drafts, where a = b = 1."""
+    def _parts(self, positions: float, rows: int, plain_passes: int = 0) -> tuple[float, float]:
+        """Seconds of the pass without drafts, and of its drafts, where a = b = 1.
+
+        Args:
+            plain_passes: since drafts were verified, this one included.
+        """
         alone = self._alone(rows)
         drafted = self._alone(positions) - alone if positions > rows else 0.0
-        return alone + self._row * (rows - 1), drafted
+        saved = max(self._saved, 0.0) * _regained(plain_passes)
+        return alone + self._row * (rows - 1) - saved, drafted
 
     def _alone(self, positions: float) -> float:
         nodes, seconds = self._nodes, self._seconds
@@ -161,6 +198,11 @@ class CostCurve:
         left = right - 1
         share = (positions - nodes[left]) / (nodes[right] - nodes[left])
         return seconds[left] + share * (seconds[right] - seconds[left])
+
+
+def _regained(plain_passes: int) -> float:
+    """1 - h in the last of so many plain passes after drafts."""
+    return 1 - 0.5 ** (plain_passes - 1) if plain_passes else 0.0
 
 
 def _drifted(variance: float, value: float) -> float:
