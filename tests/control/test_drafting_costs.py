@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 
@@ -205,6 +205,27 @@ def test_where_planning_takes_long_several_steps_have_the_same_budgets(
         learn(model, [outcome(request, [1] * budget.depth, budget.depth)], 0.0, 1.05 * PASS)
         request.token_ids += [0] * (request.remaining - 8 * (left - 1) - 5)
     assert made == pytest.approx(plans, abs=4)
+
+
+def test_probes_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps that have the budgets of an earlier one, because planning takes long."""
+    clock = count(step=0.1 * PASS)
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: next(clock))
+    model, requests = model_of(), [request_of(), request_of()]
+    probed, drafted = [], 0
+    for _ in range(400):
+        budgets = model.budgets(requests, 2)
+        outcomes = [
+            outcome(request, [1] * budget.depth, right * budget.depth)
+            for request, budget, right in zip(requests, budgets, (1, 0), strict=True)
+        ]
+        learn(model, outcomes, 0.0, model.costs(2 + sum(budget.depth for budget in budgets), 2))
+        drafted += budgets[0].depth > 0
+        probed.append(budgets[1].depth > 0)
+    assert drafted > 300
+    late = probed[100:]
+    assert any(late)
+    assert not any(one and other for one, other in pairwise(late))
 
 
 def test_a_source_is_read_too() -> None:

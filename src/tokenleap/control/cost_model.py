@@ -177,7 +177,7 @@ class CostModel(_Resting):
     others.
 
     Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent
-    of the time goes into plain steps, which keep the cost of a plain pass up to date.
+    of the time goes into plain steps, four in a row, to keep the cost of a plain pass up to date.
     """
 
     plain_stretch: ClassVar[int] = 4
@@ -197,7 +197,7 @@ class CostModel(_Resting):
         self._probing = Probing(self.options.probe_every, self._estimates)
         self._gain = 1.0  # tokens per second of the last plans, over those without drafts
         self._planning = self._learning = 0.0  # seconds of planning this step, of the last learning
-        self._chosen = False  # whether the step has the drafts of the plan
+        self._chosen: Sequence[int] = ()  # depths in the step's plan, without probes
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
@@ -220,13 +220,14 @@ class CostModel(_Resting):
         if steps := self.idle_steps(batch):
             longest = _PLANNED_AGAIN if self._plan is None else self._plan.lasts
             self._rest = Rest.of(batch, rows, batch, min(steps, longest - 1))
-        elif steps := self._steps_alike(batch, rows):
-            self._rest = Rest.of(batch, rows, (), steps, budgets)
+        elif steps := self._steps_alike(rows):
+            chosen = zip(self._chosen, budgets, strict=True)
+            self._rest = Rest.of(batch, rows, (), steps, [b if c else NO_BUDGET for c, b in chosen])
         return budgets
 
-    def _steps_alike(self, batch: Sequence[Request], rows: int) -> int:
-        """How many further steps have the same budgets, because planning takes too long."""
-        if not self._chosen or self._estimates.drafting.bound:
+    def _steps_alike(self, rows: int) -> int:
+        """How many further steps have the budgets of the plan, because planning takes too long."""
+        if not any(self._chosen) or self._estimates.drafting.bound:
             return 0
         planned = self.planned
         seconds = planned.seconds + self.costs(planned.positions, rows)
@@ -243,16 +244,15 @@ class CostModel(_Resting):
         """The budgets of some requests of a step in which others have drafts from elsewhere."""
         histories = [self._estimates.history(request) for request in batch]
         depths = [0] * len(batch)
-        self.idle, self._chosen = not batch, False
+        self.idle, self._chosen = not batch, ()
         if batch and self._levels and self.costs and not self._plain_step_is_due(self._gain):
             measuring = self._estimates.drafting.bound and any(h.just_started for h in histories)
-            planned = self._best_depths(batch, rows, beside, instead, measuring)
+            self._chosen = self._best_depths(batch, rows, beside, instead, measuring)
             depths = [
                 depth or int(self._probing.probes(request, rows, len(batch)))
-                for request, depth in zip(batch, planned, strict=True)
+                for request, depth in zip(batch, self._chosen, strict=True)
             ]
             self.idle &= not any(depths)
-            self._chosen = any(planned) and not measuring
             if measuring:
                 depths = [
                     depth if history.depth else 0

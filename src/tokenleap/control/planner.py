@@ -211,12 +211,14 @@ class Rest:
 
         Without drafts, requests may have ended meanwhile.
         """
+        if not self.steps:
+            return False
         keys = tuple(request.key for request in batch)
         if self.budgets:
             same = rows == self.rows and keys == self.keys
         else:
             same = rows <= self.rows and set(self.keys).issuperset(keys)
-        if not self.steps or not same:
+        if not same:
             return False
         self.steps, self.taken = self.steps - 1, self.taken + 1
         return True
