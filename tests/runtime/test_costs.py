@@ -24,7 +24,7 @@ def test_what_is_plain_keeps_pace_with_the_machine() -> None:
     curve = CostCurve({1: 1.0, 8: 2.0})
     for _ in range(20):
         curve.observe(1, 2.0)
-    assert curve(1) == pytest.approx(2.0, rel=0.15)
+    assert curve(1) == pytest.approx(2.0, rel=0.05)
     assert curve(8) - curve(1) == pytest.approx(1.0)  # nothing was said about what drafts add
 
 
@@ -137,7 +137,7 @@ def test_passes_with_drafts_that_seem_faster_than_plain_ones_leave_a_sane_curve(
 def test_it_is_the_filter_of_the_textbook() -> None:
     """With matrices, as long as nothing is cut."""
     curve = CostCurve({1: 1.0, 9: 2.0})
-    mean, covariance = np.ones(2), np.diag(np.array((0.1, 0.5)) ** 2)
+    mean, covariance = np.ones(2), np.diag(np.array((0.05, 0.5)) ** 2)
     dice = np.random.default_rng(3)
     for _ in range(50):
         parts = np.array((1.0, dice.uniform(0, 1)))
@@ -162,8 +162,7 @@ def test_whatever_is_measured_costs_stay_finite_and_positive(seed: int) -> None:
         curve.observe(rows + drafted, float(10 ** dice.normal(0, 2)), rows)
     assert 0 < curve(1) < curve(9) < 1e9
     for _ in range(300):
-        for _ in range(2):
-            curve.observe(1, 1.0)
+        curve.observe(1, 1.0)
         curve.observe(8, 2.0)
     assert [curve(1), curve(8)] == pytest.approx([1.0, 2.0], rel=0.1)
 

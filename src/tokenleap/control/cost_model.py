@@ -177,10 +177,10 @@ class CostModel(_Resting):
     others.
 
     Estimates go stale while nothing is drafted, so requests without drafts probe. About one percent
-    of the time goes into plain steps, four in a row, to keep the cost of a plain pass up to date.
+    of the time goes into plain steps, three in a row, to keep the cost of a plain pass up to date.
     """
 
-    plain_stretch: ClassVar[int] = 4
+    plain_stretch: ClassVar[int] = 3
 
     def setup(self) -> None:
         super().setup()
@@ -195,7 +195,7 @@ class CostModel(_Resting):
             stops_early=self.stops_early,
         )
         self._probing = Probing(self.options.probe_every, self._estimates)
-        self._gain = 1.0  # tokens per second of the last plans, over those without drafts
+        self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._planning = self._learning = 0.0  # seconds of planning this step, of the last learning
         self._chosen: Sequence[int] = ()  # depths in the step's plan, without probes
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
@@ -361,7 +361,7 @@ class CostModel(_Resting):
         per_level = 0.0 if measuring else estimates.level_seconds
         offers = estimates.chances(batch).offers()
         plan = best_plan(offers, beside, lambda n: costs(n, rows), per_level=per_level)
-        self._gain = moved(self._gain, plan.rate * costs(rows, rows) / rows)
+        self._gain = plan.rate * costs(rows, rows) / rows
         if self.stops_early:
             self._price = estimates.price_of_a_token(plan, len(batch), rows, per_level)
         return plan

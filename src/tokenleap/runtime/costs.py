@@ -96,7 +96,7 @@ class CostCurve:
         self._row = max(mean(extra), 0.0) if extra else _ROW * one
         self._a = self._b = 1.0
         doubt = _DOUBT_MEASURED if self.measured else _DOUBT_GUESSED
-        self._covariance = (0.1**2, 0.0, doubt**2)  # variance of a, covariance, variance of b
+        self._covariance = (0.05**2, 0.0, doubt**2)  # variance of a, covariance, variance of b
         self._cut = 0.0  # what clipping took off the last error
         self._saved, self._comparisons = 0.0, 0  # c, and how often it was learnt
         self._plain_passes = _COMPARED.stop  # since the last drafts
@@ -156,6 +156,7 @@ class CostCurve:
         """Learn how much less a plain pass takes that does not follow drafts."""
         if self._plain_passes == 1:
             self._first = rows, seconds
+            self._saved *= 1 - _RETURN
         elif self._plain_passes in _COMPARED and rows == self._first[0]:
             saved = (self._first[1] - seconds) / self._a / _regained(self._plain_passes)
             most = _MOST_SAVED * self._seconds[0]
@@ -202,7 +203,7 @@ class CostCurve:
 
 def _regained(plain_passes: int) -> float:
     """1 - h in the last of so many plain passes after drafts."""
-    return 1 - 0.5 ** (plain_passes - 1) if plain_passes else 0.0
+    return 1 - 0.5 ** max(0, plain_passes - 1)
 
 
 def _drifted(variance: float, value: float) -> float:
