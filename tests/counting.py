@@ -16,7 +16,7 @@ class Counting:
     def __init__(self, network: Any) -> None:
         self._network = network
         self.least_nodes = network.least_nodes
-        self.exact_trees = network.exact_trees
+        self.exact_trees, self.pads_rows = network.exact_trees, network.pads_rows
         self.num_layers = network.num_layers
         self.positions: list[int] = []
 

@@ -448,14 +448,16 @@ def test_beside_a_dear_drafter_a_cheap_one_goes_on(clock: Clock) -> None:
 
 
 def test_a_pass_is_noted_once_for_all_controllers_with_one_curve() -> None:
-    seen: list[tuple[str, int]] = []
+    seen: list[tuple[str, float]] = []
 
     class Noting(CostCurve):
         def __init__(self, name: str) -> None:
             super().__init__({1: 0.01, 8: 0.02})
             self.name = name
 
-        def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
+        def observe(
+            self, positions: float, seconds: float, rows: int = 1, longest: float = 1
+        ) -> None:
             seen.append((self.name, positions))
 
     shared, own = Noting("shared"), Noting("own")

@@ -280,12 +280,12 @@ class Speculation:
             return
         controllers = [strategy.controller for strategy in strategies]
         curves = {id(c.costs): c.costs for c in controllers if c.needs_costs}
-        positions = sum(len(outcome.draft.tree) for outcome in outcomes)
+        nodes = [len(outcome.draft.tree) for outcome in outcomes]
         for curve in curves.values():
             if all(controller.resting for controller in controllers):
                 curve.settle()
             else:
-                curve.observe(positions, seconds, len(outcomes))
+                curve.observe(sum(nodes), seconds, len(nodes), max(nodes))
 
     # Hidden states
 

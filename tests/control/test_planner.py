@@ -15,6 +15,7 @@ from tokenleap.control.planner import Chances, Expected, Offer, best_plan, level
 from tokenleap.core.tree import Draft, TokenTree
 
 CURVES = [measured(seconds) for seconds in (flat, cpu, cheap, stairs, steep)]
+CURVES += [measured(seconds, pads_rows=True) for seconds in (cpu, steep)]
 SHARE = st.floats(0.01, 1)
 
 
@@ -35,11 +36,12 @@ def slow_rate(
     rows = range(len(depths))
     taken = [(row, level) for row in rows for level in range(depths[row])]
     tokens = beside.tokens + sum(chances.drafts[r] * chances.passed[r][j] for r, j in taken)
-    nodes = sum(chances.drafts[row] * chances.nodes[level] for row, level in taken)
+    nodes = [chances.drafts[row] * sum(chances.nodes[: depths[row]]) for row in rows]
     times = [sum(chances.times[:depth]) for depth in depths]
     likely = max(chances.drafts[row] for row in rows if depths[row])
     drafting = per_level * likely * levels_of_one(max(times), sum(times))
-    return tokens / (drafting + costs(beside.positions + nodes, len(rows)))
+    positions = beside.positions + sum(nodes)
+    return tokens / (drafting + costs(positions, len(rows), 1 + max(nodes)))
 
 
 def slow_depths(chances: Chances) -> list[list[int]]:
@@ -65,7 +67,7 @@ def test_levels_are_those_of_the_slow_planner(
 ) -> None:
     rows = len(chances.drafts)
     beside = Expected(rows + 0.6 * lookups, rows + lookups)
-    plan = best_plan(chances.offers(), beside, lambda n: curve(n, rows), per_level=per_level)
+    plan = best_plan(chances.offers(), beside, curve, rows, per_level=per_level)
     rates = [
         slow_rate(depths, chances, beside, curve, per_level) for depths in slow_depths(chances)
     ]
@@ -89,16 +91,18 @@ def some_lookups(draw: st.DrawFn) -> list[Draft]:
 
 
 def slow_nodes(
-    probs: Sequence[float], beside: Expected, costs: CostCurve, rows: int
+    probs: Sequence[Sequence[float]], beside: Expected, costs: CostCurve, rows: int
 ) -> tuple[int, float]:
     """How many of the most probable tokens give the most tokens a second; 0 for the step alone."""
-    ranked = sorted(probs, reverse=True)
+    nodes = [(p, row) for row, of_row in enumerate(probs) for p in of_row]
+    ranked = sorted(nodes, key=lambda node: -node[0])
 
     def rate(count: int) -> float:
-        seconds = beside.seconds + costs(beside.positions + count, rows)
-        return (beside.tokens + sum(ranked[:count])) / seconds
+        longest = 1 + max(sum(row == r for _, row in ranked[:count]) for r in range(rows))
+        seconds = beside.seconds + costs(beside.positions + count, rows, longest)
+        return (beside.tokens + sum(p for p, _ in ranked[:count])) / seconds
 
-    best = max(range(len(probs) + 1), key=rate)
+    best = max(range(len(ranked) + 1), key=rate)
     return best, rate(best)
 
 
@@ -119,8 +123,8 @@ def test_lookups_and_grafts_are_cut_as_by_the_slow_planner(
         for node, p in enumerate(of_row, 1)
     ]
     least = beside.rate(curve, rows)
-    plan = best_plan(offers, beside, lambda n: curve(n, rows), least=least)
-    count, rate = slow_nodes([p for each in probs for p in each], beside, curve, rows)
+    plan = best_plan(offers, beside, curve, rows, least=least)
+    count, rate = slow_nodes(probs, beside, curve, rows)
     assert plan.rate == pytest.approx(rate)
     assert len(plan.taken) == count or plan.rate == pytest.approx(least)
     taken = {(offer.row, offer.place) for offer in plan.taken}
@@ -132,10 +136,10 @@ def test_lookups_and_grafts_are_cut_as_by_the_slow_planner(
 def test_equally_good_offers_are_taken_in_their_order() -> None:
     """And of equal rates, that of fewer offers is taken."""
     offers = [Offer(0.5, 0.5, 1, row, 0) for row in range(4)]
-    plan = best_plan(offers, Expected.plain(4), lambda n: 1.0 if n <= 6 else 2.0)
+    plan = best_plan(offers, Expected.plain(4), lambda n, _, __: 1.0 if n <= 6 else 2.0, 4)
     assert [offer.row for offer in plan.taken] == [0, 1]
     free = [Offer(0.0, 0.0, 1, row, 0) for row in range(4)]
-    assert not best_plan(free, Expected.plain(4), lambda n: 1.0, least=4.0).taken
+    assert not best_plan(free, Expected.plain(4), lambda *_: 1.0, 4, least=4.0).taken
 
 
 def test_a_decayed_mean() -> None:

@@ -58,8 +58,9 @@ def steep(positions: int) -> float:
     return 0.01 * positions
 
 
-def measured(seconds: Callable[[int], float]) -> CostCurve:
-    return CostCurve({size: seconds(size) for size in (1, 2, 4, 8, 16, 32, 64)})
+def measured(seconds: Callable[[int], float], *, pads_rows: bool = False) -> CostCurve:
+    points = {size: seconds(size) for size in (1, 2, 4, 8, 16, 32, 64)}
+    return CostCurve(points, pads_rows=pads_rows)
 
 
 # Requests and what comes of them

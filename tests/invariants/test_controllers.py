@@ -73,7 +73,7 @@ class WildCosts(CostCurve):
         super().__init__({1: 1.0})
         self._dice = np.random.default_rng(1)
 
-    def __call__(self, positions: float, rows: int = 1) -> float:
+    def __call__(self, positions: float, rows: int = 1, longest: float = 1) -> float:
         return float(10 ** self._dice.uniform(-1, 2))
 
 

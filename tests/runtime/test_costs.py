@@ -134,6 +134,23 @@ def test_passes_with_drafts_that_seem_faster_than_plain_ones_leave_a_sane_curve(
     assert curve(2 * rows, rows) == pytest.approx(3.0, rel=0.1)
 
 
+@pytest.mark.parametrize("pads_rows", [False, True])
+def test_uneven_drafts_cost_more_where_attention_pads_rows(pads_rows: bool) -> None:
+    """A draft of 4 in one of 8 rows; from it follows what one of 4 in each row costs."""
+    curve = CostCurve({1: 1.0, 64: 2.0}, pads_rows=pads_rows)
+    of_node = 1 / 63
+    computed = (12 + 8 * 5) / 2 if pads_rows else 12
+    plain = curve(8, rows=8)
+    for _ in range(200):
+        curve.observe(8, plain, rows=8)
+        curve.observe(12, plain + 2 * of_node * (computed - 8), rows=8, longest=5)
+    assert curve(8, rows=8) == pytest.approx(plain, rel=0.02)
+    assert curve(40, rows=8, longest=5) == pytest.approx(plain + 2 * of_node * 32, rel=0.05)
+    assert curve(12, rows=8, longest=2) == pytest.approx(
+        plain + 2 * of_node * ((12 + 16) / 2 - 8 if pads_rows else 4), rel=0.05
+    )
+
+
 def test_it_is_the_filter_of_the_textbook() -> None:
     """With matrices, as long as nothing is cut."""
     curve = CostCurve({1: 1.0, 9: 2.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from tests.measurements import USUAL, measure_with
 from tests.tiny import tiny_model
@@ -63,6 +64,14 @@ def test_first_passes_do_not_count(
             assert costs(rows, rows) == pytest.approx(seconds * rows**0.3, rel=0.1)
     assert clock.now < max(0.8 + 8 * seconds, 2 * (seconds + first) + 1e-9)
     assert not target._keys
+
+
+@pytest.mark.parametrize("runtime", ["module", "lean", "native"])
+def test_uneven_drafts_cost_more_on_pytorch(runtime: str) -> None:
+    target = Target(tiny_model(dtype=torch.bfloat16), runtime=runtime)
+    costs = measure_costs(target, most_rows=1)
+    uneven, even = costs(8, 4, 5), costs(8, 4, 2)
+    assert uneven == even if runtime == "native" else uneven > even
 
 
 def test_rounds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

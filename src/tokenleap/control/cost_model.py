@@ -230,7 +230,7 @@ class CostModel(_Resting):
         if not any(self._chosen) or self._estimates.drafting.bound:
             return 0
         planned = self.planned
-        seconds = planned.seconds + self.costs(planned.positions, rows)
+        seconds = planned.seconds + planned.verifying(self.costs, rows)
         return max(0, math.ceil(self.costs.agreed(self._planning) / seconds / _PLANNING) - 1)
 
     def budgets_beside(
@@ -360,7 +360,7 @@ class CostModel(_Resting):
         costs, estimates = self.costs, self._estimates
         per_level = 0.0 if measuring else estimates.level_seconds
         offers = estimates.chances(batch).offers()
-        plan = best_plan(offers, beside, lambda n: costs(n, rows), per_level=per_level)
+        plan = best_plan(offers, beside, costs, rows, per_level=per_level)
         self._gain = plan.rate * costs(rows, rows) / rows
         if self.stops_early:
             self._price = estimates.price_of_a_token(plan, len(batch), rows, per_level)
@@ -433,7 +433,8 @@ class LookupPlan:
         """Expected tokens and costs of the step without the drafts of some rows."""
         kept = [row for row in self.nodes if row not in left_out]
         tokens = sum(self.tokens[row] for row in kept)
-        return Expected(rows + tokens, rows + sum(len(self.nodes[row]) for row in kept))
+        nodes = [len(self.nodes[row]) for row in kept]
+        return Expected(rows + tokens, rows + sum(nodes), longest=1 + max(nodes, default=0))
 
 
 class LookupModel(_Resting):
@@ -572,10 +573,10 @@ def _worth_verifying(
 ) -> tuple[Plan, float]:
     """The looked-up nodes that pay, and what each adds to the pass, in plain passes."""
     least = beside.rate(costs, rows)
-    plan = best_plan(offers, beside, lambda n: costs(n, rows), least=least)
+    plan = best_plan(offers, beside, costs, rows, least=least)
     if not plan.taken:
         return plan, 0.0
-    added = costs(plan.expected.positions, rows) - costs(beside.positions, rows)
+    added = plan.expected.verifying(costs, rows) - beside.verifying(costs, rows)
     return plan, added / costs(rows, rows) / len(plan.taken)
 
 
@@ -720,7 +721,7 @@ class HybridModel(_Resting):
     def _cut_grafts(self, drafts: list[Draft], grafts: Sequence[Offer], rows: int) -> None:
         positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(grafts)
         planned = self._trained.planned
-        beside = Expected(planned.tokens, positions, planned.seconds)
+        beside = replace(planned, positions=positions)
         plan, _ = _worth_verifying(grafts, beside, self.costs, rows)
         cut = {(graft.row, graft.place) for graft in grafts}
         cut -= {(graft.row, graft.place) for graft in plan.taken}

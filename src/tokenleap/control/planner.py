@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter, truediv
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tokenleap.control.base import Budget
-from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
     from tokenleap.request import Request
+
+
+Costs: TypeAlias = Callable[[float, int, float], float]
+"""Seconds of a pass, by its positions, its rows, and the most positions of a row: `CostCurve`."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +31,25 @@ class Expected:
         tokens: committed tokens of all its requests.
         positions: nodes that the pass verifies, roots included.
         seconds: time of drafting.
+        longest: most positions of one of them.
     """
 
     tokens: float
     positions: float
     seconds: float = 0.0
+    longest: float = 1.0
 
     @staticmethod
     def plain(rows: int) -> Expected:
         return Expected(rows, rows)
 
-    def rate(self, costs: CostCurve, rows: int) -> float:
+    def rate(self, costs: Costs, rows: int) -> float:
         """Tokens per second in a pass over this many rows."""
-        return self.tokens / (self.seconds + costs(self.positions, rows))
+        return self.tokens / (self.seconds + self.verifying(costs, rows))
+
+    def verifying(self, costs: Costs, rows: int) -> float:
+        """Seconds of that pass."""
+        return costs(self.positions, rows, self.longest)
 
 
 class Offer(NamedTuple):
@@ -81,7 +90,8 @@ class Plan:
 def best_plan(
     offers: Iterable[Offer],
     beside: Expected,
-    seconds: Callable[[float], float],
+    costs: Costs,
+    rows: int,
     *,
     least: float = 0.0,
     per_level: float = 0.0,
@@ -91,12 +101,14 @@ def best_plan(
     Args:
         offers: those of a row in the order of their levels or nodes.
         beside: the step without them.
-        seconds: time of a pass over so many positions.
+        costs: time of a pass.
+        rows: all rows of the pass.
         least: tokens per second that have to be exceeded; otherwise nothing is taken.
         per_level: seconds of drafting the first level of one request.
     """
     ranked = sorted(offers, key=itemgetter(0), reverse=True)  # stable: no offer before its parents
     tokens, positions, drafting = beside.tokens, beside.positions, beside.seconds
+    longest, of_row = beside.longest, dict[int, float]()
     levels = _DraftedLevels()
     rate, best, expected = least, 0, beside
     # Not by NumPy: for a few offers, its calls take several times as long.
@@ -105,9 +117,11 @@ def best_plan(
         positions += offer.positions
         if per_level:
             drafting = beside.seconds + levels.seconds_with(offer, per_level)
-        of_count = tokens / (drafting + seconds(positions))
+        of_row[offer.row] = row = of_row.get(offer.row, 1.0) + offer.positions
+        longest = max(longest, row)
+        of_count = tokens / (drafting + costs(positions, rows, longest))
         if of_count > rate:
-            rate, best, expected = of_count, count, Expected(tokens, positions, drafting)
+            rate, best, expected = of_count, count, Expected(tokens, positions, drafting, longest)
     return Plan(ranked[:best], rate, expected)
 
 

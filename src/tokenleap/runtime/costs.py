@@ -9,7 +9,9 @@ is modelled to cost
     a (f(r) + row (r - 1) - c (1 - h)) + b (f(n) - f(r)) seconds.
 
 f is the curve of a single row, and `row` is the cost of one more row's context. The first term is
-the pass without drafts. The second is what verifying drafts adds.
+the pass without drafts. The second is what verifying drafts adds. Where attention pads rows, n is
+the mean of the nodes and of the rectangle that they are padded to: only attention computes padding.
+For a small model, a draft of four tokens in one of 8 rows costs nearly as much as one in each.
 
 c is what plain passes save in a row, where no drafter takes the caches from them: h is 1 for passes
 with drafts and for the plain one that follows, and halves with every further one. For a model of a
@@ -75,15 +77,17 @@ class CostCurve:
     Points are measured seconds by the nodes of a single row, or by (rows, nodes). Without them the
     curve is a guess in passes over one node, until the first observed pass scales it to seconds.
     `agreed` gives all processes the seconds that the first one measured: whatever a controller
-    measures goes through it.
+    measures goes through it. `pads_rows` is `Network.pads_rows`.
     """
 
     def __init__(
         self,
         points: Mapping[int, float] | Mapping[tuple[int, int], float] | None = None,
         peers: Peers = ALONE,
+        *,
+        pads_rows: bool = False,
     ) -> None:
-        self.agreed = peers.agreed
+        self.agreed, self._pads_rows = peers.agreed, pads_rows
         self.measured = bool(points)
         self._known = self.measured  # whether costs are in seconds
         shapes = {
@@ -120,9 +124,10 @@ class CostCurve:
         """Whether any pass has been measured, so that costs are in seconds."""
         return self._known
 
-    def observe(self, positions: int, seconds: float, rows: int = 1) -> None:
+    def observe(self, positions: float, seconds: float, rows: int = 1, longest: float = 1) -> None:
         """Learn from one pass over this many nodes, roots included, in this many rows."""
         seconds = max(self.agreed(seconds), _SHORTEST)
+        positions = self._padded(positions, rows, longest)
         if not self._known:
             self._known, scale = True, seconds / self(positions, rows)
             self._seconds = [scale * each for each in self._seconds]
@@ -172,10 +177,22 @@ class CostCurve:
             self._b += _RETURN * (min(self._a, 1.0) - self._b)
             self._covariance = (aa, (1 - _RETURN) * ab, (1 - _RETURN) ** 2 * bb)
 
-    def __call__(self, positions: float, rows: int = 1) -> float:
-        """Expected seconds of a pass over this many nodes, roots included, in this many rows."""
+    def __call__(self, positions: float, rows: int = 1, longest: float = 1) -> float:
+        """Expected seconds of a pass.
+
+        Args:
+            positions: nodes, roots included.
+            longest: most nodes of a row.
+        """
+        positions = self._padded(positions, rows, longest)
         plain, drafted = self._parts(positions, rows, 0 if positions > rows else _COMPARED.stop)
         return self._a * plain + self._b * drafted
+
+    def _padded(self, positions: float, rows: int, longest: float) -> float:
+        rectangle = rows * longest
+        return (
+            (positions + rectangle) / 2 if self._pads_rows and rectangle > positions else positions
+        )
 
     def _parts(self, positions: float, rows: int, plain_passes: int = 0) -> tuple[float, float]:
         """Seconds of the pass without drafts, and of its drafts, where a = b = 1.

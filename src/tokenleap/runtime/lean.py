@@ -72,6 +72,7 @@ class Layers:
 
     least_nodes: int
     exact_trees = False
+    pads_rows = True
     _layers: Sequence[Any]
     _head: Linear
 

@@ -29,6 +29,7 @@ class ModuleNetwork:
 
     name: str = "module"
     exact_trees = False
+    pads_rows = True
 
     def __init__(self, model: PreTrainedModel, least_nodes: int = 1) -> None:
         self.least_nodes = least_nodes

@@ -91,6 +91,11 @@ class Network(Protocol):
         ...
 
     @property
+    def pads_rows(self) -> bool:
+        """Whether attention computes as many nodes for each row as for the longest."""
+        ...
+
+    @property
     def num_layers(self) -> int: ...
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:

@@ -57,7 +57,7 @@ def measure_costs(target: Target, most_rows: int = max(ROWS)) -> CostCurve:
             if key in target:
                 target.remove(key)
         target.shrink()
-    return CostCurve(seconds, target.peers)
+    return CostCurve(seconds, target.peers, pads_rows=target.network.pads_rows)
 
 
 def _seconds(

@@ -104,6 +104,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
     least_nodes = 1
     name = "native"
     exact_trees = True
+    pads_rows = False
 
     def __init__(self, loaded: CDLL, parts: DecoderParts) -> None:
         self._library = loaded
