@@ -54,6 +54,7 @@ def main(
     max_tokens: harness.MaxTokens = 64,
     max_prompt_tokens: harness.MaxPromptTokens = 1024,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests of a prompt at a time.")] = 1,
     threads: harness.Threads = 1,
     quantization: harness.Quantization = None,
     runtime: harness.Runtime = "auto",
@@ -75,6 +76,7 @@ def main(
         max_tokens=max_tokens,
         max_prompt_tokens=max_prompt_tokens,
         temperature=temperature,
+        max_num_seqs=batch_size,
     )
     sample = harness.sample_of(prompts, per_kind, seed, kind)
     header = {**vars(setting), "commits": commits, "method": chosen.label}
@@ -144,16 +146,18 @@ def measure(
     ids = sides[A].ask("encode", texts=texts, max_model_len=context)
 
     def generate(side: str, place: int) -> dict[str, Any]:
-        process, seeds = sides[side], [sample[place].seed] if setting.temperature else []
+        process, copies = sides[side], range(setting.max_num_seqs)
+        seeds = [sample[place].seed + copy for copy in copies] if setting.temperature else []
         process.ask("forget")
         called = process.ask(
             "generate",
-            prompts=[ids[place]],
+            prompts=[ids[place] for _ in copies],
             max_tokens=setting.max_tokens,
             temperature=setting.temperature,
             seeds=seeds,
         )
-        return {"seconds": called["seconds"], "tokens": called["outputs"][0]["token_ids"]}
+        tokens = [token for output in called["outputs"] for token in output["token_ids"]]
+        return {"seconds": called["seconds"], "tokens": tokens}
 
     in_turn(list(sides), [0], 1, generate, doing="warm-up")
     places = list(range(len(sample)))

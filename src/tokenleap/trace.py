@@ -268,7 +268,9 @@ def record(
         accepted: the rule's decision.
         everything: compute p and q also where the rule did not need them, sources and candidates.
     """
-    tree = draft.tree
+    tree, origin = draft.tree, accepted.origin(draft)
+    if not (tree.num_drafted or everything):  # quickly: in batches, plain steps are short
+        return StepTrace((), (), (), (), (), (), accepted.reason, accepted.token, origin)
     nodes = range(1, len(tree))
 
     def target_probability(node: int) -> float | None:
@@ -292,7 +294,7 @@ def record(
         rejected=tuple(node - 1 for node in accepted.rejected),
         reason=accepted.reason,
         token=accepted.token,
-        origin=accepted.origin(draft),
+        origin=origin,
         sources=_sources(draft) if everything else (),
         candidates=_candidates(draft, p) if everything else (),
     )

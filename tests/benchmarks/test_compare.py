@@ -21,7 +21,7 @@ class Side:
 
     def __init__(self, name: str, seconds: float, first: int, calls: list[str]) -> None:
         self.name, self.seconds, self.first, self.calls = name, seconds, first, calls
-        self.facts = {"max_model_len": 64}
+        self.facts, self.seeds = {"max_model_len": 64}, list[int]()
 
     def ask(self, command: str, **fields: Any) -> Any:
         if command == "encode":
@@ -29,8 +29,12 @@ class Side:
         if command == "forget":
             return None
         self.calls.append(self.name)
-        tokens = [self.first, *fields["prompts"][0]][: fields["max_tokens"]]
-        return {"seconds": self.seconds, "outputs": [{"token_ids": tokens}]}
+        self.seeds = fields["seeds"]
+        outputs = [[self.first, *ids][: fields["max_tokens"]] for ids in fields["prompts"]]
+        return {"seconds": self.seconds, "outputs": [{"token_ids": each} for each in outputs]}
+
+
+ONE = Setting("m", max_tokens=3, max_num_seqs=1)
 
 
 def sides(calls: list[str], firsts: Sequence[int] = (0, 0)) -> dict[str, Process]:
@@ -40,13 +44,20 @@ def sides(calls: list[str], firsts: Sequence[int] = (0, 0)) -> dict[str, Process
 
 def test_sides_take_turns_and_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     path, calls = tmp_path / "calls.jsonl", list[str]()
-    setting = Setting("m", max_tokens=3)
-    first = measure(sides(calls), SAMPLE, setting, 2, Journal(path, "x", {}))
+    first = measure(sides(calls), SAMPLE, ONE, 2, Journal(path, "x", {}))
     assert calls == [*"AB", *"ABBABAAB"]  # a warm-up, and two prompts in two rounds
     calls.clear()
-    again = measure(sides(calls), SAMPLE, setting, 2, Journal(path, "x", {}))
+    again = measure(sides(calls), SAMPLE, ONE, 2, Journal(path, "x", {}))
     assert calls == [*"AB"]
     assert again == first
+
+
+def test_requests_of_a_batch_have_seeds_of_their_own() -> None:
+    both, setting = sides([]), Setting("m", max_tokens=2, max_num_seqs=3, temperature=1.0)
+    found = measure(both, SAMPLE[:1], setting, 1, Journal(None, "x", {}))
+    assert found["A"][0][0]["tokens"] == [0, ord("a")] * 3
+    first = SAMPLE[0].seed
+    assert cast("Side", both["A"]).seeds == [first, first + 1, first + 2]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +65,7 @@ def test_sides_take_turns_and_a_run_that_was_broken_off_goes_on(tmp_path: Path) 
     [((0, 0), "All tokens are equal."), ((0, 1), "Other tokens on prompts 1, 2.")],
 )
 def test_the_second_commit_is_compared_with_the_first(firsts: tuple[int, int], said: str) -> None:
-    found = measure(
-        sides([], firsts), SAMPLE, Setting("m", max_tokens=3), 1, Journal(None, "x", {})
-    )
+    found = measure(sides([], firsts), SAMPLE, ONE, 1, Journal(None, "x", {}))
     text, same = report_of(SAMPLE, found, {})
     assert same == (firsts == (0, 0))
     assert said in text

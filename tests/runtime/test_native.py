@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,16 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.programs import Program
+from tests.runtime.test_llama_family import PORTABLE
 from tests.tiny import tiny_model
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.core import noise as noises
 from tokenleap.core.distribution import Distribution
-from tokenleap.core.noise import Noise, Stream
+from tokenleap.core.noise import LogitsDraw, Noise, Stream
+from tokenleap.core.sampler import Sampler
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.native import build
 from tokenleap.runtime.native.build import NativeLibraryError, library, why_not_native
-from tokenleap.runtime.native.network import checked, drawn
+from tokenleap.runtime.native.network import NativeDraws, checked
 from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -311,19 +315,67 @@ def test_draws_are_those_of_python(
         probs = distribution.probs[kept] / distribution.probs[kept].sum()
         distribution = Distribution(probs, distribution.tokens[kept])
     noise = Noise(seed, position=place, token_stream=stream, lane=place % 3)
-    found = drawn(checked(library()), noise, distribution, place, place % 2)
+    found = NativeDraws(checked(library())).from_probs(noise, distribution, place, place % 2)
     assert found == int(noise.scores(distribution, place, place % 2).argmax())
 
 
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    size=st.integers(2, 700) | st.integers(8000, 40_000),
+    rows=st.integers(1, 5),
+    spread=st.floats(0.1, 12),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.floats(0.05, 3),
+        top_k=st.sampled_from([-1, 0, 1, 2, 40, 10**10]),
+        top_p=st.just(1.0) | st.floats(0.01, 1),
+        min_p=st.just(0.0) | st.floats(0.0, 1),
+    ),
+    flags=st.sampled_from([(), PORTABLE]),
+)
+def test_draws_from_logits_are_those_of_the_sampler(
+    seed: int, size: int, rows: int, spread: float, params: SamplingParams, flags: Sequence[str]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(rows, size, generator=generator) + 5
+    draws = [LogitsDraw(row, Noise(seed + i, position=i), params) for i, row in enumerate(logits)]
+    tokens = NativeDraws(checked(library(*flags))).from_logits(draws)
+    sampler = Sampler(params, size, [])
+    with patch.object(noises, "_faster", None):
+        expected = [d.noise.draw(sampler.distribution(d.logits, []), 0) for d in draws]
+    assert [token for token in tokens if token is not None] == [
+        known for known, token in zip(expected, tokens, strict=True) if token is not None
+    ]
+    if not params.min_p and params.top_p == 1:  # else rounding may decide what is left
+        assert list(tokens).count(None) < 2  # two tokens are too close in one draw of 100,000
+
+
+@pytest.mark.parametrize("size", [5, 200, 9000])
+def test_nothing_is_drawn_from_logits_that_are_no_numbers(size: int) -> None:
+    logits = torch.zeros(5, size)
+    logits[0] = -math.inf
+    logits[1, size // 2], logits[2, size - 1] = math.nan, math.inf
+    of_rows = [LogitsDraw(row, Noise(7), SamplingParams()) for row in logits]
+    *wrong, plain, other = (draws := NativeDraws(checked(library()))).from_logits(of_rows)
+    assert wrong == [None] * 3
+    assert plain == other is not None
+    logits[4, plain] = -math.inf  # a token that is never drawn
+    assert draws.from_logits(of_rows)[4] not in (None, plain)
+    doubles = LogitsDraw(logits[3].double(), Noise(7), SamplingParams())
+    assert draws.from_logits([doubles]) == [None]
+
+
 def test_nothing_is_drawn_where_rounding_decides() -> None:
-    loaded, noise = checked(library()), Noise(5)
+    draws, noise = NativeDraws(checked(library())), Noise(5)
     times = torch.from_numpy(np.exp(-noise.scores(Distribution(torch.full((2,), 0.5)), 0)))
     even = (times / times.sum()).float()  # as likely as their noise is against them
-    assert drawn(loaded, noise, Distribution(even), 0, 0) is None
+    assert draws.from_probs(noise, Distribution(even), 0, 0) is None
+    assert draws.from_logits([LogitsDraw(even.log(), noise, SamplingParams())]) == [None]
     for favoured in (0, 1):
         probs = even.clone()
         probs[favoured] *= 1.001
-        assert drawn(loaded, noise, Distribution(probs / probs.sum()), 0, 0) == favoured
+        assert draws.from_probs(noise, Distribution(probs / probs.sum()), 0, 0) == favoured
+        assert draws.from_logits([LogitsDraw(probs.log(), noise, SamplingParams())]) == [favoured]
 
 
 def test_a_native_model_draws_natively(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,5 +388,23 @@ def test_a_native_model_draws_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_python.outputs[0].token_ids == expected.outputs[0].token_ids
     monkeypatch.undo()
     monkeypatch.delattr(Noise, "scores")
+    monkeypatch.delattr(Sampler, "distribution")  # p is not even computed
     (found,) = llm.generate([prompt], sampled)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_step_draws_for_all_requests_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(tiny_model(head_dim=32), runtime="native", max_num_seqs=5)
+    calls: list[int] = []
+    from_logits = NativeDraws.from_logits
+
+    def counted(self: NativeDraws, draws: Sequence[LogitsDraw]) -> Sequence[int | None]:
+        calls.append(len(draws))
+        return from_logits(self, draws)
+
+    monkeypatch.setattr(NativeDraws, "from_logits", counted)
+    others: list[dict[str, Any]] = [{"temperature": 0.0}, {"presence_penalty": 1.0}]
+    kinds = [*({"seed": seed, "top_p": 0.9} for seed in range(3)), *others]
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, **kind) for kind in kinds]
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 5, params)
+    assert calls == [3] * 6

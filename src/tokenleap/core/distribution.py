@@ -68,6 +68,16 @@ class Distribution:
             return None
         return 0 if self.support is None else int(self.support[0])
 
+    @cached_property
+    def drawn(self) -> int | None:
+        """The token that the target's noise draws in this place, if that is known already."""
+        return None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether reading its probabilities computes nothing."""
+        return True
+
     def prob(self, token: int) -> float:
         """Probability of `token`; 0 outside the support."""
         if self.certain is not None:
@@ -199,13 +209,29 @@ class LazyDistribution(Distribution):
     Args:
         make: computes it.
         known: a token and its `known_prob`; None if it is not known beforehand.
+        draw: finds what is `drawn`.
     """
 
     def __init__(
-        self, make: Callable[[], Distribution], known: tuple[int, float] | None = None
+        self,
+        make: Callable[[], Distribution],
+        known: tuple[int, float] | None = None,
+        draw: Callable[[], int | None] | None = None,
     ) -> None:
         self.__dict__["_make"] = make
         self.__dict__["_known"] = known
+        self.__dict__["_draw"] = draw
+
+    @cached_property
+    @override
+    def drawn(self) -> int | None:
+        draw: Callable[[], int | None] | None = self.__dict__["_draw"]
+        return None if draw is None else draw()
+
+    @property
+    @override
+    def is_made(self) -> bool:
+        return "_make" not in self.__dict__
 
     @cached_property
     def _made(self) -> Distribution:
@@ -217,7 +243,7 @@ class LazyDistribution(Distribution):
         known: tuple[int, float] | None = self.__dict__["_known"]
         if known is not None and known[0] == token:
             return known[1]
-        return None if "_make" in self.__dict__ else self.prob(token)
+        return self.prob(token) if self.is_made else None
 
     @override
     @cached_property

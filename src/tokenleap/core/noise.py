@@ -9,17 +9,18 @@ easy as 1, 2, 3"). NumPy guarantees that its raw stream stays the same between v
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tokenleap.core.distribution import Distribution
-from tokenleap.core.params import MAX_SEED
+from tokenleap.core.params import MAX_SEED, SamplingParams
 
 _LANES = 64
 """Most drafters of one ensemble. Each level of nesting multiplies the lane number by this."""
@@ -54,16 +55,40 @@ class StepNoise(Protocol):
         ...
 
 
-Draws: TypeAlias = Callable[["Noise", Distribution, int, int], int | None]
-"""Finds what `Noise.draw` draws, as an index of the support; None where that is not certain."""
+class LogitsDraw(NamedTuple):
+    """A draw from logits [V] that only temperature and truncation change."""
 
-_faster: Draws | None = None
+    logits: Tensor
+    noise: Noise
+    params: SamplingParams
 
 
-def draw_by(faster: Draws) -> None:
+class FasterDraws(Protocol):
+    """Finds what `Noise.draw` draws; None where that is not certain."""
+
+    def from_probs(
+        self, noise: Noise, distribution: Distribution, depth: int, trial: int
+    ) -> int | None:
+        """An index of the support."""
+        ...
+
+    def from_logits(self, draws: Sequence[LogitsDraw]) -> Sequence[int | None]:
+        """The tokens at depth 0, all in one call."""
+        ...
+
+
+_faster: FasterDraws | None = None
+
+
+def draw_by(faster: FasterDraws) -> None:
     """Let this process draw by `faster` where it is certain of the same token."""
     global _faster
     _faster = faster
+
+
+def drawn_from_logits(draws: Sequence[LogitsDraw]) -> Sequence[int | None]:
+    """See `FasterDraws`."""
+    return _faster.from_logits(draws) if _faster is not None and draws else [None] * len(draws)
 
 
 @dataclass(frozen=True)
@@ -127,9 +152,13 @@ class Noise:
             depth: depth of the node whose successor is drawn.
             trial: number of the draw, for several independent draws at one node.
         """
+        if distribution.drawn is not None and self.token_stream is Stream.TARGET and not trial:
+            return distribution.drawn
         if distribution.certain is not None:
             return distribution.certain
-        best = _faster(self, distribution, depth, trial) if _faster is not None else None
+        best = None
+        if _faster is not None:
+            best = _faster.from_probs(self, distribution, depth, trial)
         if best is None:
             best = int(self.scores(distribution, depth, trial).argmax())
         return best if distribution.support is None else int(distribution.support[best])

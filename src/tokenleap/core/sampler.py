@@ -11,13 +11,19 @@ verified nodes (invariant 7).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from tokenleap.core.distribution import Distribution, Limits, log_probs_of, truncate
+from tokenleap.core.distribution import (
+    Distribution,
+    LazyDistribution,
+    Limits,
+    log_probs_of,
+    truncate,
+)
 from tokenleap.core.grammar import Grammar
 from tokenleap.core.params import GREEDY_BELOW, SamplingParams
 from tokenleap.core.rules import OutputRules, TokenSet, ends_with
@@ -73,6 +79,11 @@ class Sampler:
         One argmax call then serves all nodes of a tree.
         """
         return self.params.greedy and not self.params_change_logits
+
+    @cached_property
+    def plain_sampled(self) -> bool:
+        """Whether p follows from the raw logits by temperature and truncation alone."""
+        return not self.params.greedy and not self.changes_logits
 
     @property
     def has_masks(self) -> bool:
@@ -221,6 +232,8 @@ class TreeDistributions:
         logits: [1 + n, V] logits after every node of the tree, root first.
         output_ids: tokens generated so far, including the root if it was generated.
         argmax: [1 + n] the token of the largest logit, the smallest id on a tie; None if unknown.
+        draw: finds the token that the request's noise draws after a node, without p; None if it is
+            not certain.
     """
 
     def __init__(
@@ -230,6 +243,7 @@ class TreeDistributions:
         sampler: Sampler,
         output_ids: Sequence[int],
         argmax: Sequence[int] | None = None,
+        draw: Callable[[int], int | None] | None = None,
     ) -> None:
         assert len(logits) == len(tree)
         self._logits = logits
@@ -237,6 +251,7 @@ class TreeDistributions:
         self._sampler = sampler
         self._output_ids = output_ids
         self._distributions: dict[int, Distribution] = {}
+        self._draw = draw if sampler.plain_sampled else None
         self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
         self._unmasked: Sequence[int] | None = None  # likewise, where `Sampler.keeps` them
         if sampler.plain_greedy:
@@ -251,8 +266,13 @@ class TreeDistributions:
         if self._argmax is not None:
             return self._one_hot(node, self._argmax[node])
         if node not in self._distributions:
-            self._distributions[node] = self._computed(node)
+            self._distributions[node] = self._made(node)
         return self._distributions[node]
+
+    def _made(self, node: int) -> Distribution:
+        if (draw := self._draw) is None:
+            return self._computed(node)
+        return LazyDistribution(lambda: self._computed(node), draw=lambda: draw(node))
 
     def _one_hot(self, node: int, token: int) -> Distribution:
         check_finite(self._logits[node, token])
@@ -275,7 +295,8 @@ class TreeDistributions:
 
     def reached(self, node: int) -> bool:
         """Whether p after this node has been computed, so that reading it is free."""
-        return self._argmax is not None or node in self._distributions
+        known = self._distributions.get(node)
+        return self._argmax is not None or (known is not None and known.is_made)
 
     def prob(self, node: int, token: int) -> float:
         if self._argmax is not None:

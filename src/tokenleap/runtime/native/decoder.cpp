@@ -85,6 +85,17 @@ EXPORTED int64_t tokenleap_draw(const tokenleap::Draw* draw, const float* probab
     return race.winner();
 }
 
+EXPORTED void tokenleap_draw_rows(const tokenleap::Draw* draws, const float* const* logits, int32_t rows,
+                                  int64_t vocabulary, int32_t threads, int64_t* tokens) {
+    tokenleap::RowDraws row_draws(draws, logits, rows, vocabulary);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        row_draws.begin(omp_get_num_threads());
+        row_draws.thread(omp_get_thread_num(), tokens);
+    }
+}
+
 EXPORTED size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {
     return tokenleap::row_bytes(*layer);
 }

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <vector>
 
@@ -29,6 +28,47 @@ inline void philox(uint64_t block, const Draw& draw, uint64_t position, uint64_t
     numbers[0] = a, numbers[1] = b, numbers[2] = c, numbers[3] = d;
 }
 
+constexpr int BLOCKS = 32, MANY = 4 * BLOCKS;
+
+// The numbers of several blocks: first those that are the first ones of their blocks.
+inline void philox(const uint64_t* blocks, const Draw& draw, uint64_t position, uint64_t numbers[4][BLOCKS]) {
+#if defined(TOKENLEAP_AVX512)
+    typedef uint64_t u64x8 __attribute__((vector_size(64)));
+    constexpr int VECTORS = BLOCKS / 8;  // side by side, because each waits for its products
+    auto product = [](u64x8 x, uint64_t y, u64x8& high, u64x8& low) {
+        auto of_halves = [](u64x8 a, u64x8 b) { return (u64x8)_mm512_mul_epu32((__m512i)a, (__m512i)b); };
+        u64x8 top = x >> 32, y_low = (u64x8){} + y, y_top = y_low >> 32;
+        u64x8 middle = of_halves(top, y_low) + (of_halves(x, y_low) >> 32);
+        u64x8 other = of_halves(x, y_top) + (middle & 0xFFFFFFFFu);
+        high = of_halves(top, y_top) + (middle >> 32) + (other >> 32), low = x * y;
+    };
+    u64x8 a[VECTORS], b[VECTORS], c[VECTORS], d[VECTORS];
+    for (int i = 0; i < VECTORS; i++) {
+        a[i] = load<u64x8>(blocks + 8 * i), b[i] = (u64x8){} + draw.trial;
+        c[i] = (u64x8){} + position, d[i] = (u64x8){} + draw.stream;
+    }
+    uint64_t key = draw.key[0], other = draw.key[1];
+    for (int round = 0; round < 10; round++) {
+        for (int i = 0; i < VECTORS; i++) {
+            u64x8 first_high, first_low, second_high, second_low;
+            product(a[i], 0xD2E7470EE14C6C93u, first_high, first_low);
+            product(c[i], 0xCA5A826395121157u, second_high, second_low);
+            a[i] = second_high ^ b[i] ^ key, b[i] = second_low;
+            c[i] = first_high ^ d[i] ^ other, d[i] = first_low;
+        }
+        key += 0x9E3779B97F4A7C15u, other += 0xBB67AE8584CAA73Bu;
+    }
+    std::memcpy(numbers[0], a, sizeof a), std::memcpy(numbers[1], b, sizeof b);
+    std::memcpy(numbers[2], c, sizeof c), std::memcpy(numbers[3], d, sizeof d);
+#else
+    for (int block = 0; block < BLOCKS; block++) {
+        uint64_t of_block[4];
+        philox(blocks[block], draw, position, of_block);
+        for (int i = 0; i < 4; i++) numbers[i][block] = of_block[i];
+    }
+#endif
+}
+
 // A number between 0 and 1 of 52 random bits; 1 less it is exact.
 inline double uniform(uint64_t bits) { return ((double)(int64_t)(bits >> 12) + 0.5) * 0x1p-52; }
 
@@ -37,21 +77,37 @@ inline double uniform(uint64_t bits) { return ((double)(int64_t)(bits >> 12) + 0
 // It has the least -log u / p, and 1 - u is less than -log u: so hardly any token needs its logarithm.
 class Race {
 public:
-    // Let the tokens from `first` on, up to `last`, take part; `first` is a multiple of 4.
-    void run(const Draw& draw, const float* probabilities, const int64_t* ids, long first, long last) {
-        constexpr int MANY = 32;
-        uint64_t numbers[MANY], block = 0;
-        long i = first;
-        for (; !ids && i + MANY <= last; i += MANY) {
-            for (int lane = 0; lane < MANY; lane += 4)  // NumPy counts before it draws
-                philox((i + lane) / 4 + 1, draw, draw.position, numbers + lane);
+    // Let the tokens from `first` on, up to `last`, take part; `first` is a multiple of 4. `weigh` points to numbers
+    // proportional to the probabilities of `MANY` tokens; after the last one, they may be any.
+    template <class Weigh>
+    void run(const Draw& draw, Weigh weigh, long first, long last) {
+        uint64_t blocks[BLOCKS], numbers[4][BLOCKS];
+        for (long i = first; i < last; i += MANY) {
+            const float* weights = weigh(i);
+            for (int block = 0; block < BLOCKS; block++) blocks[block] = i / 4 + block + 1;  // NumPy counts before it draws
+            philox(blocks, draw, draw.position, numbers);
             bool near = false;  // one branch for all of them, which is hardly ever taken
             double next = next_;
-            for (int lane = 0; lane < MANY; lane++) near |= !is_far(probabilities[i + lane], numbers[lane], next);
-            for (int lane = 0; near && lane < MANY; lane++) look(i + lane, probabilities[i + lane], numbers[lane]);
+            for (int lane = 0; lane < 4; lane++)
+                for (int block = 0; block < BLOCKS; block++)
+                    near |= !is_far(weights[4 * block + lane], numbers[lane][block], next);
+            for (int token = 0; near && token < MANY && i + token < last; token++)
+                look(i + token, weights[token], numbers[token % 4][token / 4]);
         }
-        for (; i < last; i++) {
-            uint64_t id = ids ? ids[i] : i;
+    }
+
+    // The same with probabilities, of the tokens `ids`, ascending, or 0, 1, ... if it is null.
+    void run(const Draw& draw, const float* probabilities, const int64_t* ids, long first, long last) {
+        float rest[MANY];
+        auto weigh = [&](long i) -> const float* {
+            if (i + MANY <= last) return probabilities + i;
+            std::memcpy(rest, probabilities + i, (last - i) * sizeof(float));
+            return rest;
+        };
+        if (!ids) return run(draw, weigh, first, last);
+        uint64_t numbers[4], block = 0;
+        for (long i = first; i < last; i++) {
+            uint64_t id = ids[i];
             if (block != id / 4 + 1) philox(block = id / 4 + 1, draw, draw.position, numbers);
             look(i, probabilities[i], numbers[id % 4]);
         }
@@ -81,21 +137,22 @@ private:
     long found_ = -1;
 };
 
-// The random bits of sixteen tokens, as in `Noise._uniform`. Of each block of four numbers there is one
+// The random bits of `count` tokens, up to `MANY`, as in `Noise._uniform`. Of each block of four numbers there is one
 // copy. No branch depends on the tokens, because it would be mispredicted.
-inline void random_bits(const Draw& draw, uint64_t position, const int64_t* ids, long first, long vocabulary,
+inline void random_bits(const Draw& draw, uint64_t position, const int64_t* ids, long first, int count, long vocabulary,
                         uint64_t* bits) {
-    uint64_t blocks[LANES], numbers[4 * LANES], last = 0;
-    int count = 0, places[LANES];
-    for (int lane = 0; lane < LANES; lane++) {
-        long token = first + lane < vocabulary ? first + lane : vocabulary - 1;
+    uint64_t blocks[MANY] = {}, numbers[MANY / BLOCKS][4][BLOCKS], last = 0;
+    int found = 0, places[MANY], numbers_in[MANY];
+    for (int i = 0; i < count; i++) {
+        long token = first + i < vocabulary ? first + i : vocabulary - 1;
         uint64_t id = ids ? ids[token] : token, block = id / 4 + 1;  // NumPy counts before it draws
-        count += block != last;
-        blocks[count - 1] = last = block;
-        places[lane] = 4 * (count - 1) + id % 4;
+        found += block != last;
+        blocks[found - 1] = last = block;
+        places[i] = found - 1, numbers_in[i] = id % 4;
     }
-    for (int i = 0; i < count; i++) philox(blocks[i], draw, position, numbers + 4 * i);
-    for (int lane = 0; lane < LANES; lane++) bits[lane] = numbers[places[lane]];
+    for (int group = 0; group * BLOCKS < found; group++)
+        philox(blocks + group * BLOCKS, draw, position, numbers[group]);
+    for (int i = 0; i < count; i++) bits[i] = numbers[places[i] / BLOCKS][numbers_in[i]][places[i] % BLOCKS];
 }
 
 // Standard Gumbel noise, -log(-log u), to about 1e-6.
@@ -149,6 +206,26 @@ public:
             best.values[i] = draw.coupled ? std::exp(CLARITY * (best.values[i] - first)) / sum : shown[i];
         best.count = chosen;
         return true;
+    }
+
+    // The token that `Noise.draw` draws, or -1 where that is not certain.
+    int64_t draw(const Draw& draw, const float* logits, long vocabulary) {
+        logits_ = logits, vocabulary_ = vocabulary, temperature_ = draw.temperature;
+        if (!weigh()) return -1;
+        float floor = floor_of(draw);
+        gather(std::max(floor, draw.top_p < 1 ? below_nucleus(floor, draw.top_p) : NONE));
+        for (int64_t token : tokens_)
+            if (std::fabs(at(token) - least_) < doubt_) return -1;
+        while (true) {
+            Race race;
+            race.run(draw, masses_.data(), tokens_.data(), 0, tokens_.size());
+            long place = race.winner();
+            if (place < 0) return -1;
+            float scaled = at(tokens_[place]);
+            int inside = draw.top_p < 1 ? in_nucleus(scaled, floor, draw.top_p) : 1;
+            if (inside) return inside > 0 ? tokens_[place] : -1;
+            gather(std::nextafter(scaled, top_));  // less probable ones are outside, too
+        }
     }
 
 private:
@@ -215,12 +292,42 @@ private:
             }
             unsure_ = sum(mass);
         }
-        if (draw.top_k >= 1 && draw.top_k < vocabulary_) {
-            sorted_.assign(logits_, logits_ + vocabulary_);
-            std::nth_element(sorted_.begin(), sorted_.begin() + draw.top_k - 1, sorted_.end(), std::greater<float>());
-            floor = std::max(floor, sorted_[draw.top_k - 1] / temperature_);
-        }
+        if (draw.top_k >= 1 && draw.top_k < vocabulary_) floor = std::max(floor, largest(draw.top_k));
         return floor;
+    }
+
+    // The k-th largest logit, over the temperature.
+    float largest(int k) {
+        for (float reach = 4; reach == 4 || (long)tokens_.size() < k; reach *= 2) gather(reach < 100 ? top_ - reach : NONE);
+        auto larger = [&](int64_t a, int64_t b) { return logits_[a] > logits_[b]; };
+        std::nth_element(tokens_.begin(), tokens_.begin() + k - 1, tokens_.end(), larger);
+        return at(tokens_[k - 1]);
+    }
+
+    // Collect the tokens from a logit on, over the temperature.
+    void gather(float least) {
+        tokens_.clear(), masses_.clear();
+        for (long i = 0; i < vocabulary_; i += LANES) {
+            f32x16 x = some(i), mass;
+            if (!any(x >= least)) continue;
+            mass = exp(x - top_);
+            for (int lane = 0; lane < LANES && i + lane < vocabulary_; lane++)
+                if (x[lane] >= least) tokens_.push_back(i + lane), masses_.push_back(mass[lane]);
+        }
+    }
+
+    // A logit over the temperature that surely no token of the nucleus is below.
+    float below_nucleus(float floor, float top_p) const {
+        for (float reach = 4; reach < 100; reach *= 2) {
+            f32x16 kept = {}, near = {};
+            for (long i = 0; i < vocabulary_; i += LANES) {
+                f32x16 x = some(i), mass = select(x >= floor, exp(x - top_), splat(0.0f));
+                kept += mass;
+                near += select(x >= top_ - reach, mass, splat(0.0f));
+            }
+            if (sum(near) * 0.999f > top_p * sum(kept)) return top_ - reach;
+        }
+        return NONE;
     }
 
     // Whether the more probable tokens have less than `top_p` of the mass from `floor` on; -1 in doubt.
@@ -243,7 +350,103 @@ private:
     float temperature_, top_, total_;
     float least_, doubt_;  // the least logit that min_p leaves; those that are closer to it are in doubt
     float unsure_;         // their mass, if there is a nucleus that it may be part of
-    std::vector<float> sorted_;
+    std::vector<int64_t> tokens_;  // what `gather` found, ascending
+    std::vector<float> masses_;    // in proportion to their probabilities
+};
+
+// One draw after each of several rows of logits: what noise.py draws from the distribution that sampler.py makes of
+// them, if no mask or penalty changes them.
+class RowDraws {
+public:
+    RowDraws(const Draw* draws, const float* const* logits, int rows, long vocabulary)
+        : draws_(draws), logits_(logits), rows_(rows), vocabulary_(vocabulary) {}
+
+    void begin(int threads) {
+        team_.expect(threads, 1);
+        pieces_ = (threads + rows_ - 1) / rows_;
+        units_.resize(rows_ * pieces_);
+    }
+
+    // What each thread does. `tokens` gets the draws, or -1 where one is not certain or a logit is no number.
+    void thread(int id, int64_t* tokens) {
+        each(id, rows_ * pieces_, [&](int unit) { find_largest(unit); });
+        each(id, rows_ * pieces_, [&](int unit) { race(unit); });
+        each(id, rows_, [&](int row) {
+            tokens[row] = truncates(row) ? Drawing().draw(draws_[row], logits_[row], vocabulary_) : drawn(row);
+        });
+    }
+
+private:
+    struct Unit {
+        float largest;  // logit, over the temperature
+        float total;
+        Race race;
+    };
+
+    template <class Work>
+    void each(int id, int count, Work work) {
+        team_.each(id, [&](int part) {
+            for (int i = part; i < count; i += team_.parts()) work(i);
+        });
+    }
+
+    long begin_of(int unit) const { return vocabulary_ / MANY * (unit % pieces_) / pieces_ * MANY; }
+    long end_of(int unit) const { return (unit + 1) % pieces_ ? begin_of(unit + 1) : vocabulary_; }
+
+    bool truncates(int row) const {
+        const Draw& draw = draws_[row];
+        return draw.min_p > 0 || draw.top_p < 1 || (draw.top_k >= 1 && draw.top_k < vocabulary_);
+    }
+
+    // Sixteen logits over the temperature; -infinity after the last.
+    f32x16 some(int row, long i) const { return Ranking::some(logits_[row], i, vocabulary_) / draws_[row].temperature; }
+
+    void find_largest(int unit) {
+        if (truncates(unit / pieces_)) return;
+        f32x16 found = splat(-std::numeric_limits<float>::infinity());
+        for (long i = begin_of(unit); i < end_of(unit); i += LANES) found = max(some(unit / pieces_, i), found);
+        units_[unit].largest = max(found);
+    }
+
+    float largest_of(int row) const {
+        float found = units_[row * pieces_].largest;
+        for (int piece = 1; piece < pieces_; piece++) found = std::max(found, units_[row * pieces_ + piece].largest);
+        return found;
+    }
+
+    void race(int unit) {
+        int row = unit / pieces_;
+        if (truncates(row)) return;
+        float top = largest_of(row), weights[MANY];
+        f32x16 total = {};
+        auto weigh = [&](long first) {
+            for (int lane = 0; lane < MANY; lane += LANES) {
+                f32x16 mass = first + lane < vocabulary_ ? exp(some(row, first + lane) - top) : splat(0.0f);
+                total += mass;
+                store(weights + lane, mass);
+            }
+            return weights;
+        };
+        units_[unit].race.run(draws_[row], weigh, begin_of(unit), end_of(unit));
+        units_[unit].total = sum(total);
+    }
+
+    int64_t drawn(int row) const {
+        Race race;
+        float total = 0;
+        for (int unit = row * pieces_; unit < (row + 1) * pieces_; unit++) {
+            race.join(units_[unit].race);
+            total += units_[unit].total;
+        }
+        return total > 0 && total < std::numeric_limits<float>::infinity() ? race.winner() : -1;
+    }
+
+    const Draw* draws_;
+    const float* const* logits_;
+    int rows_, pieces_ = 1;
+    long vocabulary_;
+    Team team_;
+    std::vector<Unit> units_;
 };
 
 }  // namespace tokenleap

@@ -46,7 +46,7 @@ public:
     }
 
 private:
-    static constexpr int AT_ONCE = 8;  // panels of noise: a processor works on several of them at a time
+    static constexpr int AT_ONCE = MANY / LANES;  // panels of noise: a processor works on several of them at a time
 
     struct Root {
         int32_t position, row, prefix;
@@ -82,11 +82,10 @@ private:
             const Draw& draw = t_.draws[last];
             long begin = panels() * id / run_.threads(), end = panels() * (id + 1) / run_.threads();
             for (long at = begin; at < end; at += AT_ONCE) {
-                uint64_t bits[AT_ONCE][LANES];
+                uint64_t bits[MANY];
                 int count = std::min<long>(AT_ONCE, end - at);
-                for (int i = 0; i < count; i++)
-                    random_bits(draw, draw.position + depth, t_.token_ids, (at + i) * LANES, vocabulary(), bits[i]);
-                for (int i = 0; i < count; i++) store(noise(last) + (at + i) * LANES, gumbel(bits[i]));
+                random_bits(draw, draw.position + depth, t_.token_ids, at * LANES, count * LANES, vocabulary(), bits);
+                for (int i = 0; i < count; i++) store(noise(last) + (at + i) * LANES, gumbel(bits + i * LANES));
             }
         }
     }

@@ -26,7 +26,6 @@ from ctypes import (
     sizeof,
 )
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock
 from typing import Self
 
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from tokenleap.core.config import MIB
 from tokenleap.core.distribution import Distribution
-from tokenleap.core.noise import Noise, draw_by
+from tokenleap.core.noise import LogitsDraw, Noise, draw_by
 from tokenleap.runtime.cores import available_cores
 from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs
@@ -60,6 +59,7 @@ from tokenleap.runtime.native.structures import (
     KeptWeights,
     NodeArrays,
     TreeArrays,
+    draw_of,
     noise_of,
     structures,
 )
@@ -108,7 +108,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
 
     def __init__(self, loaded: CDLL, parts: DecoderParts) -> None:
         self._library = loaded
-        draw_by(partial(drawn, loaded))
+        draw_by(NativeDraws(loaded))
         self._lock = Lock()  # the workspace serves one thread at a time
         self._decoder, self._kept, self._angles = parts.decoder, parts.kept, parts.angles
         self._learnt_scale, self._reads_states = parts.learnt_scale, parts.reads_states
@@ -329,21 +329,46 @@ def checked(loaded: CDLL) -> CDLL:
     return loaded
 
 
-def drawn(
-    loaded: CDLL, noise: Noise, distribution: Distribution, depth: int, trial: int
-) -> int | None:
-    """See `core.noise.Draws`."""
-    probs, ids = distribution.probs, distribution.support
-    if probs.dtype != torch.float32 or probs.device.type != "cpu" or not probs.is_contiguous():
-        return None
-    found = loaded.tokenleap_draw(
-        byref(noise_of(noise, depth, trial)),
-        c_void_p(probs.data_ptr()),
-        c_void_p(None if ids is None else ids.data_ptr()),
-        c_int64(len(probs)),
-        num_threads(),
-    )
-    return None if found < 0 else int(found)
+@dataclass(frozen=True)
+class NativeDraws:
+    """See `core.noise.FasterDraws`."""
+
+    library: CDLL
+
+    def from_probs(
+        self, noise: Noise, distribution: Distribution, depth: int, trial: int
+    ) -> int | None:
+        probs, ids = distribution.probs, distribution.support
+        if not _has_floats(probs):
+            return None
+        found = self.library.tokenleap_draw(
+            byref(noise_of(noise, depth, trial)),
+            c_void_p(probs.data_ptr()),
+            c_void_p(None if ids is None else ids.data_ptr()),
+            c_int64(len(probs)),
+            num_threads(),
+        )
+        return None if found < 0 else int(found)
+
+    def from_logits(self, draws: Sequence[LogitsDraw]) -> Sequence[int | None]:
+        if not all(_has_floats(draw.logits) for draw in draws):
+            return [None] * len(draws)
+        tokens = (c_int64 * len(draws))()
+        self.library.tokenleap_draw_rows(
+            (CDraw * len(draws))(
+                *(draw_of(d.noise, d.params.temperature, d.params) for d in draws)
+            ),
+            (c_void_p * len(draws))(*(draw.logits.data_ptr() for draw in draws)),
+            len(draws),
+            c_int64(len(draws[0].logits)),
+            num_threads(),
+            tokens,
+        )
+        return [None if token < 0 else token for token in tokens]
+
+
+def _has_floats(values: Tensor) -> bool:
+    return values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous()
 
 
 class NativeDecoder(NativeNetwork):

@@ -30,8 +30,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tokenleap.core.distribution import Limits
 from tokenleap.core.noise import Noise
-from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
+from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs, Window
 from tokenleap.runtime.llama import LAYER_NORMS, DecoderLayer, JointInput, Rotary
 from tokenleap.runtime.native.pack import Format, PackedWeights
@@ -378,7 +379,8 @@ class TreeArrays:
 def _draws(limits: Sequence[GrowthLimit]) -> Array[CDraw] | None:
     draws = [limit.draw for limit in limits if limit.draw is not None]
     assert len(draws) in (0, len(limits)), "all trees of a call draw, or none"
-    return (CDraw * len(draws))(*map(_draw, draws)) if draws else None
+    found = [draw_of(d.noise, d.temperature, d.limits, coupled=d.coupled) for d in draws]
+    return (CDraw * len(draws))(*found) if draws else None
 
 
 def noise_of(noise: Noise, depth: int = 0, trial: int = 0, **more: Any) -> CDraw:
@@ -388,16 +390,18 @@ def noise_of(noise: Noise, depth: int = 0, trial: int = 0, **more: Any) -> CDraw
     return CDraw(key=key, trial=number, stream=stream, position=position, **more)
 
 
-def _draw(draw: GrowthDraw) -> CDraw:
-    limits = draw.limits
+def draw_of(noise: Noise, temperature: float, limits: Limits, *, coupled: bool = True) -> CDraw:
     return noise_of(
-        draw.noise,
-        temperature=draw.temperature,
+        noise,
+        temperature=temperature,
         min_p=limits.min_p,
-        top_p=limits.top_p,
-        top_k=limits.top_k,
-        coupled=draw.coupled,
+        top_p=1.0 if limits.top_p == 1 else min(limits.top_p, _BELOW_1),
+        top_k=min(limits.top_k, _NO_LIMIT),
+        coupled=coupled,
     )
+
+
+_BELOW_1 = 1 - 2.0**-24  # the next number of 32 bits
 
 
 def _tree(limit: GrowthLimit) -> CTree:
