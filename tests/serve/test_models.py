@@ -175,6 +175,25 @@ def test_a_model_that_cannot_be_loaded_harms_no_other(
         assert text_of(running, "b") == text
 
 
+def test_a_model_that_cannot_be_closed_harms_no_other(
+    loader: Loader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with several(loader, 1.5) as running:
+        text = text_of(running, "a")
+        llm = running.state._models["a"].loaded.state.llm  # type: ignore[attr-defined]
+        close = llm.close
+
+        def failing(timeout: float | None = None) -> bool:
+            close(timeout)
+            raise OSError("no")
+
+        monkeypatch.setattr(llm, "close", failing)
+        assert text_of(running, "b") == text
+        assert "the model a did not end properly: OSError: no" in caplog.messages
+        assert text_of(running, "a") == text
+        assert len(running.state._in_memory) == 1  # type: ignore[attr-defined]
+
+
 def test_a_model_that_is_too_large_is_unloaded_and_refused(loader: Loader) -> None:
     with several(loader, 0.5) as running:
         for _ in range(2):

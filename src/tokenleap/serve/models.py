@@ -332,7 +332,10 @@ class Models:
                     run.cut_off(APIError(503, "the answer was read too slowly."))
             await asyncio.sleep(_LOOK_SECONDS)
         loaded.state.metrics.close()
-        await self._in_thread(loaded.state.llm.close)
+        try:
+            await self._in_thread(loaded.state.llm.close)
+        except Exception as error:  # of this model alone
+            _log.error("the model %s did not end properly: %s", model.name, told(error))
         self._in_memory.remove(loaded)
         del loaded
         await self._in_thread(_collect)
