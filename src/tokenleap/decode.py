@@ -17,8 +17,8 @@ from torch import Tensor
 from tokenleap.core import clock
 from tokenleap.core.acceptance.base import AcceptanceRule, Accepted
 from tokenleap.core.beams import BeamDraft, scores_of, search
-from tokenleap.core.noise import LogitsDraw, drawn_from_logits
-from tokenleap.core.sampler import TreeDistributions
+from tokenleap.core.noise import Noise
+from tokenleap.core.sampler import TreeDistributions, draw_roots
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.outputs import StreamedToken
 from tokenleap.request import Request
@@ -149,14 +149,25 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
     need = Need(hidden=speculation.hidden_layers(batch))
     outputs = target.verify([r.key for r in batch], [d.tree for d in drafts], need=need)
     verified = clock.now()
-    drawn = _drawn(speculation, batch, drafts, outputs)
+    ps = {
+        request.key: _distributions(request, draft, output)
+        for request, draft, output in zip(batch, drafts, outputs, strict=True)
+        if not isinstance(draft, BeamDraft)
+    }
+    draw_roots(
+        ps[request.key]
+        for request, draft in zip(batch, drafts, strict=True)
+        if request.key in ps
+        and (not draft.tree.num_drafted or speculation.rule(request).couples_draft)
+    )
     outcomes: list[Outcome] = []
     for request, draft, output in zip(batch, drafts, outputs, strict=True):
         try:
             if isinstance(draft, BeamDraft):
                 _search(target, request, draft, output)
                 continue
-            outcomes.append(_advance(target, speculation, request, draft, output, drawn))
+            p = ps[request.key]
+            outcomes.append(_advance(target, speculation, request, draft, output, p))
         except Exception as error:  # of this request alone: the others go on
             request.fail(error)
     times = StepTimes(drafted - began, verified - drafted, clock.now() - verified)
@@ -167,28 +178,19 @@ def step(target: Verifier, speculation: Speculates, batch: Sequence[Request]) ->
     return outcomes
 
 
-def _drawn(
-    speculation: Speculates,
-    batch: Sequence[Request],
-    drafts: Sequence[Draft],
-    outputs: Sequence[PassOutput],
-) -> Mapping[int, int | None]:
-    """Request key -> the token drawn after the root, where the rule draws it whatever is drafted.
-
-    All requests together, because that is faster.
-    """
-    draws = {
-        request.key: _logits_draw(request, output, 0, 0)
-        for request, draft, output in zip(batch, drafts, outputs, strict=True)
-        if request.sampler.plain_sampled
-        and (not draft.tree.num_drafted or speculation.rule(request).couples_draft)
-    }
-    return dict(zip(draws, drawn_from_logits([*draws.values()]), strict=True))
+def _distributions(request: Request, draft: Draft, output: PassOutput) -> TreeDistributions:
+    return TreeDistributions(
+        output.scores,
+        draft.tree,
+        request.sampler,
+        request.output_ids,
+        output.argmax,
+        _noise(request),
+    )
 
 
-def _logits_draw(request: Request, output: PassOutput, node: int, depth: int) -> LogitsDraw:
-    noise = request.noise.at(len(request.token_ids) + depth)
-    return LogitsDraw(output.scores[node], noise, request.params)
+def _noise(request: Request) -> Noise:
+    return request.noise.at(len(request.token_ids))
 
 
 def _advance(
@@ -197,18 +199,19 @@ def _advance(
     request: Request,
     draft: Draft,
     output: PassOutput,
-    drawn: Mapping[int, int | None],
+    p: TreeDistributions,
 ) -> Outcome:
     """Accept, commit the accepted path, and append its tokens to the request."""
     rule = speculation.rule(request)
     try:
-        p, accepted, trace = _judged(rule, request, draft, output, drawn)
+        accepted, trace = _judged(rule, request, draft, p)
     except Exception as error:
         if not draft.tree.num_drafted:
             raise
         root = slice(1)
         draft, output = Draft.empty(request.root), output.rows(root, root)
-        p, accepted, trace = _judged(rule, request, draft, output, drawn)
+        p = _distributions(request, draft, output)
+        accepted, trace = _judged(rule, request, draft, p)
         speculation.give_up(request, error)  # without the draft, nothing failed
     target.commit(request.key, (0, *accepted.path))
     committed = request.extend(draft, p, accepted, trace)
@@ -216,26 +219,11 @@ def _advance(
 
 
 def _judged(
-    rule: AcceptanceRule,
-    request: Request,
-    draft: Draft,
-    output: PassOutput,
-    drawn: Mapping[int, int | None],
-) -> tuple[TreeDistributions, Accepted, StepTrace]:
-    """p, the rule's decision about a draft, and the step's trace."""
-    tree = draft.tree
-
-    def draw(node: int) -> int | None:
-        if not node and request.key in drawn:
-            return drawn[request.key]
-        (token,) = drawn_from_logits([_logits_draw(request, output, node, tree.depths[node])])
-        return token
-
-    p = TreeDistributions(
-        output.scores, tree, request.sampler, request.output_ids, output.argmax, draw
-    )
-    accepted = rule.accept(draft, p, request.noise.at(len(request.token_ids)))
-    return p, accepted, record(draft, p, accepted, everything=request.trace_all)
+    rule: AcceptanceRule, request: Request, draft: Draft, p: TreeDistributions
+) -> tuple[Accepted, StepTrace]:
+    """The rule's decision about a draft, and the step's trace."""
+    accepted = rule.accept(draft, p, _noise(request))
+    return accepted, record(draft, p, accepted, everything=request.trace_all)
 
 
 def _search(target: Verifier, request: Request, draft: BeamDraft, output: PassOutput) -> None:

@@ -56,7 +56,7 @@ class StepNoise(Protocol):
 
 
 class LogitsDraw(NamedTuple):
-    """A draw from logits [V] that only temperature and truncation change."""
+    """A draw from logits [V], after all that changes them but temperature and truncation."""
 
     logits: Tensor
     noise: Noise
@@ -84,6 +84,11 @@ def draw_by(faster: FasterDraws) -> None:
     """Let this process draw by `faster` where it is certain of the same token."""
     global _faster
     _faster = faster
+
+
+def draws_from_logits(logits: Tensor) -> bool:
+    """Whether `drawn_from_logits` may know what is drawn from logits of this kind."""
+    return _faster is not None and logits.dtype == torch.float32 and logits.device.type == "cpu"
 
 
 def drawn_from_logits(draws: Sequence[LogitsDraw]) -> Sequence[int | None]:

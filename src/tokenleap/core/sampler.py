@@ -11,7 +11,8 @@ verified nodes (invariant 7).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -25,6 +26,7 @@ from tokenleap.core.distribution import (
     truncate,
 )
 from tokenleap.core.grammar import Grammar
+from tokenleap.core.noise import LogitsDraw, Noise, drawn_from_logits, draws_from_logits
 from tokenleap.core.params import GREEDY_BELOW, SamplingParams
 from tokenleap.core.rules import OutputRules, TokenSet, ends_with
 from tokenleap.core.tree import TokenTree
@@ -79,11 +81,6 @@ class Sampler:
         One argmax call then serves all nodes of a tree.
         """
         return self.params.greedy and not self.params_change_logits
-
-    @cached_property
-    def plain_sampled(self) -> bool:
-        """Whether p follows from the raw logits by temperature and truncation alone."""
-        return not self.params.greedy and not self.changes_logits
 
     @property
     def has_masks(self) -> bool:
@@ -213,6 +210,14 @@ class Sampler:
         return Distribution.of(self.shaped(logits, output_ids).softmax(-1))
 
 
+def draw_roots(ps: Iterable[TreeDistributions]) -> None:
+    """Draw the tokens after the roots of several trees together, which is faster."""
+    draws = [(p, draw) for p in ps if (draw := p.draw(0)) is not None]
+    tokens = drawn_from_logits([draw for _, draw in draws])
+    for (p, _), token in zip(draws, tokens, strict=True):
+        p.draw_root(token)
+
+
 def _argmax(logits: Tensor) -> list[int]:
     """The token of the largest logit in each row of [n, V]; the smallest token id on a tie."""
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
@@ -232,8 +237,8 @@ class TreeDistributions:
         logits: [1 + n, V] logits after every node of the tree, root first.
         output_ids: tokens generated so far, including the root if it was generated.
         argmax: [1 + n] the token of the largest logit, the smallest id on a tie; None if unknown.
-        draw: finds the token that the request's noise draws after a node, without p; None if it is
-            not certain.
+        noise: the request's, with depths counted from the root. With it, `Distribution.drawn` may
+            be known without p.
     """
 
     def __init__(
@@ -243,7 +248,7 @@ class TreeDistributions:
         sampler: Sampler,
         output_ids: Sequence[int],
         argmax: Sequence[int] | None = None,
-        draw: Callable[[int], int | None] | None = None,
+        noise: Noise | None = None,
     ) -> None:
         assert len(logits) == len(tree)
         self._logits = logits
@@ -251,7 +256,8 @@ class TreeDistributions:
         self._sampler = sampler
         self._output_ids = output_ids
         self._distributions: dict[int, Distribution] = {}
-        self._draw = draw if sampler.plain_sampled else None
+        draws = not sampler.params.greedy and draws_from_logits(logits)
+        self._noise = noise if draws else None
         self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
         self._unmasked: Sequence[int] | None = None  # likewise, where `Sampler.keeps` them
         if sampler.plain_greedy:
@@ -270,9 +276,27 @@ class TreeDistributions:
         return self._distributions[node]
 
     def _made(self, node: int) -> Distribution:
-        if (draw := self._draw) is None:
+        if self._noise is None:
             return self._computed(node)
-        return LazyDistribution(lambda: self._computed(node), draw=lambda: draw(node))
+        return LazyDistribution(lambda: self._computed(node), draw=lambda: self._drawn(node))
+
+    def _drawn(self, node: int) -> int | None:
+        draw = self.draw(node)
+        return None if draw is None else drawn_from_logits([draw])[0]
+
+    def draw(self, node: int) -> LogitsDraw | None:
+        """The draw of the token after a node; None if p is needed for it, or cannot be computed."""
+        if (noise := self._noise) is None:
+            return None
+        with suppress(Exception):  # p, which is read next, fails in the same way
+            logits = self._sampler.shaped(self._logits[node], self._output(node))
+            at = noise.at(noise.position + self._tree.depths[node])
+            return LogitsDraw(logits, at, self._sampler.params)
+        return None
+
+    def draw_root(self, token: int | None) -> None:
+        """Make it known that this token is drawn after the root, or that this is not certain."""
+        self._distributions[0] = LazyDistribution(lambda: self._computed(0), draw=lambda: token)
 
     def _one_hot(self, node: int, token: int) -> Distribution:
         check_finite(self._logits[node, token])
