@@ -160,11 +160,11 @@ class Sampler:
         params, device = self.params, logits.device
         output = torch.tensor(output_ids, dtype=torch.long, device=device)
         if self._repetition_penalty != 1:
-            seen = torch.unique(torch.cat([self._prompt_tokens.to(device), output]))
-            values = logits[seen]
+            seen = torch.cat([self._prompt_tokens.to(device), output])
+            values = logits[seen]  # of a token that is there twice, twice the same
             factor = self._repetition_penalty
             logits[seen] = torch.where(values > 0, values / factor, values * factor)
-        if len(output):
+        if len(output) and (params.presence_penalty or params.frequency_penalty):
             tokens, counts = torch.unique(output, return_counts=True)
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         return logits
