@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import shutil
@@ -26,7 +27,7 @@ from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.core import noise as noises
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import LogitsDraw, Noise, Stream
-from tokenleap.core.sampler import Sampler
+from tokenleap.core.sampler import Sampler, TreeDistributions
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.choose import network_for
 from tokenleap.runtime.native import build
@@ -289,6 +290,23 @@ def test_fewer_threads_by_the_environment() -> None:
     )
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "OMP_DYNAMIC": "true"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=240)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_the_logits_of_a_step_are_not_kept(rule: str) -> None:
+    """Not in a circle, which Python finds only after hundreds of steps."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "acceptance": {"rule": rule}}
+    llm = LLM(tiny_model(head_dim=32), runtime="native", speculative_config=speculation)
+    params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, ignore_eos=True)
+    gc.collect()
+    gc.disable()
+    try:
+        (output,) = llm.generate([{"prompt_token_ids": [1, 2, 3] * 5}], params)
+        kept = [each for each in gc.get_objects() if isinstance(each, TreeDistributions)]
+    finally:
+        gc.enable()
+    assert output.metrics.num_draft_tokens > 0
+    assert len(kept) <= 1  # of the last step
 
 
 @given(

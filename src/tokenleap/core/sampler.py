@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,10 +213,10 @@ class Sampler:
 
 def draw_roots(ps: Iterable[TreeDistributions]) -> None:
     """Draw the tokens after the roots of several trees together, which is faster."""
-    draws = [(p, draw) for p in ps if (draw := p.draw(0)) is not None]
+    draws = [(p, draw) for p in ps if (draw := p.root_draw()) is not None]
     tokens = drawn_from_logits([draw for _, draw in draws])
     for (p, _), token in zip(draws, tokens, strict=True):
-        p.draw_root(token)
+        p.know_root(token)
 
 
 def _argmax(logits: Tensor) -> list[int]:
@@ -225,6 +226,32 @@ def _argmax(logits: Tensor) -> list[int]:
     # In bfloat16 `max` is six times faster than `argmax`.
     indices: list[int] = logits.max(-1).indices.tolist()
     return indices
+
+
+class _Sampled(NamedTuple):
+    """A node of a tree that a sampled request verifies.
+
+    It does not know the `TreeDistributions` that know it: a circle would keep the logits of a pass
+    in memory until Python looks for garbage.
+    """
+
+    sampler: Sampler
+    logits: Tensor
+    output: Sequence[int]
+    noise: Noise
+
+    def p(self) -> Distribution:
+        return self.sampler.distribution(self.logits, self.output)
+
+    def draw(self) -> LogitsDraw | None:
+        with suppress(Exception):  # p, which is read next, has the same error
+            logits = self.sampler.shaped(self.logits, self.output)
+            return LogitsDraw(logits, self.noise, self.sampler.params)
+        return None
+
+    def drawn(self) -> int | None:
+        draw = self.draw()
+        return None if draw is None else drawn_from_logits([draw])[0]
 
 
 class TreeDistributions:
@@ -276,27 +303,26 @@ class TreeDistributions:
         return self._distributions[node]
 
     def _made(self, node: int) -> Distribution:
-        if self._noise is None:
+        if (sampled := self._sampled(node)) is None:
             return self._computed(node)
-        return LazyDistribution(lambda: self._computed(node), draw=lambda: self._drawn(node))
+        return LazyDistribution(sampled.p, draw=sampled.drawn)
 
-    def _drawn(self, node: int) -> int | None:
-        draw = self.draw(node)
-        return None if draw is None else drawn_from_logits([draw])[0]
-
-    def draw(self, node: int) -> LogitsDraw | None:
-        """The draw of the token after a node; None if p is needed for it, or cannot be computed."""
+    def _sampled(self, node: int) -> _Sampled | None:
         if (noise := self._noise) is None:
             return None
-        with suppress(Exception):  # p, which is read next, fails in the same way
-            logits = self._sampler.shaped(self._logits[node], self._output(node))
-            at = noise.at(noise.position + self._tree.depths[node])
-            return LogitsDraw(logits, at, self._sampler.params)
-        return None
+        at = noise.at(noise.position + self._tree.depths[node])
+        return _Sampled(self._sampler, self._logits[node], self._output(node), at)
 
-    def draw_root(self, token: int | None) -> None:
-        """Make it known that this token is drawn after the root, or that this is not certain."""
-        self._distributions[0] = LazyDistribution(lambda: self._computed(0), draw=lambda: token)
+    def root_draw(self) -> LogitsDraw | None:
+        """The draw of the token after the root; None if p is needed for it, or has an error."""
+        sampled = self._sampled(0)
+        return None if sampled is None else sampled.draw()
+
+    def know_root(self, token: int | None) -> None:
+        """Take this token as the one drawn after the root; None if that is not certain."""
+        sampled = self._sampled(0)
+        assert sampled is not None
+        self._distributions[0] = LazyDistribution(sampled.p, draw=lambda: token)
 
     def _one_hot(self, node: int, token: int) -> Distribution:
         check_finite(self._logits[node, token])
