@@ -17,7 +17,6 @@ from torch import Tensor
 from tokenleap.core import clock
 from tokenleap.core.acceptance.base import AcceptanceRule, Accepted
 from tokenleap.core.beams import BeamDraft, scores_of, search
-from tokenleap.core.noise import Noise
 from tokenleap.core.sampler import TreeDistributions, draw_roots
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.outputs import StreamedToken
@@ -185,12 +184,9 @@ def _distributions(request: Request, draft: Draft, output: PassOutput) -> TreeDi
         request.sampler,
         request.output_ids,
         output.argmax,
-        _noise(request),
+        request.noise,
+        len(request.token_ids),
     )
-
-
-def _noise(request: Request) -> Noise:
-    return request.noise.at(len(request.token_ids))
 
 
 def _advance(
@@ -222,7 +218,7 @@ def _judged(
     rule: AcceptanceRule, request: Request, draft: Draft, p: TreeDistributions
 ) -> tuple[Accepted, StepTrace]:
     """The rule's decision about a draft, and the step's trace."""
-    accepted = rule.accept(draft, p, _noise(request))
+    accepted = rule.accept(draft, p, request.noise.at(len(request.token_ids)))
     return accepted, record(draft, p, accepted, everything=request.trace_all)
 
 

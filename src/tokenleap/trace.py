@@ -61,7 +61,8 @@ class StepTrace:
         q: probability of each drafted token under the drafter. It is None where nothing needed it,
             for example because the rule reads no q. With `trace=True` all are there.
         p: probability of each drafted token under the target. It is None where the rule did not
-            need it, because the parent was not accepted. With `trace=True` all are there.
+            need it: its parent was not accepted, or the token after its parent was drawn without p.
+            With `trace=True` all are there.
         accepted: indices of the drafted tokens that were accepted.
         rejected: indices of the drafted tokens that were tried and rejected.
         reason: why the tokens after the accepted path were rejected; empty if there were none.

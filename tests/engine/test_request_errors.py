@@ -14,6 +14,7 @@ from tests.matrix import PROMPTS
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM, RequestOutput, SamplingParams
 from tokenleap import decode as decode_module
+from tokenleap.core import noise as noises
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.detokenizer import Detokenizer
 from tokenleap.core.grammar import Grammar
@@ -104,8 +105,18 @@ def recording(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None
     monkeypatch.setattr(decode_module, "record", failing)
 
 
+def only_p(patch: Patch) -> Patch:
+    """The same where nothing is drawn from logits."""
+
+    def without(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
+        monkeypatch.setattr(noises, "_faster", None)
+        patch(monkeypatch, fail)
+
+    return without
+
+
 PLACES: dict[str, Patch] = {
-    "distribution": method(Sampler, "distribution"),
+    "distribution": only_p(method(Sampler, "distribution")),
     "shaped": method(Sampler, "shaped"),
     "grammar": method(Grammar, "allowed"),
     "noise": method(Noise, "draw"),

@@ -213,10 +213,14 @@ class Sampler:
 
 def draw_roots(ps: Iterable[TreeDistributions]) -> None:
     """Draw the tokens after the roots of several trees together, which is faster."""
-    draws = [(p, draw) for p in ps if (draw := p.root_draw()) is not None]
-    tokens = drawn_from_logits([draw for _, draw in draws])
-    for (p, _), token in zip(draws, tokens, strict=True):
-        p.know_root(token)
+    found: list[tuple[TreeDistributions, SampledNode, LogitsDraw]] = []
+    for p in ps:
+        with suppress(Exception):  # reading p has the same error, which is of this request alone
+            if (root := p.sampled(0)) is not None and (draw := root.draw()) is not None:
+                found.append((p, root, draw))
+    tokens = drawn_from_logits([draw for _, _, draw in found])
+    for (p, root, _), token in zip(found, tokens, strict=True):
+        p.know_root(root, token)
 
 
 def _argmax(logits: Tensor) -> list[int]:
@@ -228,7 +232,7 @@ def _argmax(logits: Tensor) -> list[int]:
     return indices
 
 
-class _Sampled(NamedTuple):
+class SampledNode(NamedTuple):
     """A node of a tree that a sampled request verifies.
 
     It does not know the `TreeDistributions` that know it: a circle would keep the logits of a pass
@@ -264,8 +268,8 @@ class TreeDistributions:
         logits: [1 + n, V] logits after every node of the tree, root first.
         output_ids: tokens generated so far, including the root if it was generated.
         argmax: [1 + n] the token of the largest logit, the smallest id on a tie; None if unknown.
-        noise: the request's, with depths counted from the root. With it, `Distribution.drawn` may
-            be known without p.
+        noise: the request's. With it, `Distribution.drawn` may be known without p.
+        position: index in the sequence of the token that follows the root.
     """
 
     def __init__(
@@ -276,6 +280,7 @@ class TreeDistributions:
         output_ids: Sequence[int],
         argmax: Sequence[int] | None = None,
         noise: Noise | None = None,
+        position: int = 0,
     ) -> None:
         assert len(logits) == len(tree)
         self._logits = logits
@@ -284,7 +289,7 @@ class TreeDistributions:
         self._output_ids = output_ids
         self._distributions: dict[int, Distribution] = {}
         draws = not sampler.params.greedy and draws_from_logits(logits)
-        self._noise = noise if draws else None
+        self._noise, self._position = noise if draws else None, position
         self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
         self._unmasked: Sequence[int] | None = None  # likewise, where `Sampler.keeps` them
         if sampler.plain_greedy:
@@ -303,26 +308,20 @@ class TreeDistributions:
         return self._distributions[node]
 
     def _made(self, node: int) -> Distribution:
-        if (sampled := self._sampled(node)) is None:
+        if (sampled := self.sampled(node)) is None:
             return self._computed(node)
         return LazyDistribution(sampled.p, draw=sampled.drawn)
 
-    def _sampled(self, node: int) -> _Sampled | None:
-        if (noise := self._noise) is None:
+    def sampled(self, node: int) -> SampledNode | None:
+        """The node, if its successor can be drawn without p."""
+        if self._noise is None:
             return None
-        at = noise.at(noise.position + self._tree.depths[node])
-        return _Sampled(self._sampler, self._logits[node], self._output(node), at)
+        at = self._noise.at(self._position + self._tree.depths[node])
+        return SampledNode(self._sampler, self._logits[node], self._output(node), at)
 
-    def root_draw(self) -> LogitsDraw | None:
-        """The draw of the token after the root; None if p is needed for it, or has an error."""
-        sampled = self._sampled(0)
-        return None if sampled is None else sampled.draw()
-
-    def know_root(self, token: int | None) -> None:
+    def know_root(self, root: SampledNode, token: int | None) -> None:
         """Take this token as the one drawn after the root; None if that is not certain."""
-        sampled = self._sampled(0)
-        assert sampled is not None
-        self._distributions[0] = LazyDistribution(sampled.p, draw=lambda: token)
+        self._distributions[0] = LazyDistribution(root.p, draw=lambda: token)
 
     def _one_hot(self, node: int, token: int) -> Distribution:
         check_finite(self._logits[node, token])
