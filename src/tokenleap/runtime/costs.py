@@ -11,7 +11,7 @@ is modelled to cost
 f is the curve of a single row, and `row` is the cost of one more row's context. The first term is
 the pass without drafts. The second is what verifying drafts adds. Where attention pads rows, n is
 the mean of the nodes and of the rectangle that they are padded to: only attention computes padding.
-For a small model, a draft of four tokens in one of 8 rows costs nearly as much as one in each.
+For a small model, four drafted tokens in one of 8 rows cost as much as three in each of them.
 
 c is what plain passes save in a row, where no drafter takes the caches from them: h is 1 for passes
 with drafts and for the plain one that follows, and halves with every further one. For a model of a
@@ -190,9 +190,8 @@ class CostCurve:
 
     def _padded(self, positions: float, rows: int, longest: float) -> float:
         rectangle = rows * longest
-        return (
-            (positions + rectangle) / 2 if self._pads_rows and rectangle > positions else positions
-        )
+        pads = self._pads_rows and rectangle > positions
+        return (positions + rectangle) / 2 if pads else positions
 
     def _parts(self, positions: float, rows: int, plain_passes: int = 0) -> tuple[float, float]:
         """Seconds of the pass without drafts, and of its drafts, where a = b = 1.
