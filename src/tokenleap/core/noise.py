@@ -66,6 +66,11 @@ class LogitsDraw(NamedTuple):
 class FasterDraws(Protocol):
     """Finds what `Noise.draw` draws; None where that is not certain."""
 
+    @staticmethod
+    def reads(values: Tensor) -> bool:
+        """Whether it can read probabilities or logits of this kind."""
+        ...
+
     def from_probs(
         self, noise: Noise, distribution: Distribution, depth: int, trial: int
     ) -> int | None:
@@ -88,7 +93,7 @@ def draw_by(faster: FasterDraws) -> None:
 
 def draws_from_logits(logits: Tensor) -> bool:
     """Whether `drawn_from_logits` may know what is drawn from logits of this kind."""
-    return _faster is not None and logits.dtype == torch.float32 and logits.device.type == "cpu"
+    return _faster is not None and _faster.reads(logits)
 
 
 def drawn_from_logits(draws: Sequence[LogitsDraw]) -> Sequence[int | None]:

@@ -216,8 +216,8 @@ def draw_roots(ps: Iterable[TreeDistributions]) -> None:
     found: list[tuple[TreeDistributions, SampledNode, LogitsDraw]] = []
     for p in ps:
         with suppress(Exception):  # reading p has the same error, which is of this request alone
-            if (root := p.sampled(0)) is not None and (draw := root.draw()) is not None:
-                found.append((p, root, draw))
+            if (root := p.sampled(0)) is not None:
+                found.append((p, root, root.draw()))
     tokens = drawn_from_logits([draw for _, _, draw in found])
     for (p, root, _), token in zip(found, tokens, strict=True):
         p.know_root(root, token)
@@ -247,15 +247,12 @@ class SampledNode(NamedTuple):
     def p(self) -> Distribution:
         return self.sampler.distribution(self.logits, self.output)
 
-    def draw(self) -> LogitsDraw | None:
-        with suppress(Exception):  # p, which is read next, has the same error
-            logits = self.sampler.shaped(self.logits, self.output)
-            return LogitsDraw(logits, self.noise, self.sampler.params)
-        return None
+    def draw(self) -> LogitsDraw:
+        logits = self.sampler.shaped(self.logits, self.output)
+        return LogitsDraw(logits, self.noise, self.sampler.params)
 
     def drawn(self) -> int | None:
-        draw = self.draw()
-        return None if draw is None else drawn_from_logits([draw])[0]
+        return drawn_from_logits([self.draw()])[0]
 
 
 class TreeDistributions:

@@ -354,8 +354,8 @@ private:
     std::vector<float> masses_;    // in proportion to their probabilities
 };
 
-// One draw after each of several rows of logits: what noise.py draws from the distribution that sampler.py makes of
-// them, if no mask or penalty changes them.
+// One draw after each of several rows of logits, which masks and penalties have changed already: what noise.py draws
+// from the distribution that sampler.py makes of them.
 class RowDraws {
 public:
     RowDraws(const Draw* draws, const float* const* logits, int rows, long vocabulary)

@@ -335,11 +335,16 @@ class NativeDraws:
 
     library: CDLL
 
+    @staticmethod
+    def reads(values: Tensor) -> bool:
+        floats = values.dtype == torch.float32 and values.device.type == "cpu"
+        return floats and values.is_contiguous()
+
     def from_probs(
         self, noise: Noise, distribution: Distribution, depth: int, trial: int
     ) -> int | None:
         probs, ids = distribution.probs, distribution.support
-        if not _has_floats(probs):
+        if not self.reads(probs):
             return None
         found = self.library.tokenleap_draw(
             byref(noise_of(noise, depth, trial)),
@@ -351,7 +356,7 @@ class NativeDraws:
         return None if found < 0 else int(found)
 
     def from_logits(self, draws: Sequence[LogitsDraw]) -> Sequence[int | None]:
-        if not all(_has_floats(draw.logits) for draw in draws):
+        if not all(self.reads(draw.logits) for draw in draws):
             return [None] * len(draws)
         tokens = (c_int64 * len(draws))()
         self.library.tokenleap_draw_rows(
@@ -365,10 +370,6 @@ class NativeDraws:
             tokens,
         )
         return [None if token < 0 else token for token in tokens]
-
-
-def _has_floats(values: Tensor) -> bool:
-    return values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous()
 
 
 class NativeDecoder(NativeNetwork):
