@@ -300,7 +300,7 @@ def test_the_logits_of_a_step_are_not_kept(rule: str) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, ignore_eos=True)
 
     def kept() -> int:
-        return sum(isinstance(each, TreeDistributions) for each in gc.get_objects())
+        return sum(type(each) is TreeDistributions for each in gc.get_objects())
 
     gc.collect()
     gc.disable()
