@@ -425,7 +425,7 @@ _Tokenizer: TypeAlias = Annotated[Any, AfterValidator(_tokenizer)]
 
 
 DraftQuantization: TypeAlias = Literal["none", "int8", "int4"] | None
-"""How a draft model's weights are rounded (see `DraftModelOptions.draft_quantization`)."""
+"""How the weights of a draft model or a head are rounded."""
 
 
 class DraftModelOptions(TreeOptions):
@@ -473,12 +473,13 @@ class EagleOptions(TreeOptions):
     """Options of `eagle` and `parallel`, besides those of trees.
 
     Args:
-        draft_quantization: of the head's weights. None chooses: int8 on the native runtime,
-            unless the model runs in float32; elsewhere `none`. Drafts are a little less exact in
-            int8, and cheaper. The output does not depend on it.
+        draft_quantization: how the head's weights are rounded; int4 includes the output layer.
+            None chooses: on the native runtime int4 if the target runs in int4 or from a GGUF file,
+            else int8, unless the model runs in float32; elsewhere `none`. The output does not
+            depend on it.
     """
 
-    draft_quantization: Literal["none", "int8"] | None = None
+    draft_quantization: DraftQuantization = None
 
 
 class StateHeadOptions(TreeOptions):

@@ -11,7 +11,7 @@ import torch
 
 from tokenleap.core.peers import ALONE, Peers
 from tokenleap.errors import ConfigError
-from tokenleap.runtime.choices import AUTO, DRAFTING, NONE, RUNTIMES
+from tokenleap.runtime.choices import AUTO, DRAFTING, NONE, OWN, RUNTIMES
 from tokenleap.runtime.cpu import Int8Linear, PackedLinear, check_quantization, linear_layer
 from tokenleap.runtime.lean import DenseLinear, LeanDecoder
 from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, is_llama
@@ -82,13 +82,18 @@ def _why_not_native(
         raise ConfigError(
             f"runtime: native is not available for this model on this machine: {reason}."
         )
+    _check_not_int4(quantization, reason)
+    return reason
+
+
+def _check_not_int4(quantization: str | None, reason: str) -> None:
+    """Refuse int4 where the C++ code does not run."""
     if quantization in ("int4", DRAFTING):
         option = "draft_quantization" if quantization == DRAFTING else "quantization"
         raise ConfigError(
             f"{option}: int4 needs the native runtime, which cannot be used here: {reason}; take "
             "int8 or leave it out."
         )
-    return reason
 
 
 def _torch_network(
@@ -147,17 +152,21 @@ def head_network(
 ) -> Network:
     """The network of a drafting head that works for a target.
 
-    Without a quantization, it is int8 for a native head whose weights would be bfloat16, or whose
-    target is quantized.
+    Without a quantization, a native head is int4 if its target runs in int4 or from a GGUF file,
+    else int8 if its weights would be bfloat16, or its target is quantized.
     """
     dtype, device = weights.embedding.dtype, weights.embedding.device
-    native = isinstance(target, NativeDecoder) and wrong_sizes(weights) is None
-    if quantization is None and native and (of_target or dtype == torch.bfloat16):
-        quantization = "int8"
-    own = None if quantization == "none" else quantization
-    if native:
+    if isinstance(target, NativeDecoder):
+        reason = wrong_sizes(weights)
+    else:
+        reason = f"the target's runtime is '{target.name}'"
+    if quantization is None and reason is None and (of_target or dtype == torch.bfloat16):
+        quantization = "int4" if of_target in ("int4", DRAFTING, OWN) else "int8"
+    own = {"none": None, "int4": DRAFTING}.get(quantization or "none", quantization)
+    if reason is None:
         return NativeDecoder(weights, own, beside=_native(target))
     check_quantization(own, device, "draft_quantization")
+    _check_not_int4(own, reason)
     return LeanDecoder(weights, linear_layer(dtype, device, own) or DenseLinear)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from tokenleap.drafters.heads.eagle import EagleHead, Fusion, head_passes, load_
 from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.model_drafter import Head
+from tokenleap.errors import ConfigError
 from tokenleap.runtime.network import Need
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
@@ -127,22 +129,42 @@ def test_native_code_fuses_as_pytorch_does(form: str, dtype: torch.dtype) -> Non
         assert torch.equal(fusions[0](some), native[start:stop])
 
 
-@pytest.mark.parametrize("runtime", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("runtime", "dtype", "of_target", "default"),
+    [
+        ("native", torch.bfloat16, None, "int8"),
+        ("native", torch.float32, None, "none"),
+        ("native", torch.float32, "int8", "int8"),
+        ("native", torch.float32, "int4", "int4"),
+        ("torch", torch.bfloat16, None, "none"),
+        ("torch", torch.bfloat16, "int8", "none"),
+    ],
+    ids=str,
+)
 @torch.inference_mode()
-def test_a_head_may_run_in_int8(runtime: str) -> None:
-    """By default it does so on the native runtime, where it would otherwise be bfloat16."""
-    for dtype in (torch.bfloat16, torch.float32):
-        model = tiny_model(head_dim=32, dtype=dtype)
-        target = Target(model, runtime=runtime)
-        net = tiny_net(tiny_config(), model)
-        logits = {
-            quantization: _pair_logits(head_passes(net, target, quantization))
-            for quantization in (None, "none", "int8")
-        }
-        default = "int8" if (runtime, dtype) == ("native", torch.bfloat16) else "none"
-        assert torch.equal(logits[None], logits[default])
-        assert not torch.equal(logits["none"], logits["int8"])
-        assert torch.cosine_similarity(logits["none"], logits["int8"]).min() > 0.99
+def test_how_the_weights_of_a_head_are_rounded(
+    runtime: str, dtype: torch.dtype, of_target: str | None, default: str
+) -> None:
+    model = tiny_model(head_dim=32, dtype=dtype)
+    target = Target(model, runtime=runtime, quantization=of_target)
+    net = tiny_net(tiny_config(), model)
+    likeness = {"none": 1 - 1e-5, "int8": 0.99, "int4": 0.85}
+    if runtime == "torch":
+        del likeness["int4"]
+    logits = {
+        quantization: _pair_logits(head_passes(net, target, quantization))
+        for quantization in (None, *likeness)
+    }
+    assert torch.equal(logits[None], logits[default])
+    for one, other in itertools.combinations(likeness, 2):
+        assert not torch.equal(logits[one], logits[other])
+    for each, least in likeness.items():
+        assert torch.cosine_similarity(logits["none"], logits[each]).min() > least
+    if runtime == "torch":
+        with pytest.raises(
+            ConfigError, match=r"^draft_quantization: int4 needs .* is 'lean'; take"
+        ):
+            head_passes(net, target, "int4")
 
 
 def _pair_logits(passes: Passes) -> Tensor:
