@@ -59,9 +59,11 @@ def test_a_conversation_follows_from_its_seed_in_any_batch(talkative: LLM) -> No
     assert {reads(each.seed) for each in together} == {False, True}
 
 
-def collected(llm: LLM, path: Path, wanted: int, *, held_out: bool = False) -> list[Conversation]:
+def collected(
+    llm: LLM, path: Path, wanted: int, *, held_out: bool = False, seed: int = 0
+) -> list[Conversation]:
     chooser = Chooser(wanted, Unseen(()))
-    totals = list(collect(SelfSource(llm, 2, LENGTH), path, chooser, held_out=held_out))
+    totals = list(collect(SelfSource(llm, 2, LENGTH, seed), path, chooser, held_out=held_out))
     assert totals == sorted(totals)
     assert totals[-1] == sum(each.num_answer_tokens for each in chooser.kept) >= wanted
     return chooser.kept
@@ -91,6 +93,16 @@ def test_held_out_conversations_are_greedy_and_others(llm: LLM, tmp_path: Path) 
     assert {each.temperature for each in found[True]} == {0.0}
     assert {each.temperature for each in found[False]} == {0.0, 0.7, 1.0}
     assert not {each.seed for each in found[True]} & {each.seed for each in found[False]}
+
+
+def test_another_seed_learns_other_text_and_holds_out_the_same(llm: LLM, tmp_path: Path) -> None:
+    for held_out in (False, True):
+        one, other = (
+            collected(llm, tmp_path / f"{held_out} {seed}", 150, held_out=held_out, seed=seed)
+            for seed in (0, 2**31 - 1)
+        )
+        assert (one == other) == held_out
+        assert held_out or not {each.tokens for each in one} & {each.tokens for each in other}
 
 
 def test_answers_are_what_the_target_writes(talkative: LLM) -> None:

@@ -30,6 +30,7 @@ from tokenleap.training.conversations import (
 )
 from tokenleap.training.method import DataSettings
 
+_SEEDS_OF_A_TEXT = 2**30
 _HELD_OUT_SEEDS = 500_000_000
 _MOST_IDLE = 50
 """Batches in a row without anything new after which a source is given up."""
@@ -44,11 +45,14 @@ class Source(Protocol):
 
 
 class SelfSource:
-    def __init__(self, llm: LLM, rows: int, length: int) -> None:
-        self._talk, self._batch = SelfTalk(llm, length), 4 * rows
+    """What the target writes by itself; what is held out is the same for every `seed`."""
+
+    def __init__(self, llm: LLM, rows: int, length: int, seed: int = 0) -> None:
+        self._talk, self._batch = SelfTalk(llm, length), 8 * rows
+        self._first = seed * _SEEDS_OF_A_TEXT
 
     def write(self, after: int | None, *, held_out: bool) -> Iterator[list[Conversation]]:
-        first, step = (_HELD_OUT_SEEDS, 2) if held_out else (0, 1)
+        first, step = (_HELD_OUT_SEEDS, 2) if held_out else (self._first, 1)
         seeds = count(first if after is None else after + step, step)
         while True:
             written = self._talk.write(list(islice(seeds, self._batch)))

@@ -80,7 +80,8 @@ class TrainingSettings(Config):
         patience: training stops after so many evaluations without a better drafter; 0 means never,
             as for `spec_drafter`.
         mixed_precision: of the matrix products: `bf16`, `no`, or on a GPU `fp16`.
-        seed: of weights, noise and the order of the data.
+        seed: of weights, noise, the order of the data, and the text that the target writes by
+            itself.
     """
 
     epochs: Annotated[FiniteFloat, Gt(0)] = 3.0
@@ -104,7 +105,7 @@ class TrainingSettings(Config):
     average: Annotated[int, Ge(1), Le(100)] = 1
     patience: Annotated[int, Ge(0)] = 8
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), Le(2**31 - 1)] = 0
 
     @model_validator(mode="after")
     def _given_once(self) -> Self:

@@ -371,6 +371,8 @@ def _kept_bytes(trainee: Trainee, texts: Sequence[Features], settings: TrainingS
 
 
 _SAMPLE_TOKENS = 48
+_DEPTH = 512
+"""Most tokens before those that are written: their KV is read in every pass."""
 _PROMPT_SHARE, _WRITTEN_SHARE = 2.2, 1.3
 """Tokens of a conversation, and those that are written, for each token of its answers; before any
 were written, and as in conversations that the target writes by itself."""
@@ -436,14 +438,16 @@ def estimate(
 ) -> Estimate:
     """On-policy text is written anew for every epoch, as slowly as the target's."""
     tokens = _PROMPT_SHARE * answer_tokens
+    prompt_tokens = (_PROMPT_SHARE - 1) * tokens_to_write
     learnt_tokens = settings.epochs * tokens
     own_tokens = plan.on_policy.share * learnt_tokens if plan.on_policy else 0.0
     if settings.max_steps is not None:
         learnt_tokens = settings.max_steps * settings.accumulation * settings.batch_tokens
     first = settings.first_level_share
     per_token = first / speeds.one_level + (1 - first) / speeds.all_levels
+    written = (_WRITTEN_SHARE * tokens_to_write + own_tokens) / speeds.writing
     return Estimate(
-        (_WRITTEN_SHARE * tokens_to_write + own_tokens) / speeds.writing / 3600,
+        (written + prompt_tokens / speeds.features) / 3600,
         (tokens + own_tokens) / speeds.features / 3600,
         plan.num_drafters * learnt_tokens * per_token / 3600,
         round(tokens * token_bytes),
@@ -461,8 +465,10 @@ def measure_speeds(
     encoder: bool = False,
 ) -> Speeds:
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=_SAMPLE_TOKENS, ignore_eos=True)
-    prompts = [[1 + row % 7] for row in range(rows)]
-    llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # what is done only once
+    room = max(0, min(settings.max_length // 2, _DEPTH, llm.max_model_len - _SAMPLE_TOKENS - 1))
+    before = [1] * (0 if llm.engine.target.reads_source else room)
+    prompts = [[*before, 1 + row % 7] for row in range(rows)]
+    llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # also keeps the KV of `before`
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     writing = time.perf_counter() - began

@@ -415,7 +415,7 @@ class TrainingText:
         if not self._data.files:
             if given:
                 raise ConfigError("answers: 'fixed' learns those in your files: give --data FILE.")
-            return SelfSource(self._llm, _ROWS, length)
+            return SelfSource(self._llm, _ROWS, length, self._job.settings.seed)
         found = FileSource(self._llm, self._data.files, length, _ROWS, given_answers=given)
         if found.too_long:
             self._reporter.say(f"{found.too_long} prompts are too long, and are left out.")
