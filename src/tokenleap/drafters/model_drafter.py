@@ -590,7 +590,10 @@ class Committed:
 
     @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def _make(self) -> None:
-        parts = [hidden for _, hidden in self._waiting]
-        hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in self.fusion.layers}
+        (_, hidden), *others = self._waiting
+        if others:
+            parts = [hidden, *(each for _, each in others)]
+            layers = self.fusion.layers
+            hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
         self._made.keep(len(self._made), self.fusion(hidden))
         self._waiting = []
