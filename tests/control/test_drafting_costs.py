@@ -18,9 +18,9 @@ from tokenleap.request import Request
 PASS = 0.01
 
 
-def model_of(*, at_once: bool = False, stops_early: bool = False) -> CostModel:
+def model_of(*, level_share: float = 1.0, stops_early: bool = False) -> CostModel:
     costs = CostCurve({1: PASS, 9: 1.1 * PASS})
-    return CostModel(8, costs=costs, at_once=at_once, stops_early=stops_early)
+    return CostModel(8, costs=costs, level_share=level_share, stops_early=stops_early)
 
 
 def serve(
@@ -49,7 +49,7 @@ def serve(
     while len(request.output_ids) < tokens:
         depth = model.budgets([request], 1)[0].depth
         levels = float(depth)
-        if model.at_once and depth:
+        if model.level_share < 1 and depth:
             levels = 1 + deeper * (depth - 1)
         drafting = level * levels + (start if depth and not any(depths) else 0.0)
         depths.append(depth)
@@ -125,7 +125,7 @@ def test_a_machine_that_becomes_slower_or_faster_changes_no_decision(load: float
 
 def test_drafts_that_are_made_at_once_are_deep_or_none() -> None:
     """One pass of the drafter makes all levels, and costs as much as two of the target's."""
-    model = model_of(at_once=True)
+    model = model_of(level_share=0.0)
     serve(model, 100, level=2.0)
     depths = serve(model, 200, level=2.0)
     assert set(depths) <= {0, 8}
@@ -137,19 +137,31 @@ def test_drafts_that_are_made_at_once_are_deep_or_none() -> None:
 
 def test_deeper_drafts_that_are_made_at_once_take_longer() -> None:
     """Two tokens of a draft are right, and each further level costs a third of a pass."""
-    model = model_of(at_once=True)
+    model = model_of(level_share=0.0)
     for _ in range(3):
         serve(model, 200, level=0.5, deeper=0.7, passed=0.3)
     depths = serve(model, 200, level=0.5, deeper=0.7, passed=0.3)
-    without = model_of(at_once=True)
+    without = model_of(level_share=0.0)
     for _ in range(3):
         serve(without, 200, level=0.5, passed=0.3)
     assert max(depths[-20:]) < max(serve(without, 200, level=0.5, passed=0.3)[-20:])
 
 
+def test_drafts_are_deeper_where_a_call_makes_further_levels_cheaply() -> None:
+    """The first level costs a third of a pass; a call for each level would make all as dear."""
+    means = []
+    for share in (1.0, 0.25):
+        model = model_of(level_share=share, stops_early=True)
+        for _ in range(3):
+            serve(model, 200, level=0.33, deeper=0.15, passed=0.3)
+        depths = serve(model, 200, level=0.33, deeper=0.15, passed=0.3)
+        means.append(sum(depths) / len(depths))
+    assert means[1] > 1.5 * means[0]
+
+
 def test_the_cost_of_deeper_levels() -> None:
     """The share is that of the line, also with an outlier, and stays if all depths are alike."""
-    levels = DeeperLevels()
+    levels = DeeperLevels(0.0)
     assert levels.levels(8) == 1
     for step in range(60):
         depth = 2 + step % 5

@@ -77,7 +77,7 @@ class Controller(ABC):
             It is measured before the first controller that declares `needs_costs` runs.
         levels: number of nodes at each level of a full draft, as far as known beforehand, if the
             drafter drafts trees; None for chains.
-        at_once: `DrafterTraits.drafts_at_once`: one pass of the drafter makes all levels.
+        level_share: `DrafterTraits.level_share`: time of a further level, in first ones.
         stops_early: `DrafterTraits.stops_early`: its chains can end below improbable tokens.
     """
 
@@ -99,13 +99,13 @@ class Controller(ABC):
         costs: CostCurve | None = None,
         levels: Sequence[int] | None = None,
         *,
-        at_once: bool = False,
+        level_share: float = 1.0,
         stops_early: bool = False,
     ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.options = self.Options() if options is None else options
         self.costs = CostCurve() if costs is None else costs
-        self.levels, self.at_once, self.stops_early = levels, at_once, stops_early
+        self.levels, self.level_share, self.stops_early = levels, level_share, stops_early
         self.setup()
 
     def serving(
@@ -113,7 +113,7 @@ class Controller(ABC):
         costs: CostCurve,
         levels: Sequence[int] | None,
         *,
-        at_once: bool,
+        level_share: float,
         stops_early: bool,
         at_least: int = 0,
     ) -> Self:
@@ -121,7 +121,7 @@ class Controller(ABC):
         made = copy(self)
         made.num_speculative_tokens = max(self.num_speculative_tokens, at_least)
         made.costs, made.levels = costs, levels
-        made.at_once, made.stops_early = at_once, stops_early
+        made.level_share, made.stops_early = level_share, stops_early
         made.setup()
         return made
 

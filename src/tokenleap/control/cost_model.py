@@ -191,7 +191,7 @@ class CostModel(_Resting):
             sizes,
             self.costs,
             trees=self._trees,
-            at_once=self.at_once,
+            level_share=self.level_share,
             stops_early=self.stops_early,
         )
         self._probing = Probing(self.options.probe_every, self._estimates)
@@ -631,7 +631,7 @@ class HybridModel(_Resting):
             self.options,
             self.costs,
             levels,
-            at_once=self.at_once,
+            level_share=self.level_share,
             stops_early=self.stops_early,
         )
         self._trained.patient = True  # in the meantime there are lookups

@@ -48,15 +48,15 @@ class Estimates:
         costs: CostCurve,
         *,
         trees: bool,
-        at_once: bool,
+        level_share: float,
         stops_early: bool,
     ) -> None:
         self.costs = costs
-        self._trees, self._at_once = trees, at_once
+        self._trees, self._at_once = trees, level_share == 0
         self._sizes = DraftSizes(levels)
         self._num_levels = len(levels)
         self.drafting = DraftingCosts()
-        self._deeper_levels = DeeperLevels()
+        self._deeper_levels = DeeperLevels(level_share)
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
         self.requests_tried = 0
@@ -101,9 +101,10 @@ class Estimates:
 
     def _times(self, nodes: Sequence[float]) -> Sequence[float]:
         """[L] time of each level of a draft, in first levels."""
-        if self._at_once:
-            return [1.0, *[self._deeper_levels.share] * (len(nodes) - 1)]
-        return nodes if self.stopping else [1.0] * len(nodes)  # the share that get so deep
+        share = self._deeper_levels.share
+        likely = self.stopping and not self._at_once
+        first, *others = nodes if likely else [1.0] * len(nodes)  # the share that get so deep
+        return [first, *(share * each for each in others)]
 
     def is_early(self, history: History) -> bool:
         """Whether the request has not drafted yet, and would be one of the first few that do.
@@ -123,8 +124,7 @@ class Estimates:
         fewest, most = rows + drafting, rows + sum(depths)
         node = (self.costs(most, rows) - self.costs(fewest, rows)) / (most - fewest)
         shared = levels_of_one(1.0, float(drafting)) / drafting
-        further = self._deeper_levels.share if self._at_once else 1.0
-        return plan.rate * (node + per_level * shared * further)
+        return plan.rate * (node + per_level * shared * self._deeper_levels.share)
 
     def rest(self, waiting: Sequence[int], steps: int) -> None:
         for key in waiting:
@@ -160,12 +160,10 @@ class Estimates:
 
     def _levels_of(self, depths: Sequence[int], cost: float | None) -> float:
         """The cost of drafts so deep, in levels of one request."""
-        levels: list[float] = list(depths)
-        if self._at_once:
-            if depths and cost is not None:
-                rows = levels_of_one(1.0, float(len(depths)))
-                self._deeper_levels.add(sum(depths) / len(depths), cost / rows)
-            levels = [self._deeper_levels.levels(depth) for depth in depths]
+        if depths and cost is not None:
+            rows = levels_of_one(1.0, float(len(depths)))
+            self._deeper_levels.add(sum(depths) / len(depths), cost / rows)
+        levels = [self._deeper_levels.levels(depth) for depth in depths]
         return levels_of_one(max(levels, default=0.0), sum(levels))
 
     def release(self, request: Request) -> None:
@@ -464,8 +462,8 @@ class DraftingCosts:
     """The cost of drafting, without the target's pass, in plain passes over one row.
 
     The unit makes costs comparable that were measured at different times: another load of the
-    machine changes both in the same way, and what is not drafted is not measured. If one pass of a
-    drafter makes all levels of a draft, a level is the first one (see `DeeperLevels`).
+    machine changes both in the same way, and what is not drafted is not measured. A level is the
+    first one of a draft (see `DeeperLevels`).
 
     Attributes:
         level: of one level of one request. It is an upper bound as long as all timed drafts
@@ -508,19 +506,24 @@ _OF_LATEST, _FEWEST = 0.03, 8
 
 
 class DeeperLevels:
-    """The cost of each further level of a draft that is made at once, as a share of the first one.
+    """The cost of each further level of a draft, as a share of the first one.
 
-    It is the slope of a running regression line of costs on depths, and near 0 where a pass spends
-    its time reading weights.
+    Of drafts that are made in one call, it is the slope of a running regression line of costs on
+    depths: near 0 where one pass makes all levels and spends its time reading weights.
+
+    Args:
+        expected: the share before any draft; 1 where each level is a call, which costs the same.
     """
 
-    def __init__(self) -> None:
-        self.share = 0.0
+    def __init__(self, expected: float) -> None:
+        self.share, self._learns = expected, expected < 1
         self._count = 0
         self._depth = self._cost = self._variance = self._covariance = 0.0
 
     def add(self, depth: float, cost: float) -> None:
         """Learn from the drafts of a step: their mean depth, and the cost of one."""
+        if not self._learns:
+            return
         self._count += 1
         weight = max(_OF_LATEST, 1 / self._count)
         cost = min(cost, 2 * self._cost) if self._count > 1 else cost  # it may be an outlier

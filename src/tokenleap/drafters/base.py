@@ -105,8 +105,8 @@ class DrafterTraits:
         looks_up: whether it looks its tokens up: every q is one-hot, a lookup takes much less time
             than a target pass, and its drafts have `Draft.features`. Such a drafter is not called
             in steps in which every budget is 0.
-        drafts_at_once: whether one pass of its model makes all levels of a draft, so that a deep
-            one costs little more than a shallow one.
+        level_share: what each further level of a draft is expected to take, as a share of the time
+            of the first one: 1 if each is a pass of its model, 0 if one pass makes all of them.
         stops_early: whether its drafts are chains that have `Draft.path_probs` and end below an
             improbable token, which saves the time of those that would follow
             (`Budget.min_path_prob`).
@@ -130,7 +130,7 @@ class DrafterTraits:
     drafts_trees: bool = False
     independent_siblings: bool = False
     looks_up: bool = False
-    drafts_at_once: bool = False
+    level_share: float = 1.0
     stops_early: bool = False
     reads_target_kv: bool = False
     quotes_references: bool = False

@@ -249,7 +249,7 @@ class BlockScorer(OwnModel):
         transitions: between the tokens that logits stand for; None if there are none.
     """
 
-    drafts_at_once = True
+    level_share = 0.0
     most_depth: int
     transitions: TokenTransitions | None = None
 

@@ -425,7 +425,7 @@ class Hybrid(Several):
             drafts_trees=ours.drafts_trees or theirs.drafts_trees,
             independent_siblings=theirs.independent_siblings and not ours.drafts_trees,
             reads_target_kv=theirs.reads_target_kv,
-            drafts_at_once=theirs.drafts_at_once,
+            level_share=theirs.level_share,
             stops_early=theirs.stops_early,
             learnable=theirs.learnable,
         )

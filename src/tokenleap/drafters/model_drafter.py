@@ -72,8 +72,8 @@ class Scorer(ABC):
     """[Vd] the target's ids of the tokens that logits stand for, ascending; None if these are all
     tokens of the target."""
 
-    drafts_at_once: bool = False
-    """See `DrafterTraits.drafts_at_once`; `expect` then says how many levels there will be."""
+    level_share: float = 1.0
+    """See `DrafterTraits.level_share`; if it is 0, `expect` says how many levels there will be."""
 
     most_depth: int | None = None
     """Levels of its deepest draft; None without a limit of its own."""
@@ -199,7 +199,7 @@ class ModelDrafter(Drafter):
         self.traits = DrafterTraits(
             drafts_trees=self._shape.branches,
             stops_early=not self._shape.branches,
-            drafts_at_once=scorer.drafts_at_once,
+            level_share=scorer.level_share,
             reads_target_kv=scorer.reads_target_kv,
             independent_siblings=self._independent,
         )

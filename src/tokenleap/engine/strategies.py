@@ -254,7 +254,7 @@ class StrategyFactory:
         controller = template.serving(
             self._costs,
             drafter.level_sizes(length),
-            at_once=traits.drafts_at_once,
+            level_share=traits.level_share,
             stops_early=traits.stops_early,
             at_least=least,
         )
