@@ -249,9 +249,12 @@ class BlockScorer(OwnModel):
         transitions: between the tokens that logits stand for; None if there are none.
     """
 
-    level_share = 0.0
     most_depth: int
     transitions: TokenTransitions | None = None
+
+    @property
+    def level_share(self) -> float:
+        return 0.0
 
     def prepare_blocks(self, most_depth: int) -> None:
         """Say how deep drafts can be."""

@@ -72,11 +72,13 @@ class Scorer(ABC):
     """[Vd] the target's ids of the tokens that logits stand for, ascending; None if these are all
     tokens of the target."""
 
-    level_share: float = 1.0
-    """See `DrafterTraits.level_share`; if it is 0, `expect` says how many levels there will be."""
-
     most_depth: int | None = None
     """Levels of its deepest draft; None without a limit of its own."""
+
+    @property
+    def level_share(self) -> float:
+        """See `DrafterTraits`; if it is 0, `expect` says how many levels there will be."""
+        return 1.0
 
     @abstractmethod
     def room(self, request: Request) -> int:
@@ -590,10 +592,9 @@ class Committed:
 
     @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def _make(self) -> None:
-        (_, hidden), *others = self._waiting
-        if others:
-            parts = [hidden, *(each for _, each in others)]
-            layers = self.fusion.layers
+        parts, layers = [hidden for _, hidden in self._waiting], self.fusion.layers
+        hidden = parts[0]
+        if len(parts) > 1:
             hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
         self._made.keep(len(self._made), self.fusion(hidden))
         self._waiting = []

@@ -176,6 +176,24 @@ def test_trees_that_grow_at_once_are_those_of_the_levels(
     assert sum(output.metrics.num_draft_tokens for output in at_once) > 300
 
 
+@pytest.mark.parametrize(
+    ("method", "runtime", "share"),
+    [
+        ("parallel", "native", 0.0),
+        ("parallel", "torch", 0.0),
+        ("eagle", "native", 0.25),
+        ("eagle", "torch", 1.0),
+    ],
+)
+def test_what_further_levels_are_expected_to_take(
+    method: str, runtime: str, share: float, tmp_path: Path
+) -> None:
+    """One pass makes a block, and one native call the levels of another head."""
+    model = tiny_model(head_dim=32)
+    llm = LLM(model, runtime=runtime, speculative_config=served(method, model, tmp_path))
+    assert llm.engine._speculation.default.controller.level_share == share
+
+
 def test_up_to_the_end_of_the_context(tmp_path: Path) -> None:
     """Masks take positions, too."""
     model = tiny_model(head_dim=32, max_position_embeddings=64)

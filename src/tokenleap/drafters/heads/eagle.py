@@ -44,20 +44,13 @@ from tokenleap.runtime.llama import (
     Traits,
 )
 from tokenleap.runtime.native.network import NativeDecoder, NativeFusion
-from tokenleap.runtime.network import (
-    GrowingNetwork,
-    GrownTree,
-    GrowthLimit,
-    Need,
-    Network,
-    PassOutput,
-)
+from tokenleap.runtime.network import GrownTree, GrowthLimit, Need, Network, PassOutput
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
 _LEVEL_SHARE = 0.25
-"""See `DrafterTraits.level_share`, where a call grows the tree. SmolLM2's head takes 0.7 ms for one
-level, with Python and new states, and 0.1 for each further one."""
+"""See `DrafterTraits.level_share`, where one call grows the tree. SmolLM2's head takes 0.7 ms for
+one level, with Python and new states, and 0.1 for each further one."""
 
 
 class EagleHead(OwnModel, Head):
@@ -74,10 +67,12 @@ class EagleHead(OwnModel, Head):
         super().__init__(head)
         self.token_ids = token_ids.to(head.device)
         self.layers = fusion.layers
-        if isinstance(head.network, GrowingNetwork):
-            self.level_share = _LEVEL_SHARE
         self._states = PerRequest(partial(Committed, fusion))
         self._outputs = PerRequest(States)  # states after the nodes of the tree
+
+    @property
+    def level_share(self) -> float:
+        return _LEVEL_SHARE if isinstance(self._model.network, NativeDecoder) else 1.0
 
     def use_head(self, net: EagleNet, target: Target, quantization: str | None) -> None:
         """Draft with other weights of the same sizes, on the KV and the states that are there."""
