@@ -21,7 +21,7 @@ from tokenleap.core.sampler import TreeDistributions, draw_roots
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.outputs import StreamedToken
 from tokenleap.request import Request
-from tokenleap.runtime.network import Need, PassOutput
+from tokenleap.runtime.network import Need, PassOutput, states_of
 from tokenleap.trace import StepTrace, record
 
 
@@ -77,8 +77,9 @@ class Outcome:
         """Layer id -> [1 + path, E] hidden states of the root and the accepted path."""
         nodes = [0, *self.accepted.path]
         in_order = nodes[-1] == len(nodes) - 1
-        which = slice(len(nodes)) if in_order else nodes  # a slice copies nothing
-        return {layer: states[which] for layer, states in self.output.hidden.items()}
+        if in_order:  # which copies nothing
+            return states_of(self.output.hidden, slice(len(nodes)))
+        return {layer: states[nodes] for layer, states in self.output.hidden.items()}
 
 
 class Verifier(Protocol):

@@ -289,7 +289,9 @@ def record(
     step = StepTrace(
         parents=tuple(parent - 1 for parent in tree.parents[1:]),
         drafted=tree.tokens[1:],
-        q=tuple(draft_probability(node) for node in nodes),
+        q=(1.0,) * len(nodes)
+        if draft.is_one_hot
+        else tuple(draft_probability(node) for node in nodes),
         p=tuple(target_probability(node) for node in nodes),
         accepted=tuple(node - 1 for node in accepted.path),
         rejected=tuple(node - 1 for node in accepted.rejected),

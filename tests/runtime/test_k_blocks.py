@@ -42,7 +42,7 @@ def product(packed: PackedWeights, inputs: Tensor, *flags: str) -> Tensor:
     kept = KeptWeights()
     fc = kept.linear(packed)
     rows = torch.empty(count * native.tokenleap_row_bytes(byref(fc)), dtype=torch.uint8)
-    addresses = array("Q", [inputs.data_ptr()])
+    addresses = array("Q", [row.data_ptr() for row in inputs])
     arguments = CFusion(
         fc=fc,
         norms=None,

@@ -264,7 +264,8 @@ class TreeDistributions:
     Args:
         logits: [1 + n, V] logits after every node of the tree, root first.
         output_ids: tokens generated so far, including the root if it was generated.
-        argmax: [1 + n] the token of the largest logit, the smallest id on a tie; None if unknown.
+        argmax: [1 + n] the token of the largest logit, which is finite, and the smallest id on a
+            tie; None if unknown.
         noise: the request's. With it, `Distribution.drawn` may be known without p.
         position: index in the sequence of the token that follows the root.
     """
@@ -289,6 +290,7 @@ class TreeDistributions:
         self._noise, self._position = noise if draws else None, position
         self._argmax: Sequence[int] | None = None  # plain greedy: p is one-hot at these tokens
         self._unmasked: Sequence[int] | None = None  # likewise, where `Sampler.keeps` them
+        self._finite = argmax is not None
         if sampler.plain_greedy:
             best = _argmax(logits) if argmax is None else argmax
             self._argmax, self._unmasked = (None, best) if sampler.has_masks else (best, None)
@@ -321,7 +323,8 @@ class TreeDistributions:
         self._distributions[0] = LazyDistribution(root.p, draw=lambda: token)
 
     def _one_hot(self, node: int, token: int) -> Distribution:
-        check_finite(self._logits[node, token])
+        if not self._finite:
+            check_finite(self._logits[node, token])
         return Distribution.one_hot(token)
 
     def _computed(self, node: int) -> Distribution:

@@ -207,6 +207,11 @@ class Draft:
         return Draft(tree, q_of_nodes, draws=tuple(draws) if len(draws) > len(first) else ())
 
     @property
+    def is_one_hot(self) -> bool:
+        """Whether it is known without reading q that no token was sampled."""
+        return isinstance(self.q, OneHots)
+
+    @property
     def all_draws(self) -> Iterable[tuple[int, Distribution]]:
         """(node, q) of every draw, in order."""
         return self.draws or enumerate(self.q, 1)
@@ -240,10 +245,9 @@ class Draft:
         new_index = {0: 0, **{node: index for index, node in enumerate(nodes, 1)}}
         tokens = [tree.tokens[node] for node in nodes]
         parents = (-1, *(new_index[tree.parents[node]] for node in nodes))
-        one_hot = isinstance(self.q, OneHots)
         return Draft(
             TokenTree((tree.tokens[0], *tokens), parents),
-            OneHots(tokens) if one_hot else tuple(self.q[node - 1] for node in nodes),
+            OneHots(tokens) if self.is_one_hot else tuple(self.q[node - 1] for node in nodes),
             tuple(self.features[node - 1] for node in nodes) if self.features else (),
             tuple((new_index[node], q) for node, q in self.draws if node in new_index),
             tuple(self.path_probs[node - 1] for node in nodes) if self.path_probs else (),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenleap.control import Budget
-from tokenleap.core.distribution import Distribution, LazyDistribution, Limits
+from tokenleap.core.distribution import Distribution, LazyDistribution, Limits, OneHots
 from tokenleap.core.noise import Noise
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.drafters.shapes import Node, Shape
@@ -40,6 +40,8 @@ class Growth:
     """Nodes of `tree()` that earlier passes computed."""
     at_once: GrowthDraw | None = None
     """How one call draws the tokens; None if it takes the most probable ones."""
+    grown: GrownTree | None = None
+    """A tree of one-hot q that one call grew. It takes the place of `nodes`."""
 
     def tree(self) -> TokenTree:
         """The pending tokens as a chain, and the scored nodes below its last token, the root."""
@@ -68,8 +70,10 @@ class Growth:
 
     def draft(self, shape: Shape) -> Draft:
         limit = self.budget.nodes
+        if self.grown is not None:
+            return _one_hot_draft(self.request.root, self.grown, shape, limit)
         draws = self.draws[:limit]
-        nodes = list(dict.fromkeys(node for node, _ in draws)) or shape.kept(self.nodes, limit)
+        nodes = list(dict.fromkeys(node for node, _ in draws)) or self._kept(shape, limit)
         index = {id(node): i for i, node in enumerate(nodes, 1)}
         parents = [index[id(node.parent)] if node.parent else 0 for node in nodes]
         tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
@@ -77,6 +81,11 @@ class Growth:
             return Draft.drawn(tree, [(index[id(node)], q) for node, q in draws])
         path_probs = () if shape.branches else tuple(node.path_prob for node in nodes)
         return Draft(tree, tuple(node.distribution for node in nodes), path_probs=path_probs)
+
+    def _kept(self, shape: Shape, limit: int) -> list[Node]:
+        path_probs = [node.path_prob for node in self.nodes]
+        depths = [node.depth for node in self.nodes]
+        return [self.nodes[index] for index in shape.kept(path_probs, depths, limit)]
 
     def children(self, node: Node | None, drawn: Sequence[Drawn], *, shared: bool) -> list[Node]:
         """New nodes below a node, not yet added to the tree."""
@@ -95,6 +104,21 @@ class Growth:
         for node in drawn:
             self.draws.append((nodes.setdefault(node.token, node), node.distribution))
         return list(nodes.values())
+
+
+def _one_hot_draft(root: int, grown: GrownTree, shape: Shape, limit: int) -> Draft:
+    """What `Growth.draft` makes of nodes with one-hot q, without making the nodes."""
+    path_probs, depths = list[float](), list[int]()
+    for parent, probability in zip(grown.parents, grown.probabilities, strict=True):
+        inner = parent >= 0
+        path_probs.append(path_probs[parent] * probability if inner else probability)
+        depths.append(depths[parent] + 1 if inner else 1)
+    kept = shape.kept(path_probs, depths, limit)
+    place = {-1: 0, **{node: index for index, node in enumerate(kept, 1)}}
+    tokens = tuple(grown.tokens[node] for node in kept)
+    parents = (-1, *(place[grown.parents[node]] for node in kept))
+    probs = () if shape.branches else tuple(path_probs[node] for node in kept)
+    return Draft(TokenTree((root, *tokens), parents), OneHots(tokens), path_probs=probs)
 
 
 class GrowingChain:
@@ -271,25 +295,15 @@ def truncates(limits: Limits) -> bool:
 
 
 def grown_draws(
-    tree: GrownTree, draw: GrowthDraw | None, q_of: Callable[[Tensor], Distribution]
+    tree: GrownTree, draw: GrowthDraw, q_of: Callable[[Tensor], Distribution]
 ) -> Iterator[tuple[int, list[Drawn]]]:
-    """The siblings of a tree that was grown in one call, parents first.
+    """The siblings of a tree that was drawn in one call, parents first.
 
     No q is computed before it is read. Under `coupled`, only `trace=True` reads any.
     """
     nodes = range(len(tree.tokens))
     for parent, siblings in groupby(nodes, tree.parents.__getitem__):
-        children = list(siblings)
-        if draw is None or tree.logits is None:
-            yield (
-                parent,
-                [
-                    (tree.tokens[i], Distribution.one_hot(tree.tokens[i]), tree.probabilities[i])
-                    for i in children
-                ],
-            )
-        else:
-            yield parent, _without_replacement(tree, children, draw, q_of)
+        yield parent, _without_replacement(tree, list(siblings), draw, q_of)
 
 
 def _without_replacement(

@@ -43,7 +43,14 @@ from tokenleap.drafters.shapes import Node, TreeOptions, shape_of
 from tokenleap.errors import RequestError
 from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
-from tokenleap.runtime.network import GrownTree, GrowthLimit, Need, PassOutput
+from tokenleap.runtime.network import (
+    GrownTree,
+    GrowthLimit,
+    Need,
+    PassOutput,
+    num_states,
+    states_of,
+)
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
@@ -337,9 +344,12 @@ class ModelDrafter(Drafter):
             q = request.sampler.distribution(logits, (), draw.temperature, draw.limits)
             return named(q, self._scorer.token_ids)
 
-        for parent, drawn in grown_draws(tree, draw, q_of):
-            above = None if parent < 0 else growth.nodes[parent]
-            growth.nodes += growth.children(above, drawn, shared=self._shares)
+        if draw is None or tree.logits is None:
+            growth.grown = tree
+        else:
+            for parent, drawn in grown_draws(tree, draw, q_of):
+                above = None if parent < 0 else growth.nodes[parent]
+                growth.nodes += growth.children(above, drawn, shared=False)
         growth.frontier = []
         self._scorer.finish_draft(growth.request, len(growth.pending))
 
@@ -466,7 +476,7 @@ class HeadDrafter(ModelDrafter):
         for outcome in outcomes:
             hidden, kept = outcome.hidden, len(outcome.committed)
             if kept <= len(outcome.accepted.path):  # the end of the output cut the accepted path
-                hidden = {layer: states[:kept] for layer, states in hidden.items()}
+                hidden = states_of(hidden, slice(kept))
             self._scorer.keep(outcome.request, outcome.root, hidden)
 
     def rewind(self, request: Request) -> None:
@@ -534,12 +544,10 @@ class States:
 
 
 class Fuses(Protocol):
-    """Makes states of the hidden states of these layers."""
+    """Makes states of hidden states."""
 
-    layers: tuple[int, ...]
-
-    def __call__(self, hidden: Hidden) -> Tensor:
-        """Hidden states of n tokens -> [n, E] their states."""
+    def __call__(self, parts: Sequence[Hidden]) -> Tensor:
+        """Hidden states of n tokens, in parts -> [n, E] their states."""
         ...
 
 
@@ -555,7 +563,7 @@ class Committed:
     def __init__(self, fusion: Fuses) -> None:
         self.fusion = fusion
         self._made = States()
-        self._waiting: list[tuple[int, Hidden]] = []  # number of tokens, their hidden states
+        self._waiting: list[Hidden] = []
         self._length = 0
 
     def __len__(self) -> int:
@@ -566,21 +574,20 @@ class Committed:
         assert start <= self._length, "hidden states of tokens before these are missing"
         if start < self._length:
             self.cut(start)
-        count = len(hidden[self.fusion.layers[0]])
-        self._waiting.append((count, hidden))
-        self._length += count
+        self._waiting.append(hidden)
+        self._length += num_states(hidden)
         if len(self._waiting) == _MOST_WAITING:
             self._make()
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length`."""
         while self._waiting and self._length > length:
-            count, hidden = self._waiting.pop()
+            hidden = self._waiting.pop()
+            count = num_states(hidden)
             left = max(0, count - (self._length - length))
             self._length -= count - left
             if left:
-                part = {layer: states[:left] for layer, states in hidden.items()}
-                self._waiting.append((left, part))
+                self._waiting.append(states_of(hidden, slice(left)))
         self._made.cut(length)
         self._length = min(self._length, length)
 
@@ -592,9 +599,5 @@ class Committed:
 
     @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def _make(self) -> None:
-        parts, layers = [hidden for _, hidden in self._waiting], self.fusion.layers
-        hidden = parts[0]
-        if len(parts) > 1:
-            hidden = {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
-        self._made.keep(len(self._made), self.fusion(hidden))
+        self._made.keep(len(self._made), self.fusion(self._waiting))
         self._waiting = []

@@ -65,9 +65,16 @@ class Shape(ABC):
         """The nodes of a new level that get children in the next pass."""
         return [node for node in level if self.width(node.ranks)]
 
-    def kept(self, nodes: Sequence[Node], limit: int) -> list[Node]:
-        """The nodes of the draft: at most `limit`, parents first, with all their ancestors."""
-        return list(nodes[:limit])
+    def kept(
+        self, path_probs: Sequence[float], depths: Sequence[int], limit: int
+    ) -> Sequence[int]:
+        """Indices of the draft's nodes among all: at most `limit`, parents first, with ancestors.
+
+        Args:
+            path_probs: [n] of all nodes that have grown, parents first.
+            depths: [n] of the same, from 1 on.
+        """
+        return range(min(limit, len(depths)))
 
     def plan(self, depth: int) -> GrowthPlan | None:
         """How trees of this depth grow, for networks that grow them in one call.
@@ -203,10 +210,12 @@ class Dynamic(Shape):
         best = sorted(super().frontier(level), key=lambda node: -node.path_prob)
         return best[: self._top_k]
 
-    def kept(self, nodes: Sequence[Node], limit: int) -> list[Node]:
+    def kept(
+        self, path_probs: Sequence[float], depths: Sequence[int], limit: int
+    ) -> Sequence[int]:
         """The nodes with the highest path probability; on a tie those closer to the root."""
-        best = sorted(nodes, key=lambda node: (-node.path_prob, node.depth))[:limit]
-        return sorted(best, key=lambda node: node.depth)
+        best = sorted(range(len(depths)), key=lambda node: (-path_probs[node], depths[node]))
+        return sorted(best[:limit], key=depths.__getitem__)
 
 
 # `SampledOptions`: the parameters that a drafter's q has of its own.

@@ -15,7 +15,8 @@ of an encoder-decoder's cross-attention. It is moved, copied and freed with its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from math import prod
 from mmap import ACCESS_COPY, mmap
 from operator import add
@@ -62,7 +63,9 @@ class SlabBuffers:
         self._rows = 1
         self._positions = KEY_BLOCK
         self._written = 0  # positions that passes may have written to
-        self._addresses: list[tuple[int, int, int, int]] | None = None
+        self._addresses: array[int] | None = None
+        # Native code that does what `_move_together` does, given `addresses`.
+        self.mover: Callable[[array[int], int, int, Sequence[int]], object] | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -95,14 +98,14 @@ class SlabBuffers:
                 self._keys[layer], self._values[layer] = (self._new_buffer(like) for _ in range(2))
 
     @property
-    def addresses(self) -> list[tuple[int, int, int, int]]:
-        """By layer: the addresses of keys and values, and the positions per row of both."""
+    def addresses(self) -> array[int]:
+        """Four numbers a layer: the addresses of keys and values, and the slots per row of both."""
         if self._addresses is None:
-            pairs = [(self._keys[layer], self._values[layer]) for layer in sorted(self._keys)]
-            self._addresses = [
-                (keys.data_ptr(), values.data_ptr(), keys.shape[2], values.shape[2])
-                for keys, values in pairs
-            ]
+            self._addresses = array("q")
+            for layer in sorted(self._keys):
+                keys, values = self._keys[layer], self._values[layer]
+                places = keys.data_ptr(), values.data_ptr()
+                self._addresses.extend((*places, keys.shape[2], values.shape[2]))
         return self._addresses
 
     def _new_buffer(self, states: Tensor) -> Tensor:
@@ -296,7 +299,10 @@ class KVSlab(SlabBuffers, Cache):
         start = self.lengths[row]
         together = [*nodes, *kept] if kept else nodes
         if together and together[-1] != len(together) - 1:  # a chain already lies in order
-            self._move_together(row, start, together)
+            if self.mover is None:
+                self._move_together(row, start, together)
+            else:
+                self.mover(self.addresses, row, start, together)
         self.lengths[row], self.kept[row] = start + len(nodes), len(kept)
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ two run. Encoder-decoders, which also are a `SourceNetwork`, run in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 from weakref import WeakSet
@@ -42,24 +42,69 @@ class Need:
 LOGITS = Need()
 
 
+class HiddenStates(Mapping[int, Tensor]):
+    """Layer id -> [n, E] hidden states of adjacent nodes of a pass.
+
+    A view is made when it is read, which takes PyTorch longer than native code takes for the states
+    of a few nodes: that reads `together`.
+
+    Args:
+        together: [A, T, E] of all nodes of the pass.
+        layers: [A] ids.
+        first: the first of the n nodes among the T.
+        count: n; None for all from the first on.
+    """
+
+    def __init__(
+        self, together: Tensor, layers: Sequence[int], first: int = 0, count: int | None = None
+    ) -> None:
+        self.together, self.layers, self.first = together, layers, first
+        self.count = together.shape[1] - first if count is None else count
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if layer not in self.layers:
+            raise KeyError(layer)
+        states = self.together[self.layers.index(layer)]
+        return states[self.first : self.first + self.count]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def states_of(hidden: Mapping[int, Tensor], nodes: slice) -> Mapping[int, Tensor]:
+    """The hidden states of adjacent ones of the nodes; `nodes` has no negative numbers."""
+    if isinstance(hidden, HiddenStates):
+        first, stop, _ = nodes.indices(hidden.count)
+        return HiddenStates(hidden.together, hidden.layers, hidden.first + first, stop - first)
+    return {layer: states[nodes] for layer, states in hidden.items()}
+
+
+def num_states(hidden: Mapping[int, Tensor]) -> int:
+    """The number of nodes that these are hidden states of."""
+    if isinstance(hidden, HiddenStates):
+        return hidden.count
+    return len(next(iter(hidden.values())))
+
+
 @dataclass(frozen=True)
 class PassOutput:
     """Results of a pass for T nodes, L of which were to have logits (`Need.last`)."""
 
     logits: Tensor | None  # [L, V]
-    # [L], the first of equals; None if not computed with the logits
+    # [L], the first of equals; None if not computed with the logits, or the largest one is infinite
     argmax: Sequence[int] | None = None
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer id -> [T, E]
 
     def rows(self, nodes: slice, scored: slice) -> PassOutput:
         """The output for some adjacent ones of the T nodes and of the L; its tensors are views."""
-        if not self.hidden and self.argmax is not None and scored == slice(0, len(self.argmax)):
-            return self
-        return PassOutput(
-            None if self.logits is None else self.logits[scored],
-            None if self.argmax is None else self.argmax[scored],
-            {layer: states[nodes] for layer, states in self.hidden.items()} if self.hidden else {},
-        )
+        logits, argmax = self.logits, self.argmax
+        if argmax is None or scored != slice(0, len(argmax)):
+            logits = None if logits is None else logits[scored]
+            argmax = None if argmax is None else argmax[scored]
+        return PassOutput(logits, argmax, self.hidden and states_of(self.hidden, nodes))
 
     def argmax_of(self, node: int) -> int:
         """The token of a node's largest logit, the first of equals."""

@@ -242,20 +242,18 @@ def head_passes(net: EagleNet, target: Target, quantization: str | None = None) 
 class Fusion:
     """`EagleNet.fuse` for serving, in the target's dtype."""
 
-    of_parts: Callable[[Sequence[Tensor]], Tensor]
-    """[A] of [n, E] hidden states, in the order of the layers -> [n, E] states."""
-
     def __init__(
         self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
     ) -> None:
         self.layers = net.config.aux_layers
+        self._fuse: Callable[[Sequence[Mapping[int, Tensor]], Sequence[int]], Tensor]
         if isinstance(net, FeatureNet):
             norm = net.final_norm
-            self.of_parts = lambda hidden: norm(hidden[0])
+            self._fuse = lambda parts, layers: norm(_joined(parts, layers[0]))
             return
-        parts: list[Any] = [net.fc, *net.fc_norm]
-        fc, *norms = (part.weight.detach().to(device, dtype) for part in parts)
-        self.of_parts = (NativeFusion if native else _Fusion)(fc, norms, net.config.rms_norm_eps)
+        modules: list[Any] = [net.fc, *net.fc_norm]
+        fc, *norms = (module.weight.detach().to(device, dtype) for module in modules)
+        self._fuse = (NativeFusion if native else _Fusion)(fc, norms, net.config.rms_norm_eps)
 
     @classmethod
     def beside(cls, network: Network, net: EagleNet, target: Target) -> Fusion:
@@ -263,9 +261,13 @@ class Fusion:
         native = isinstance(network, NativeDecoder)
         return cls(net, target.dtype, target.device, native=native)
 
-    def __call__(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        """Layer id -> [n, E] hidden states of n tokens -> [n, E] their states."""
-        return self.of_parts([hidden[layer] for layer in self.layers])
+    def __call__(self, parts: Sequence[Mapping[int, Tensor]]) -> Tensor:
+        """Layer id -> hidden states of n tokens, in parts -> [n, E] their states."""
+        return self._fuse(parts, self.layers)
+
+
+def _joined(parts: Sequence[Mapping[int, Tensor]], layer: int) -> Tensor:
+    return parts[0][layer] if len(parts) == 1 else torch.cat([part[layer] for part in parts])
 
 
 class _Fusion:
@@ -277,16 +279,15 @@ class _Fusion:
         self._fc = kind(fc, None).forward
         self.norms, self._epsilon = norms, epsilon
 
-    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
-        """[A] of [n, E] hidden states -> [n, E] states."""
-        parts = hidden
+    def __call__(self, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int]) -> Tensor:
+        hidden = [_joined(parts, layer) for layer in layers]
         if self.norms:
-            parts = [self._normed(*each) for each in zip(hidden, self.norms, strict=True)]
-        joined = torch.cat(list(parts), dim=-1)
+            hidden = [self._normed(*each) for each in zip(hidden, self.norms, strict=True)]
+        joined = torch.cat(hidden, dim=-1)
         missing = self._least_rows - len(joined)
         if missing > 0:
             joined = F.pad(joined, (0, 0, 0, missing))
-        return self._fc(joined)[: len(parts[0])]
+        return self._fc(joined)[: len(hidden[0])]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._epsilon)
@@ -326,7 +327,8 @@ class ParallelHead(BlockScorer, EagleHead):
 def _mask_state(net: ParallelNet, fusion: Fusion, head: Passes) -> Tensor:
     """[1, E] the state of a mask, from its features like that of a token."""
     features = net.mask_features().detach().to(head.device, head.dtype)
-    return fusion.of_parts([row.unsqueeze(0) for row in features])
+    hidden = {layer: row.unsqueeze(0) for layer, row in zip(fusion.layers, features, strict=True)}
+    return fusion([hidden])
 
 
 # Heads for other engines, and records of heads that were trained elsewhere, or long ago.

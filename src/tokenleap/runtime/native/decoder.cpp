@@ -100,20 +100,36 @@ EXPORTED size_t tokenleap_row_bytes(const tokenleap::Linear* layer) {
     return tokenleap::row_bytes(*layer);
 }
 
+// Move the keys and values of a row's nodes, which begin at slot `start`, together (`KVSlab.commit`).
+EXPORTED void tokenleap_move(const tokenleap::Buffers* buffers, int32_t layers, int64_t first_head, int32_t heads,
+                             int64_t bytes, int64_t start, const int64_t* nodes, int32_t count) {
+    auto move = [&](uint8_t* states, int64_t slots) {
+        for (int64_t head = first_head; head < first_head + heads; head++) {
+            uint8_t* base = states + (head * slots + start) * bytes;
+            for (int i = 0; i < count; i++)
+                if (nodes[i] != i) std::memcpy(base + i * bytes, base + nodes[i] * bytes, bytes);
+        }
+    };
+    for (int layer = 0; layer < layers; layer++) {
+        move(buffers[layer].keys, buffers[layer].key_slots);
+        move(buffers[layer].values, buffers[layer].value_slots);
+    }
+}
+
 // Sizes of the structures that structures.py and pack.py repeat, and the largest hidden size.
 EXPORTED void tokenleap_sizes(int32_t* sizes) {
     using namespace tokenleap;
     sizes[0] = sizeof(Linear);
     sizes[1] = sizeof(Layer);
     sizes[2] = sizeof(Decoder);
-    sizes[3] = sizeof(Buffers);
-    sizes[4] = sizeof(Pass);
-    sizes[5] = sizeof(Tree);
-    sizes[6] = sizeof(Trees);
-    sizes[7] = sizeof(Fusion);
-    sizes[8] = sizeof(Draw);
-    sizes[9] = sizeof(Source);
-    sizes[10] = sizeof(BlockChain);
+    sizes[3] = sizeof(Pass);
+    sizes[4] = sizeof(Tree);
+    sizes[5] = sizeof(Trees);
+    sizes[6] = sizeof(Fusion);
+    sizes[7] = sizeof(Draw);
+    sizes[8] = sizeof(Source);
+    sizes[9] = sizeof(BlockChain);
+    sizes[10] = sizeof(Buffers);
     sizes[11] = MOST_HIDDEN_SIZE;
 }
 }

@@ -33,7 +33,7 @@ private:
         int size = f_.fc.inputs / f_.layers;
         uint8_t* row = f_.inputs + node * row_bytes(f_.fc);
         for (int layer = 0; layer < f_.layers; layer++) {
-            widen_row(f_.hidden[layer], node, size, f_.is_bf16, x);
+            widen_row(f_.hidden[(long)layer * f_.nodes + node], 0, size, f_.is_bf16, x);
             if (f_.norms) rms_norm(x, f_.norms + (long)layer * size, f_.epsilon, size, x);
             encode(f_.fc, x, row, layer * size, size);
         }

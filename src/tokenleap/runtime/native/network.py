@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from ctypes import (
     CDLL,
-    Array,
     addressof,
     byref,
     c_float,
@@ -46,7 +45,6 @@ from tokenleap.runtime.native.packed import PackedDecoder, Packing
 from tokenleap.runtime.native.structures import (
     AngleTables,
     CBlockChain,
-    CBuffers,
     CDecoder,
     CDraw,
     CFusion,
@@ -70,6 +68,7 @@ from tokenleap.runtime.network import (
     GrowingNetwork,
     GrownTree,
     GrowthLimit,
+    HiddenStates,
     Need,
     PassOutput,
 )
@@ -87,15 +86,18 @@ class DecoderParts:
     reads_states: bool = False  # it is a drafting head, which reads a state beside each token
 
 
-@dataclass
-class _Pass:
-    """The arguments of a pass, what it writes to, and what else they point to."""
+class _Scratch:
+    """Memory that one call after another uses."""
 
-    arguments: CPass
-    logits: Tensor
-    argmax: array[int]
-    kept: list[object]
-    hidden: Tensor | tuple[()] = ()
+    def __init__(self) -> None:
+        self._memory, self._address = _empty(0, dtype=torch.uint8), 0
+
+    def address(self, size: int) -> int:
+        """The address of so many bytes."""
+        if len(self._memory) < size:
+            self._memory = _empty(size, dtype=torch.uint8)
+            self._address = self._memory.data_ptr()
+        return self._address
 
 
 class NativeNetwork(GrowingNetwork, ChainingNetwork):
@@ -112,9 +114,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         self._lock = Lock()  # the workspace serves one thread at a time
         self._decoder, self._kept, self._angles = parts.decoder, parts.kept, parts.angles
         self._learnt_scale, self._reads_states = parts.learnt_scale, parts.reads_states
-        self._workspace = _empty(0, dtype=torch.uint8)
-        self._seen_addresses: list[tuple[int, int, int, int]] = []
-        self._buffers = (CBuffers * 0)()
+        self._workspace, self._grown_logits, self._grown_states = (_Scratch() for _ in range(3))
         dtype = torch.bfloat16 if self._decoder.is_bf16 else torch.float32
         self._more = _empty(0, self._decoder.hidden_size, dtype=dtype)
         self._like = _empty(self._decoder.key_heads, self._decoder.width, dtype=dtype)
@@ -125,6 +125,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         self._layers = (CLayer * len(layers))(*layers)
         self._decoder.layers = self._layers
         self._decoder.num_layers = len(layers)
+        self._indices = [layer.index for layer in layers]
         passing = self.weight_bytes > _MOST_KEPT
         for linear in self._linears():
             linear.passing = passing
@@ -171,14 +172,23 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         return other
 
     def forward(self, inputs: PassInputs, slab: KVSlab, need: Need) -> PassOutput:
-        made = self._pass(inputs, need)
+        nodes = NodeArrays(inputs, need)
+        logits, argmax = _empty(nodes.scored, self._vocab_size), array("q", bytes(8 * nodes.scored))
+        arguments = self._pass(inputs, nodes)
+        arguments.logits, arguments.argmax = logits.data_ptr(), argmax.buffer_info()[0]
+        hidden: Mapping[int, Tensor] = {}
+        if need.hidden:
+            shape = (len(need.hidden), len(nodes), self._decoder.hidden_size)
+            together = _empty(*shape, dtype=self._like.dtype)
+            slots = self._hidden_slots(need.hidden)
+            arguments.hidden, arguments.hidden_slots = together.data_ptr(), slots.buffer_info()[0]
+            hidden = HiddenStates(together, need.hidden)
         with self._lock:
-            self._prepare(made.arguments, inputs, slab)
-            self._library.tokenleap_forward(byref(self._decoder), byref(made.arguments))
-        states = dict(zip(need.hidden, made.hidden, strict=True))
+            self._prepare(arguments, inputs, slab)
+            self._library.tokenleap_forward(byref(self._decoder), byref(arguments))
         if not need.logits:
-            return PassOutput(None, None, states)
-        return PassOutput(made.logits, made.argmax, states)
+            return PassOutput(None, None, hidden)
+        return PassOutput(logits, None if -1 in argmax else argmax, hidden)
 
     def grow(
         self,
@@ -188,18 +198,28 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         limits: Sequence[GrowthLimit],
         token_ids: Tensor | None = None,
     ) -> list[GrownTree]:
-        count = sum(map(len, inputs.rows))
-        trees = TreeArrays(plan, limits, token_ids, count)
-        behind = () if inputs.states is None else (self.num_layers,)
-        widest = trees.arguments.widest
-        made = self._pass(inputs, Need(last=1, hidden=behind), widest, trees.rows)
+        nodes = NodeArrays(inputs, Need(last=1))
+        trees = TreeArrays(plan, limits, token_ids, len(nodes))
+        arguments, most = self._pass(inputs, nodes), trees.arguments.widest
+        logits = _empty(trees.rows, self._vocab_size) if trees.keeps_logits else None
+        slots = self._hidden_slots((self.num_layers,))
         with self._lock:
-            self._prepare(made.arguments, inputs, slab)
-            made.arguments.nodes = count
+            if logits is not None:
+                arguments.logits = logits.data_ptr()
+            else:
+                size = trees.rows * self._vocab_size * sizeof(c_float)
+                arguments.logits = self._grown_logits.address(size)
+            if self._reads_states:
+                size = most * self._decoder.hidden_size * self._like.element_size()
+                arguments.hidden = self._grown_states.address(size)
+                arguments.hidden_slots = slots.buffer_info()[0]
+            arguments.nodes = most  # for the size of the workspace
+            self._prepare(arguments, inputs, slab)
+            arguments.nodes = len(nodes)
             self._library.tokenleap_grow(
-                byref(self._decoder), byref(made.arguments), byref(trees.arguments)
+                byref(self._decoder), byref(arguments), byref(trees.arguments)
             )
-        return trees.grown(made.logits)
+        return trees.grown(logits)
 
     def best_chain(
         self, logits: Tensor, transitions: tuple[Tensor, Tensor] | None
@@ -234,36 +254,23 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         )
         return list(tokens), list(probabilities)
 
-    def _pass(self, inputs: PassInputs, need: Need, later: int = 0, rows: int = 0) -> _Pass:
-        """A pass, with memory for one over `later` nodes and for `rows` rows of logits, too."""
-        nodes = NodeArrays(inputs, need)
-        most, scored = max(len(nodes), later), max(nodes.scored, rows)
-        logits = _empty(scored, self._vocab_size)
-        argmax = array("q", bytes(8 * scored))
+    def _pass(self, inputs: PassInputs, nodes: NodeArrays) -> CPass:
+        """The arguments of a pass without what it writes to; valid as long as both of these."""
         arguments = CPass(
-            nodes=most,
+            nodes=len(nodes),
             scored=nodes.scored,
             threads=num_threads(),
             most_seen=inputs.span,
-            logits=logits.data_ptr(),
-            argmax=argmax.buffer_info()[0],
             **nodes.addresses(),
         )
-        made = _Pass(arguments, logits, argmax, [nodes])
-        if need.hidden:
-            shape = (len(need.hidden), most, self._decoder.hidden_size)
-            made.hidden = _empty(*shape, dtype=self._like.dtype)
-            slots = self._hidden_slots(need.hidden)
-            arguments.hidden = made.hidden.data_ptr()
-            arguments.hidden_slots = slots.buffer_info()[0]
-            made.kept.append(slots)
-        assert (inputs.states is not None) == self._reads_states
-        if inputs.states is not None:
-            assert len(inputs.states) == len(nodes)
-            given = inputs.states.to(self._like.dtype).contiguous()
-            arguments.states = given.data_ptr()
-            made.kept.append(given)
-        return made
+        states = inputs.states
+        assert (states is not None) == self._reads_states
+        if states is not None:
+            assert states.shape == (len(nodes), self._decoder.hidden_size)
+            assert states.dtype == self._like.dtype
+            assert states.is_contiguous()
+            arguments.states = states.data_ptr()
+        return arguments
 
     def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
         """[num_layers + 1] each layer id's index in `layers`, or -1 if it is not there."""
@@ -275,21 +282,43 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
     def _prepare(self, arguments: CPass, inputs: PassInputs, slab: KVSlab) -> None:
         """Fill in what all passes share: buffers, rotary angles and memory to work in."""
         self._angles.reach(arguments.most_seen)
-        arguments.buffers = addressof(self._buffers_of(slab))
+        arguments.buffers = self._buffers_of(slab)
         arguments.cos, arguments.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
         arguments.angles = self._angles.positions
         needed = self._library.tokenleap_workspace(byref(self._decoder), byref(arguments))
-        if len(self._workspace) < needed:
-            self._workspace = _empty(needed, dtype=torch.uint8)
-        arguments.workspace = self._workspace.data_ptr()
+        arguments.workspace = self._workspace.address(needed)
 
-    def _buffers_of(self, slab: KVSlab) -> Array[CBuffers]:
-        """The slab's buffers as `Pass` takes them; updated when they have moved."""
-        if self._seen_addresses is not slab.addresses:
-            slab.reserve([layer.index for layer in self._layers], self._like)
-            addresses = self._seen_addresses = slab.addresses
-            self._buffers = (CBuffers * len(addresses))(*(CBuffers(*at) for at in addresses))
-        return self._buffers
+    def _buffers_of(self, slab: KVSlab) -> int:
+        """The address of the slab's buffers."""
+        slab.reserve(self._indices, self._like)
+        if slab.mover is None:
+            heads, width = self._like.shape
+            slab.mover = _Mover(self._library, heads, width * self._like.element_size())
+        return slab.addresses.buffer_info()[0]
+
+
+@dataclass(frozen=True)
+class _Mover:
+    """See `SlabBuffers.mover`."""
+
+    library: CDLL
+    heads: int
+    slot_bytes: int  # of one head
+
+    def __call__(
+        self, addresses: array[int], row: int, start: int, nodes: Sequence[int]
+    ) -> None:
+        places = array("q", nodes)
+        self.library.tokenleap_move(
+            c_void_p(addresses.buffer_info()[0]),
+            len(addresses) // 4,
+            c_int64(row * self.heads),
+            self.heads,
+            c_int64(self.slot_bytes),
+            c_int64(start),
+            c_void_p(places.buffer_info()[0]),
+            len(places),
+        )
 
 
 _MOST_KEPT = 24 * MIB
@@ -321,11 +350,12 @@ def checked(loaded: CDLL) -> CDLL:
     sizes = (c_int32 * 12)()
     loaded.tokenleap_sizes(sizes)
     structures = (
-        *(CLinear, CLayer, CDecoder, CBuffers, CPass, CTree, CTrees, CFusion, CDraw),
+        *(CLinear, CLayer, CDecoder, CPass, CTree, CTrees, CFusion, CDraw),
         *(CSource, CBlockChain),
     )
     ours = [sizeof(each) for each in structures]
-    assert list(sizes) == [*ours, MOST_HIDDEN_SIZE]
+    of_buffers = 4 * array("q").itemsize  # see `SlabBuffers.addresses`
+    assert list(sizes) == [*ours, of_buffers, MOST_HIDDEN_SIZE]
     return loaded
 
 
@@ -432,28 +462,44 @@ class NativeFusion:
         self._norms = torch.cat([norm.float() for norm in norms]) if norms else None
         self._row_bytes = int(self._library.tokenleap_row_bytes(byref(self._fc)))
         self._epsilon = epsilon
+        self._lock, self._inputs = Lock(), _Scratch()
 
-    def __call__(self, hidden: Sequence[Tensor]) -> Tensor:
-        """[A] of [n, E] hidden states -> [n, E] states."""
-        hidden = [states.contiguous() for states in hidden]
-        addresses = array("Q", [states.data_ptr() for states in hidden])
-        count = len(hidden[0])
+    def __call__(self, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int]) -> Tensor:
+        """Hidden states of n tokens, in parts -> [n, E] states."""
+        rows = array("Q")
+        kept = [_row_addresses(part, layer, rows) for layer in layers for part in parts]
+        count = len(rows) // len(layers)
         states = torch.empty(count, self._size, dtype=self._dtype)
-        inputs = torch.empty(count * self._row_bytes, dtype=torch.uint8)
-        arguments = CFusion(
-            fc=self._fc,
-            norms=None if self._norms is None else self._norms.data_ptr(),
-            hidden=addresses.buffer_info()[0],
-            inputs=inputs.data_ptr(),
-            states=states.data_ptr(),
-            layers=len(hidden),
-            nodes=count,
-            threads=num_threads(),
-            is_bf16=self._dtype == torch.bfloat16,
-            epsilon=self._epsilon,
-        )
-        self._library.tokenleap_fuse(byref(arguments))
+        with self._lock:
+            arguments = CFusion(
+                fc=self._fc,
+                norms=None if self._norms is None else self._norms.data_ptr(),
+                hidden=rows.buffer_info()[0],
+                inputs=self._inputs.address(count * self._row_bytes),
+                states=states.data_ptr(),
+                layers=len(layers),
+                nodes=count,
+                threads=num_threads(),
+                is_bf16=self._dtype == torch.bfloat16,
+                epsilon=self._epsilon,
+            )
+            self._library.tokenleap_fuse(byref(arguments))
+        del kept
         return states
+
+
+def _row_addresses(hidden: Mapping[int, Tensor], layer: int, to: array[int]) -> Tensor:
+    """Append the address of each row of a layer's states; returns what has to stay until then."""
+    if isinstance(hidden, HiddenStates):
+        states, count = hidden.together, hidden.count
+        place = hidden.layers.index(layer) * states.shape[1] + hidden.first
+    else:
+        states, place = hidden[layer].contiguous(), 0
+        count = len(states)
+    size = states.shape[-1] * states.element_size()
+    first = states.data_ptr() + place * size
+    to.extend(range(first, first + count * size, size))
+    return states
 
 
 # How many threads a pass has.

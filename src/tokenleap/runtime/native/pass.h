@@ -88,7 +88,7 @@ struct Pass {
     const Source* sources;       // of each row of the slab; null for a decoder without sources
     const float *cos, *sin;      // [tables, positions, D/2]
     float* logits;               // [L, V]
-    int64_t* argmax;             // [L] the token of the largest logit, the first of equals
+    int64_t* argmax;             // [L] the token of the largest logit, the first of equals; -1 if that is infinite or NaN
     uint8_t* hidden;             // [layers asked for, T, E] in the model's dtype, or null
     const int32_t* hidden_slots; // [num_layers + 1] index of a layer's input among those, or -1
     uint8_t* workspace;
@@ -134,7 +134,7 @@ struct Trees {
 struct Fusion {
     Linear fc;                     // layers E -> E
     const float* norms;            // [layers, E] weights of RMSNorms, or null
-    const uint8_t* const* hidden;  // [layers] of [T, E] in the model's dtype
+    const uint8_t* const* hidden;  // [layers, T] of [E] in the model's dtype
     uint8_t* inputs;               // [T] memory for the inputs of fc
     uint8_t* states;               // [T, E] in the model's dtype
     int32_t layers, nodes, threads, is_bf16;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <limits>
 
 #include "linear.h"
@@ -31,12 +32,12 @@ struct Best {
         tokens = select(better, other.tokens, tokens);
     }
 
-    // 0 if no logit is above -infinity, as when all are NaN.
+    // -1 if the largest logit is infinite, or all are NaN.
     int64_t token() const {
         int best = 0;
         for (int i = 1; i < LANES; i++)
             if (logits[i] > logits[best] || (logits[i] == logits[best] && tokens[i] < tokens[best])) best = i;
-        return tokens[best] == std::numeric_limits<int32_t>::max() ? 0 : tokens[best];
+        return std::isfinite(logits[best]) ? tokens[best] : -1;
     }
 };
 

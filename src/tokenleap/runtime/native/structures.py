@@ -102,10 +102,6 @@ class CDecoder(Structure):
     _fields_ = fields_of("Decoder", Linear=CLinear, Norm=CNorm, Layer=CLayer)
 
 
-class CBuffers(Structure):
-    _fields_ = fields_of("Buffers")
-
-
 class CSource(Structure):
     _fields_ = fields_of("Source")
 
@@ -340,11 +336,11 @@ class TreeArrays:
         frontiers = [frontier for frontier, _ in sizes]
         self._draws = _draws(limits)
         self._sources, self._shown = array("i"), array("f")
-        self._keeps_logits = self._draws is not None and plan.beam is None
+        self.keeps_logits = self._draws is not None and plan.beam is None
         if self._draws is not None:
             self._sources = array("i", bytes(4 * count * most))
             self._shown = array("f", bytes(4 * count * most))
-        self.rows = count * (sum(frontiers) if self._keeps_logits else max(frontiers))
+        self.rows = count * (sum(frontiers) if self.keeps_logits else max(frontiers))
         self.arguments = CTrees(
             trees=self._trees,
             token_ids=None if token_ids is None else token_ids.data_ptr(),
@@ -361,17 +357,17 @@ class TreeArrays:
             shown=self._shown.buffer_info()[0],
         )
 
-    def grown(self, logits: Tensor) -> list[GrownTree]:
-        """The trees, when they have grown, with the logits [rows, V] of all passes."""
+    def grown(self, logits: Tensor | None) -> list[GrownTree]:
+        """The trees, when they have grown, with the logits [rows, V] of all passes if they keep."""
         return [self._tree(index, tree, logits) for index, tree in enumerate(self._trees)]
 
-    def _tree(self, index: int, tree: CTree, logits: Tensor) -> GrownTree:
+    def _tree(self, index: int, tree: CTree, logits: Tensor | None) -> GrownTree:
         if tree.undecided:
             return GrownTree((), (), (), undecided=True)
         first = index * self.arguments.most
         at = slice(first, first + tree.drafted)
         found = GrownTree(self._tokens[at], self._parents[at], self._probabilities[at])
-        if not self._keeps_logits:
+        if not self.keeps_logits:
             return found
         return replace(found, logits=logits, rows=self._sources[at], shown=self._shown[at])
 
