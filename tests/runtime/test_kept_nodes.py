@@ -16,6 +16,8 @@ from tests.tiny import tiny_model
 from tokenleap.core.tree import TokenTree
 from tokenleap.runtime.attention import KEY_BLOCK
 from tokenleap.runtime.kv_slab import KVSlab, OverBudget
+from tokenleap.runtime.native.build import library
+from tokenleap.runtime.native.network import SlotMover, checked
 from tokenleap.runtime.target import Target
 
 HEADS, WIDTH, LAYERS = 2, 3, 2
@@ -144,9 +146,12 @@ class Pair:
                 assert torch.equal(values, -expected - layer)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_operations(seed: int) -> None:
+def test_random_operations(seed: int, native: bool) -> None:
     pair = Pair(random.Random(seed))
+    if native:
+        pair.slab.mover = SlotMover(checked(library()), HEADS, WIDTH * torch.float32.itemsize)
     pair.add()
     pair.run(60)
 

@@ -65,9 +65,7 @@ class Shape(ABC):
         """The nodes of a new level that get children in the next pass."""
         return [node for node in level if self.width(node.ranks)]
 
-    def kept(
-        self, path_probs: Sequence[float], depths: Sequence[int], limit: int
-    ) -> Sequence[int]:
+    def kept(self, path_probs: Sequence[float], depths: Sequence[int], limit: int) -> Sequence[int]:
         """Indices of the draft's nodes among all: at most `limit`, parents first, with ancestors.
 
         Args:
@@ -210,9 +208,7 @@ class Dynamic(Shape):
         best = sorted(super().frontier(level), key=lambda node: -node.path_prob)
         return best[: self._top_k]
 
-    def kept(
-        self, path_probs: Sequence[float], depths: Sequence[int], limit: int
-    ) -> Sequence[int]:
+    def kept(self, path_probs: Sequence[float], depths: Sequence[int], limit: int) -> Sequence[int]:
         """The nodes with the highest path probability; on a tie those closer to the root."""
         best = sorted(range(len(depths)), key=lambda node: (-path_probs[node], depths[node]))
         return sorted(best[:limit], key=depths.__getitem__)

@@ -22,7 +22,7 @@ from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.model_drafter import Head
 from tokenleap.errors import ConfigError
-from tokenleap.runtime.network import Need
+from tokenleap.runtime.network import HiddenStates, Need, num_states, states_of
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
@@ -115,18 +115,26 @@ def test_a_path_of_a_tree_has_the_logits_of_a_chain(form: str) -> None:
 @pytest.mark.parametrize("form", ["EAGLE-3.1", "EAGLE-3", "two features", "EAGLE-1"])
 @torch.inference_mode()
 def test_native_code_fuses_as_pytorch_does(form: str, dtype: torch.dtype) -> None:
-    """And a state's bits do not depend on how many are computed with it."""
+    """And a state's bits do not depend on how many are computed with it, and in which parts."""
     model = tiny_model(head_dim=32, dtype=dtype)
     net = tiny_net(CONFIGS[form], model)
     fusions = [Fusion(net, dtype, model.device, native=native) for native in (True, False)]
-    hidden = {layer: torch.randn(19, 64).to(dtype) for layer in net.config.aux_layers}
-    native, other = (fusion(hidden) for fusion in fusions)
+    layers = net.config.aux_layers
+    together = torch.randn(len(layers), 19, 64).to(dtype)
+    hidden = dict(zip(layers, together, strict=True))
+    native, other = (fusion([hidden]) for fusion in fusions)
     assert native.dtype == dtype
     error = 1e-4 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(native, other, atol=error, rtol=error)
     for start, stop in ((0, 1), (3, 8), (18, 19)):
         some = {layer: states[start:stop] for layer, states in hidden.items()}
-        assert torch.equal(fusions[0](some), native[start:stop])
+        assert torch.equal(fusions[0]([some]), native[start:stop])
+    of_pass = HiddenStates(together, layers)
+    parts = [states_of(of_pass, slice(4)), states_of(hidden, slice(4, 5))]
+    parts.append(states_of(states_of(of_pass, slice(5, 30)), slice(0, 9)))
+    assert [num_states(part) for part in parts] == [4, 1, 9]
+    for fusion, whole in zip(fusions, (native, other), strict=True):
+        torch.testing.assert_close(fusion(parts), whole[:14], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -293,21 +293,19 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         slab.reserve(self._indices, self._like)
         if slab.mover is None:
             heads, width = self._like.shape
-            slab.mover = _Mover(self._library, heads, width * self._like.element_size())
+            slab.mover = SlotMover(self._library, heads, width * self._like.element_size())
         return slab.addresses.buffer_info()[0]
 
 
 @dataclass(frozen=True)
-class _Mover:
+class SlotMover:
     """See `SlabBuffers.mover`."""
 
     library: CDLL
     heads: int
     slot_bytes: int  # of one head
 
-    def __call__(
-        self, addresses: array[int], row: int, start: int, nodes: Sequence[int]
-    ) -> None:
+    def __call__(self, addresses: array[int], row: int, start: int, nodes: Sequence[int]) -> None:
         places = array("q", nodes)
         self.library.tokenleap_move(
             c_void_p(addresses.buffer_info()[0]),
