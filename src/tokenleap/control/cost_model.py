@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -42,6 +42,7 @@ from tokenleap.control.estimates import (
     moved,
     path_probs,
     smoothed,
+    with_claims,
 )
 from tokenleap.control.planner import Expected, Offer, Plan, Rest, best_plan
 from tokenleap.core import clock
@@ -184,17 +185,19 @@ class CostModel(_Resting):
 
     def setup(self) -> None:
         super().setup()
-        self._trees = self.levels is not None
+        self.trees = self.levels is not None
         sizes = [1] * self.num_speculative_tokens if self.levels is None else self.levels
         self._levels = len(sizes)
         self._estimates = Estimates(
             sizes,
             self.costs,
-            trees=self._trees,
+            trees=self.trees,
             level_share=self.level_share,
             stops_early=self.stops_early,
         )
         self._probing = Probing(self.options.probe_every, self._estimates)
+        self._rates = AcceptanceRates()  # of the tokens of trees, by their claims
+        self._proposals: PerRequest[Draft] = PerRequest()  # this step's trees, before they were cut
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
         self._planning = self._learning = 0.0  # seconds of planning this step, of the last learning
         self._chosen: Sequence[int] = ()  # depths in the step's plan, without probes
@@ -202,6 +205,7 @@ class CostModel(_Resting):
         self.patient = False  # whether to wait until drafts are clearly worth it
         self._plan: _Planned | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
+        self.beside = self.planned  # the same without these drafts
         self.idle = False  # whether the last step had no drafts because none pays
 
     # Before a step
@@ -244,7 +248,7 @@ class CostModel(_Resting):
         """The budgets of some requests of a step in which others have drafts from elsewhere."""
         histories = [self._estimates.history(request) for request in batch]
         depths = [0] * len(batch)
-        self.idle, self._chosen = not batch, ()
+        self.idle, self._chosen, self.beside = not batch, (), beside
         if batch and self._levels and self.costs and not self._plain_step_is_due(self._gain):
             measuring = self._estimates.drafting.bound and any(h.just_started for h in histories)
             self._chosen = self._best_depths(batch, rows, beside, instead, measuring)
@@ -283,7 +287,7 @@ class CostModel(_Resting):
     def _budget(self, request: Request, history: History, depth: int, counts: float) -> Budget:
         budget = within(request, depth)
         history.allow(budget.depth, wanted=depth > 0, counts=counts)
-        if self._trees and depth:
+        if self.trees and depth:
             budget = Budget(self.num_speculative_tokens, budget.depth)
         stopping = self._estimates.stopping
         if stopping and budget.depth > 1:
@@ -371,17 +375,79 @@ class CostModel(_Resting):
         chances = self._estimates.chances(batch)
         return chances.gains(rows, node_cost, level_cost)
 
+    def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
+        if not self.trees:
+            return list(drafts)
+        began = clock.now()
+        offers = list[Offer]()
+        for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
+            if can_be_cut(draft):
+                self._proposals[request.key] = proposal = with_claims(draft)
+                offers += offers_of(proposal, row, self._rates)
+        beside = replace(self.beside, seconds=self.planned.seconds)
+        trimmed = without_losses(drafts, offers, beside, self.costs, rows)
+        self._planning += clock.now() - began
+        return trimmed
+
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
+        for outcome in outcomes:
+            proposal = self._proposals.get(outcome.request.key)
+            if proposal is not None:
+                self._rates.learn(proposal, outcome)
+        self.learn(outcomes, draft_seconds, self._proposals)
+        self._proposals.clear()
+
+    def learn(
+        self, outcomes: Sequence[Outcome], draft_seconds: float, proposals: Mapping[int, Draft]
+    ) -> None:
+        """Learn from a step what drafts bring and cost; see `Estimates.observe`."""
         self._count_drafted(outcomes)
         began = clock.now()
-        if self._estimates.observe(outcomes, draft_seconds + self._planning + self._learning):
+        seconds = draft_seconds + self._planning + self._learning
+        if self._estimates.observe(outcomes, seconds, proposals):
             self._plan = None
             self._learning = clock.now() - began
 
     def release(self, request: Request) -> None:
         self._estimates.release(request)
+
+
+def can_be_cut(draft: Draft) -> bool:
+    """Whether nodes may be left out for their probability, which is known: none was sampled."""
+    return draft.is_one_hot and len(draft.path_probs) > 0
+
+
+def offers_of(draft: Draft, row: int, rates: AcceptanceRates) -> list[Offer]:
+    """All nodes of a draft, each of which has a feature."""
+    paths = path_probs(draft, rates.of)
+    return [Offer(p, p, 1, row, node) for node, p in enumerate(paths, 1)]
+
+
+def without_losses(
+    drafts: Sequence[Draft],
+    offers: Sequence[Offer],
+    beside: Expected,
+    costs: CostCurve,
+    rows: int,
+) -> list[Draft]:
+    """The drafts without those of the offered nodes that do not pay.
+
+    Args:
+        beside: tokens and time of drafting of the step without these nodes.
+    """
+    trimmed = list(drafts)
+    if not offers:
+        return trimmed
+    positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(offers)
+    plan, _ = _worth_verifying(offers, replace(beside, positions=positions), costs, rows)
+    cut = {(offer.row, offer.place) for offer in offers}
+    cut -= {(offer.row, offer.place) for offer in plan.taken}
+    for row in {row for row, _ in cut}:
+        draft = drafts[row]
+        trimmed[row] = draft.only([n for n in range(1, len(draft.tree)) if (row, n) not in cut])
+    return trimmed
 
 
 _LONGEST_REST = 15
@@ -698,49 +764,40 @@ class HybridModel(_Resting):
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
         self._clock.trained += self._clock.lap()
-        trimmed = list(drafts)
-        grafts: list[Offer] = []
+        trimmed, trained = list(drafts), list[int]()
         for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
             found, nodes = self._found.get(request.key, (None, []))
             if draft is found:
                 trimmed[row] = draft.only(nodes)
             elif draft.tree.num_drafted:
-                self._drafts[request.key] = draft
-                grafts += self._grafts(draft, row)
-        if grafts:
-            self._cut_grafts(trimmed, grafts, rows)
-        return trimmed
-
-    def _grafts(self, draft: Draft, row: int) -> list[Offer]:
-        if not draft.features:
-            return []
-        probs = path_probs(draft, self._rates.of)
-        nodes = enumerate(zip(probs, draft.features, strict=True), 1)
-        return [Offer(p, p, 1, row, node) for node, (p, feature) in nodes if is_graft(feature)]
-
-    def _cut_grafts(self, drafts: list[Draft], grafts: Sequence[Offer], rows: int) -> None:
-        positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(grafts)
-        planned = self._trained.planned
-        beside = replace(planned, positions=positions)
-        plan, _ = _worth_verifying(grafts, beside, self.costs, rows)
-        cut = {(graft.row, graft.place) for graft in grafts}
-        cut -= {(graft.row, graft.place) for graft in plan.taken}
-        for row in {row for row, _ in cut}:
-            draft = drafts[row]
-            drafts[row] = draft.only([n for n in range(1, len(draft.tree)) if (row, n) not in cut])
+                trained.append(row)
+        if not trained:
+            return trimmed
+        whole = self._trained.trees and all(can_be_cut(drafts[row]) for row in trained)
+        offers, planned = list[Offer](), self._trained.planned
+        for row in trained:
+            draft = with_claims(drafts[row]) if whole else drafts[row]
+            self._drafts[batch[row].key] = draft
+            if draft.features:
+                of_draft = offers_of(draft, row, self._rates)
+                offers += [o for o in of_draft if whole or is_graft(draft.features[o.place - 1])]
+        beside = replace(self._trained.beside, seconds=planned.seconds) if whole else planned
+        return without_losses(trimmed, offers, beside, self.costs, rows)
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         self._lookups.observe(outcomes, self._clock.lookups)
-        trained = []
+        trained: list[Outcome] = []
+        proposals: dict[int, Draft] = {}
         for outcome in outcomes:
             if draft := self._drafts.get(outcome.request.key):
                 if draft.features:
                     self._rates.learn(_looked_up(draft), outcome)
+                proposals[outcome.request.key] = _trained_part(draft)
                 trained.append(_without_grafts(outcome))
         # Its learning is left out: it must see every step, whether it drafts or not.
-        self._trained.observe(trained, self._clock.trained)
+        self._trained.learn(trained, self._clock.trained, proposals)
 
     def release(self, request: Request) -> None:
         self._lookups.release(request)
@@ -749,23 +806,26 @@ class HybridModel(_Resting):
 
 
 def _looked_up(draft: Draft) -> Draft:
-    """The nodes of a trained draft with grafts that the lookup proposed."""
+    """The nodes of a trained draft with grafts that have a feature."""
     return draft.only([node for node, feature in enumerate(draft.features, 1) if feature])
+
+
+def _trained_part(draft: Draft) -> Draft:
+    if not draft.features:
+        return draft
+    return draft.only([n for n, feature in enumerate(draft.features, 1) if not is_graft(feature)])
 
 
 def _without_grafts(outcome: Outcome) -> Outcome:
     """The outcome of the trained draft alone."""
-    draft, accepted = outcome.draft, outcome.accepted
-    kept = [node for node, f in enumerate(draft.features, 1) if not is_graft(f)]
-    if len(kept) == len(draft.features):
+    draft, accepted = _trained_part(outcome.draft), outcome.accepted
+    if draft is outcome.draft:
         return outcome
-    last = kept[-1] if kept else 0
+    last = draft.tree.num_drafted  # grafts come after
     path = tuple(node for node in accepted.path if node <= last)
     rejected = tuple(node for node in accepted.rejected if node <= last)
     token = accepted.token
     if len(path) < len(accepted.path):
-        token = draft.tree.tokens[accepted.path[len(path)]]
+        token = outcome.draft.tree.tokens[accepted.path[len(path)]]
     reason = accepted.reason if rejected else ""
-    return replace(
-        outcome, draft=draft.only(kept), accepted=Accepted(path, token, rejected, reason)
-    )
+    return replace(outcome, draft=draft, accepted=Accepted(path, token, rejected, reason))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
 from math import inf, isfinite
 from operator import mul
@@ -25,9 +27,10 @@ _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
 _EARLY = 4
 """So many requests of a draft model try before the drafts of others can discourage them."""
 
-_PRIOR_OF_STOPPING = 4.0
-"""Weight of the prior acceptance rates of chains that may end early, in drafts. A request's first
-drafts are often wrong: answers begin with phrases of which there are many."""
+_PRIOR_OF_ADAPTING = 4.0
+"""Weight of the prior acceptance rates of drafts that are as long as their probabilities deserve,
+in drafts. A request's first drafts are often wrong: answers begin with phrases of which there are
+many."""
 
 
 class Estimates:
@@ -53,6 +56,7 @@ class Estimates:
     ) -> None:
         self.costs = costs
         self._trees, self._at_once = trees, level_share == 0
+        self.adapts = trees or stops_early
         self._sizes = DraftSizes(levels)
         self._num_levels = len(levels)
         self.drafting = DraftingCosts()
@@ -64,9 +68,9 @@ class Estimates:
         self._overall = self._new(_MEMORY_OF_ALL)
 
     def _new(self, memory: float) -> History:
-        if self.stopping:
-            return History(memory, self._num_levels, alike=False, prior_weight=_PRIOR_OF_STOPPING)
-        return History(memory, self._num_levels, alike=not self._trees)
+        if self.adapts:
+            return History(memory, self._num_levels, alike=False, prior_weight=_PRIOR_OF_ADAPTING)
+        return History(memory, self._num_levels, alike=True)
 
     @property
     def first_nodes(self) -> float:
@@ -131,20 +135,27 @@ class Estimates:
             if history := self._histories.get(key):
                 history.rest(steps)
 
-    def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> bool:
-        """Learn from a step; whether there was anything to learn."""
+    def observe(
+        self, outcomes: Sequence[Outcome], draft_seconds: float, proposals: Mapping[int, Draft]
+    ) -> bool:
+        """Learn from a step; whether there was anything to learn.
+
+        Args:
+            proposals: by the keys of requests, drafts of which not all was verified.
+        """
         may_draft, caught_up, read = False, True, 0
         depths: list[int] = []  # of what drafting took time for
         for outcome in outcomes:
             tree, history = outcome.draft.tree, self.history(outcome.request)
-            depth = max(tree.depths) if self._trees else tree.num_drafted
+            proposed = proposals.get(outcome.request.key, outcome.draft).tree
+            depth = max(proposed.depths) if self._trees else proposed.num_drafted
             allowed = max(depth, history.depth)
             if allowed:
                 if depth and not history.tried:
                     read += reading(outcome.request)
                     self.requests_tried += 1
-                history.add(outcome, allowed)
-                self._overall.add(outcome, allowed)
+                history.add(outcome, allowed, drafted=depth > 0)
+                self._overall.add(outcome, allowed, drafted=depth > 0)
                 may_draft, caught_up = True, caught_up and history.caught_up
             if depth and (self.stopping or self._trees):
                 self._sizes.learn(tree, allowed)
@@ -232,7 +243,12 @@ _ALONE = [*_BY_MATCH, *_BY_RANK, *_BY_PREDICTION]
 _NUM_ALONE = len(_ALONE)
 _AGREED = [(1 + rate) / 2 for rate in _ALONE]
 _DISAGREED = [rate / 4 for rate in _ALONE]
-_PRIOR_RATES: list[float] = [*_ALONE, *_AGREED, *_DISAGREED]
+_FIRST_CLAIM = 3 * _NUM_ALONE
+_STEPS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0)
+_PRIOR_RATES: list[float] = [
+    *(*_ALONE, *_AGREED, *_DISAGREED),
+    *((low + high) / 2 for low, high in pairwise(_STEPS)),  # by the probability that is claimed
+]
 """Prior acceptance rate by feature: 0.2 after a match of 1 token, 0.9 after one of 16."""
 
 
@@ -284,7 +300,20 @@ def disagreed(feature: int) -> int:
 
 def is_graft(feature: int) -> bool:
     """Whether a token was looked up and not proposed by a trained drafter; its feature is 0."""
-    return feature > 0 and not _NUM_ALONE <= feature < 2 * _NUM_ALONE
+    return 0 < feature < _NUM_ALONE or 2 * _NUM_ALONE <= feature < _FIRST_CLAIM
+
+
+def with_claims(draft: Draft) -> Draft:
+    """A draft in which every token without a feature has that of the probability it was given."""
+    above = (1.0, *draft.path_probs)
+    features = list(draft.features or (0,) * draft.tree.num_drafted)
+    for node, feature in enumerate(features, 1):
+        if not feature:
+            before = above[draft.tree.parents[node]]
+            claimed = above[node] / before if before else 0.0
+            place = min(bisect_right(_STEPS, claimed), len(_STEPS) - 1) - 1
+            features[node - 1] = _FIRST_CLAIM + place
+    return replace(draft, features=tuple(features))
 
 
 def prior_rate(feature: int) -> float:
@@ -383,9 +412,10 @@ class History:
         """Record a step in which a draft from elsewhere cannot be beaten."""
         self.caught_up, self.depth = self.depth > 0, 0
 
-    def add(self, outcome: Outcome, allowed: int) -> None:
-        drafted, passed = outcome.draft.tree.num_drafted, len(outcome.accepted.path)
-        self._drafted.add(drafted > 0)
+    def add(self, outcome: Outcome, allowed: int, *, drafted: bool) -> None:
+        """Count a draft; of trees, what was cut off counts as not accepted."""
+        passed = len(outcome.accepted.path)
+        self._drafted.add(drafted)
         if not drafted:
             return
         self.tried = True
@@ -624,7 +654,7 @@ class Probing:
         estimates = self._estimates
         history = estimates.history(request)
         if not self._is_trial(history):
-            soon = self._soon(history, rows) if estimates.stopping else self._every
+            soon = self._soon(history, rows) if estimates.adapts else self._every
             return soon - history.plain_steps
         nodes, plain = num_requests * estimates.first_nodes, self._costs(rows, rows)
         drafting = estimates.level_seconds + (estimates.reading_seconds(request) or 0.0)

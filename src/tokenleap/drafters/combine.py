@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tokenleap.control import Budget
 from tokenleap.control.estimates import Decayed, agreed, disagreed, path_probs, prior_rate
-from tokenleap.core.distribution import Distribution
+from tokenleap.core.distribution import Distribution, OneHots
 from tokenleap.core.tree import Draft, GrowingTree
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, DrafterTraits, PerRequest, layers_of
@@ -472,7 +472,8 @@ def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
     grown = GrowingTree(tree.tokens[0])
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         grown.add(parent, token)
-    distributions: list[Distribution] = list(trained.q)
+    one_hot = trained.is_one_hot and found.is_one_hot
+    added = list[int]()  # nodes of the lookup
     features = [0] * tree.num_drafted
     place = {0: 0}  # node of the lookup -> node of the result
     for node, feature in enumerate(found.features, 1):
@@ -484,13 +485,13 @@ def graft(trained: Draft, found: Draft, limit: int, *, siblings: bool) -> Draft:
         if same is not None and same < len(tree):
             features[same - 1] = agreed(feature)
             place[node] = same
-        elif len(distributions) < limit and (siblings or not among):
+        elif len(grown) <= limit and (siblings or not among):
             place[node] = grown.add(above, token)
-            distributions.append(found.q_of(node))
+            added.append(node)
             features.append(disagreed(feature) if among else feature)
     if not any(features):
         return trained
-    grafted = range(len(tree), len(grown))
-    draws = trained.draws and (*trained.draws, *((n, distributions[n - 1]) for n in grafted))
-    probs = trained.path_probs and (*trained.path_probs, *(nan for _ in grafted))
-    return Draft(grown.tree(), tuple(distributions), tuple(features), draws, probs)
+    q = OneHots(grown.tokens[1:]) if one_hot else (*trained.q, *map(found.q_of, added))
+    draws = trained.draws and (*trained.draws, *((place[n], found.q_of(n)) for n in added))
+    probs = trained.path_probs and (*trained.path_probs, *(nan for _ in added))
+    return Draft(grown.tree(), q, tuple(features), draws, probs)

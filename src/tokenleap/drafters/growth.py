@@ -79,8 +79,10 @@ class Growth:
         tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
         if draws:
             return Draft.drawn(tree, [(index[id(node)], q) for node, q in draws])
-        path_probs = () if shape.branches else tuple(node.path_prob for node in nodes)
-        return Draft(tree, tuple(node.distribution for node in nodes), path_probs=path_probs)
+        one_hot = all(node.distribution.certain is not None for node in nodes)
+        q = OneHots(tree.tokens[1:]) if one_hot else tuple(node.distribution for node in nodes)
+        has_probs = one_hot or not shape.branches
+        return Draft(tree, q, path_probs=tuple(n.path_prob for n in nodes) if has_probs else ())
 
     def _kept(self, shape: Shape, limit: int) -> list[Node]:
         path_probs = [node.path_prob for node in self.nodes]
@@ -117,7 +119,7 @@ def _one_hot_draft(root: int, grown: GrownTree, shape: Shape, limit: int) -> Dra
     place = {-1: 0, **{node: index for index, node in enumerate(kept, 1)}}
     tokens = tuple(grown.tokens[node] for node in kept)
     parents = (-1, *(place[grown.parents[node]] for node in kept))
-    probs = () if shape.branches else tuple(path_probs[node] for node in kept)
+    probs = tuple(path_probs[node] for node in kept)
     return Draft(TokenTree((root, *tokens), parents), OneHots(tokens), path_probs=probs)
 
 

@@ -80,6 +80,8 @@ public:
         for (int i = 0; i < d_.num_layers; i++) {
             const Layer& layer = d_.layers[i];
             keep_hidden(i, id);
+            if (layer.attends) find_heads(layer, id);
+            if (i + 1 == d_.num_layers && !has_readers()) return;  // its keys and values are written
             if (layer.attends) attention(layer, id);
             normalise_sums(layer.attention_norm, id);
             if (layer.source_query.weight) {
@@ -115,6 +117,9 @@ public:
 
 private:
     int heads() const { return d_.heads + 2 * d_.key_heads; }
+
+    // Whether anything reads the residual stream after the last layer.
+    bool has_readers() const { return p_.scored || (p_.hidden && p_.hidden_slots[d_.num_layers] >= 0); }
 
     // A part of a linear layer's outputs, times all rows.
     template <int UNIT, class Finish>
@@ -332,7 +337,8 @@ private:
         encode(layer.down, x, inner_ + node * row_bytes(layer.down), panel * PANEL, PANEL);
     }
 
-    void attention(const Layer& layer, int id) {
+    // Queries, keys and values; the last two go into the slab.
+    void find_heads(const Layer& layer, int id) {
         if (!joint() || &layer != d_.layers) prepare_inputs(layer.attention_norm, layer.qkv[0], id);
         long size = heads() * d_.width;
         team_.each(id, [&](int part) {
@@ -349,6 +355,9 @@ private:
         team_.each(id, [&](int part) {
             share((long)p_.nodes * heads(), part, [&](int i) { finish_head(layer, i / heads(), i % heads()); });
         });
+    }
+
+    void attention(const Layer& layer, int id) {
         team_.each(id, [&](int part) { attend(layer, layer.output, part); });
         add_product(layer.output, mixed_, layer.attention_after, id);
     }
