@@ -77,8 +77,9 @@ def test_it_learns_the_costs_where_none_were_measured(name: str) -> None:
 def test_where_drafts_do_not_pay_there_are_few(name: str) -> None:
     world = WORLDS[name]
     depths = world.steps(model_of(world), 600)
-    assert sum(depth > 0 for depth in depths[50:]) <= 550 // 64 + 2
-    assert world.share_of_best(depths) > 0.97
+    if world.sizes == CHAIN:
+        assert sum(depth > 0 for depth in depths[50:]) <= 550 // 64 + 2
+    assert world.share_of_best(depths) > (0.97 if world.sizes == CHAIN else 0.99)
 
 
 def test_the_best_depth_at_a_known_rate_is_that_of_the_theory() -> None:

@@ -44,12 +44,21 @@ from tokenleap.control.estimates import (
     smoothed,
     with_claims,
 )
-from tokenleap.control.planner import Expected, Offer, Plan, Rest, best_plan
+from tokenleap.control.planner import (
+    Expected,
+    Offer,
+    Plan,
+    Rest,
+    best_plan,
+    can_be_cut,
+    offers_of,
+    without_losses,
+    worth_verifying,
+)
 from tokenleap.core import clock
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.config import Config
 from tokenleap.core.per_request import PerRequest
-from tokenleap.runtime.costs import CostCurve
 
 if TYPE_CHECKING:
     from tokenleap.core.tree import Draft
@@ -195,7 +204,8 @@ class CostModel(_Resting):
             level_share=self.level_share,
             stops_early=self.stops_early,
         )
-        self._probing = Probing(self.options.probe_every, self._estimates)
+        soon = self.trees or self.stops_early
+        self._probing = Probing(self.options.probe_every, self._estimates, soon=soon)
         self._rates = AcceptanceRates()  # of the tokens of trees, by their claims
         self._proposals: PerRequest[Draft] = PerRequest()  # this step's trees, before they were cut
         self._gain = 1.0  # tokens per second as last planned, over those without drafts
@@ -207,6 +217,10 @@ class CostModel(_Resting):
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
         self.beside = self.planned  # the same without these drafts
         self.idle = False  # whether the last step had no drafts because none pays
+
+    def be_patient(self) -> None:
+        self.patient = True
+        self._probing.soon = self.stops_early
 
     # Before a step
 
@@ -383,7 +397,7 @@ class CostModel(_Resting):
         for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
             if can_be_cut(draft):
                 self._proposals[request.key] = proposal = with_claims(draft)
-                offers += offers_of(proposal, row, self._rates)
+                offers += offers_of(path_probs(proposal, self._rates.of), row)
         beside = replace(self.beside, seconds=self.planned.seconds)
         trimmed = without_losses(drafts, offers, beside, self.costs, rows)
         self._planning += clock.now() - began
@@ -412,42 +426,6 @@ class CostModel(_Resting):
 
     def release(self, request: Request) -> None:
         self._estimates.release(request)
-
-
-def can_be_cut(draft: Draft) -> bool:
-    """Whether nodes may be left out for their probability, which is known: none was sampled."""
-    return draft.is_one_hot and len(draft.path_probs) > 0
-
-
-def offers_of(draft: Draft, row: int, rates: AcceptanceRates) -> list[Offer]:
-    """All nodes of a draft, each of which has a feature."""
-    paths = path_probs(draft, rates.of)
-    return [Offer(p, p, 1, row, node) for node, p in enumerate(paths, 1)]
-
-
-def without_losses(
-    drafts: Sequence[Draft],
-    offers: Sequence[Offer],
-    beside: Expected,
-    costs: CostCurve,
-    rows: int,
-) -> list[Draft]:
-    """The drafts without those of the offered nodes that do not pay.
-
-    Args:
-        beside: tokens and time of drafting of the step without these nodes.
-    """
-    trimmed = list(drafts)
-    if not offers:
-        return trimmed
-    positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(offers)
-    plan, _ = _worth_verifying(offers, replace(beside, positions=positions), costs, rows)
-    cut = {(offer.row, offer.place) for offer in offers}
-    cut -= {(offer.row, offer.place) for offer in plan.taken}
-    for row in {row for row, _ in cut}:
-        draft = drafts[row]
-        trimmed[row] = draft.only([n for n in range(1, len(draft.tree)) if (row, n) not in cut])
-    return trimmed
 
 
 _LONGEST_REST = 15
@@ -590,9 +568,8 @@ class LookupModel(_Resting):
         for row in asked:
             self._asked[batch[row].key].proposal = proposal = drafts[row]
             if proposal.features:
-                paths = path_probs(proposal, self._rates.of)
-                offers += [Offer(p, p, 1, row, node) for node, p in enumerate(paths, 1)]
-        plan, cost = _worth_verifying(offers, Expected.plain(rows), self.costs, rows)
+                offers += offers_of(path_probs(proposal, self._rates.of), row)
+        plan, cost = worth_verifying(offers, Expected.plain(rows), self.costs, rows)
         nodes: dict[int, list[int]] = {row: [] for row in asked}
         tokens, gains = dict.fromkeys(asked, 0.0), dict.fromkeys(asked, 0.0)
         for offer in plan.taken:
@@ -632,18 +609,6 @@ class LookupModel(_Resting):
         seconds = self.costs.agreed(seconds / len(self._asked))
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
-
-
-def _worth_verifying(
-    offers: Sequence[Offer], beside: Expected, costs: CostCurve, rows: int
-) -> tuple[Plan, float]:
-    """The looked-up nodes that pay, and what each adds to the pass, in plain passes."""
-    least = beside.rate(costs, rows)
-    plan = best_plan(offers, beside, costs, rows, least=least)
-    if not plan.taken:
-        return plan, 0.0
-    added = plan.expected.verifying(costs, rows) - beside.verifying(costs, rows)
-    return plan, added / costs(rows, rows) / len(plan.taken)
 
 
 _BEST_RATE = 0.8
@@ -700,7 +665,7 @@ class HybridModel(_Resting):
             level_share=self.level_share,
             stops_early=self.stops_early,
         )
-        self._trained.patient = True  # in the meantime there are lookups
+        self._trained.be_patient()  # in the meantime there are lookups
         self._best_trained = sum(_BEST_RATE**level for level in range(1, len(levels) + 1))
         self._rates = AcceptanceRates()  # of looked-up tokens in trained drafts
         self._rows = 1
@@ -779,7 +744,7 @@ class HybridModel(_Resting):
             draft = with_claims(drafts[row]) if whole else drafts[row]
             self._drafts[batch[row].key] = draft
             if draft.features:
-                of_draft = offers_of(draft, row, self._rates)
+                of_draft = offers_of(path_probs(draft, self._rates.of), row)
                 offers += [o for o in of_draft if whole or is_graft(draft.features[o.place - 1])]
         beside = replace(self._trained.beside, seconds=planned.seconds) if whole else planned
         return without_losses(trimmed, offers, beside, self.costs, rows)

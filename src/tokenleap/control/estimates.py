@@ -27,10 +27,9 @@ _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
 _EARLY = 4
 """So many requests of a draft model try before the drafts of others can discourage them."""
 
-_PRIOR_OF_ADAPTING = 4.0
-"""Weight of the prior acceptance rates of drafts that are as long as their probabilities deserve,
-in drafts. A request's first drafts are often wrong: answers begin with phrases of which there are
-many."""
+_PRIOR_OF_STOPPING = 4.0
+"""Weight of the prior acceptance rates of chains that may end early, in drafts. A request's first
+drafts are often wrong: answers begin with phrases of which there are many."""
 
 
 class Estimates:
@@ -56,7 +55,6 @@ class Estimates:
     ) -> None:
         self.costs = costs
         self._trees, self._at_once = trees, level_share == 0
-        self.adapts = trees or stops_early
         self._sizes = DraftSizes(levels)
         self._num_levels = len(levels)
         self.drafting = DraftingCosts()
@@ -68,9 +66,9 @@ class Estimates:
         self._overall = self._new(_MEMORY_OF_ALL)
 
     def _new(self, memory: float) -> History:
-        if self.adapts:
-            return History(memory, self._num_levels, alike=False, prior_weight=_PRIOR_OF_ADAPTING)
-        return History(memory, self._num_levels, alike=True)
+        if self.stopping:
+            return History(memory, self._num_levels, alike=False, prior_weight=_PRIOR_OF_STOPPING)
+        return History(memory, self._num_levels, alike=not self._trees)
 
     @property
     def first_nodes(self) -> float:
@@ -608,16 +606,20 @@ class Probing:
     """Says in which steps a request without drafts tries one, so that it is known what that brings.
 
     A request that has drafted nothing for `probe_every` steps drafts one level; this notices a text
-    that has become predictable. With a drafter whose chains end early, it does so as soon as that
-    costs one percent of the time since its last draft. Requests that have never drafted pay for
-    trials together: one of them tries once its first draft, reading included, costs at most one
-    percent of the steps since the last trial.
+    that has become predictable. With `soon`, it does so as soon as that costs one percent of the
+    time since its last draft. Requests that have never drafted pay for trials together: one of them
+    tries once its first draft, reading included, costs at most one percent of the steps since the
+    last trial.
+
+    Attributes:
+        soon: for trees and for chains that end early, whose drafts are as long as they deserve.
     """
 
-    def __init__(self, every: int, estimates: Estimates) -> None:
+    def __init__(self, every: int, estimates: Estimates, *, soon: bool) -> None:
         self._every = every
         self._estimates = estimates
         self._costs = estimates.costs
+        self.soon = soon
         self._since_trial = 0.0  # steps since a request tried its first draft
 
     def wait(self, steps: float) -> None:
@@ -654,8 +656,8 @@ class Probing:
         estimates = self._estimates
         history = estimates.history(request)
         if not self._is_trial(history):
-            soon = self._soon(history, rows) if estimates.adapts else self._every
-            return soon - history.plain_steps
+            again = self._soon(history, rows) if self.soon else self._every
+            return again - history.plain_steps
         nodes, plain = num_requests * estimates.first_nodes, self._costs(rows, rows)
         drafting = estimates.level_seconds + (estimates.reading_seconds(request) or 0.0)
         price = (drafting + self._costs(rows + nodes, rows)) / plain - 1

@@ -8,7 +8,7 @@ Everything here is a function of numbers. What they are estimated from is in `es
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter, truediv
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from tokenleap.control.base import Budget
 
 if TYPE_CHECKING:
+    from tokenleap.core.tree import Draft
     from tokenleap.request import Request
 
 
@@ -123,6 +124,59 @@ def best_plan(
         if of_count > rate:
             rate, best, expected = of_count, count, Expected(tokens, positions, drafting, longest)
     return Plan(ranked[:best], rate, expected)
+
+
+# Which nodes of drafts that are made to verify.
+
+
+def worth_verifying(
+    offers: Sequence[Offer], beside: Expected, costs: Costs, rows: int
+) -> tuple[Plan, float]:
+    """The drafted nodes that pay, and what each adds to the pass, in plain passes."""
+    least = beside.rate(costs, rows)
+    plan = best_plan(offers, beside, costs, rows, least=least)
+    if not plan.taken:
+        return plan, 0.0
+    added = plan.expected.verifying(costs, rows) - beside.verifying(costs, rows)
+    return plan, added / costs(rows, rows, 1.0) / len(plan.taken)
+
+
+def can_be_cut(draft: Draft) -> bool:
+    """Whether nodes may be left out for their probability, which is known: none was sampled."""
+    return draft.is_one_hot and len(draft.path_probs) > 0
+
+
+def offers_of(path_probs: Sequence[float], row: int) -> list[Offer]:
+    """All nodes of a draft, by the probabilities of the paths down to them."""
+    return [Offer(p, p, 1, row, node) for node, p in enumerate(path_probs, 1)]
+
+
+def without_losses(
+    drafts: Sequence[Draft],
+    offers: Sequence[Offer],
+    beside: Expected,
+    costs: Costs,
+    rows: int,
+) -> list[Draft]:
+    """The drafts without those of the offered nodes that do not pay.
+
+    Args:
+        beside: tokens and time of drafting of the step without these nodes.
+    """
+    trimmed = list(drafts)
+    if not offers:
+        return trimmed
+    positions = rows + sum(draft.tree.num_drafted for draft in drafts) - len(offers)
+    plan, _ = worth_verifying(offers, replace(beside, positions=positions), costs, rows)
+    cut = {(offer.row, offer.place) for offer in offers}
+    cut -= {(offer.row, offer.place) for offer in plan.taken}
+    for row in {row for row, _ in cut}:
+        draft = drafts[row]
+        trimmed[row] = draft.only([n for n in range(1, len(draft.tree)) if (row, n) not in cut])
+    return trimmed
+
+
+# The time of drafts that are yet to be made.
 
 
 _SHARED = 0.7

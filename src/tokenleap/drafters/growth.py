@@ -79,7 +79,7 @@ class Growth:
         tree = TokenTree((self.request.root, *(n.token for n in nodes)), (-1, *parents))
         if draws:
             return Draft.drawn(tree, [(index[id(node)], q) for node, q in draws])
-        one_hot = all(node.distribution.certain is not None for node in nodes)
+        one_hot = self.at_once is None or shape.prunes
         q = OneHots(tree.tokens[1:]) if one_hot else tuple(node.distribution for node in nodes)
         has_probs = one_hot or not shape.branches
         return Draft(tree, q, path_probs=tuple(n.path_prob for n in nodes) if has_probs else ())
