@@ -74,7 +74,7 @@ def test_sampled_nodes_all_stay() -> None:
 def test_claims_are_not_believed_for_long() -> None:
     """A drafter that is seldom right whatever it says has its nodes cut, and another one not."""
     claims = [0.6, 0.3, 0.1, 0.6, 0.3, 0.6, 0.6]
-    sizes = {}
+    sizes = dict[bool, list[int]]()
     for honest in (True, False):
         model, request, dice = model_of(dear), request_of(), random.Random(1)
         odds = claims if honest else [0.02] * 7

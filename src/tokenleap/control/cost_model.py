@@ -747,12 +747,15 @@ class HybridModel(_Resting):
                 of_draft = offers_of(path_probs(draft, self._rates.of), row)
                 offers += [o for o in of_draft if whole or is_graft(draft.features[o.place - 1])]
         beside = replace(self._trained.beside, seconds=planned.seconds) if whole else planned
-        return without_losses(trimmed, offers, beside, self.costs, rows)
+        trimmed = without_losses(trimmed, offers, beside, self.costs, rows)
+        self._clock.trained += self._clock.lap()
+        return trimmed
 
     # After a step
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         self._lookups.observe(outcomes, self._clock.lookups)
+        self._clock.lap()
         trained: list[Outcome] = []
         proposals: dict[int, Draft] = {}
         for outcome in outcomes:
@@ -761,7 +764,8 @@ class HybridModel(_Resting):
                     self._rates.learn(_looked_up(draft), outcome)
                 proposals[outcome.request.key] = _trained_part(draft)
                 trained.append(_without_grafts(outcome))
-        # Its learning is left out: it must see every step, whether it drafts or not.
+        self._clock.trained += self._clock.lap()
+        # The drafter's learning is left out: it must see every step, whether it drafts or not.
         self._trained.learn(trained, self._clock.trained, proposals)
 
     def release(self, request: Request) -> None:

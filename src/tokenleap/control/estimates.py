@@ -115,7 +115,8 @@ class Estimates:
         at the beginning of one output would keep all that follow from trying. Only requests of
         models are early. Other drafters try at hardly any price.
         """
-        return bool(self.stopping) and not history.tried and self.requests_tried < _EARLY
+        of_model = self.stopping or self._trees
+        return bool(of_model) and not history.tried and self.requests_tried < _EARLY
 
     def price_of_a_token(self, plan: Plan, requests: int, rows: int, per_level: float) -> float:
         """The time of drafting and verifying one more token of a draft, in tokens of the plan."""
