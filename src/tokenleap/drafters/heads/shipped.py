@@ -35,7 +35,7 @@ def with_shipped(fields: Mapping[str, Any], alias: object, *, trees: bool = True
     """A `speculative_config`; without a head, `hybrid` and `eagle` take the model's own of ours."""
     if "model" in fields or fields.get("method") not in ("hybrid", "eagle"):
         return dict(fields)
-    own = shipped_config(alias, trees=trees)
+    own = shipped_config(alias, trees=trees and "tree" not in fields)
     if own is None:
         return dict(fields)
     if fields["method"] == "eagle":
