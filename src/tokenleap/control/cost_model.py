@@ -179,6 +179,9 @@ class _Resting(_ByCosts, ABC):
 class CostModel(_Resting):
     """Drafts to a depth from 0 to `num_speculative_tokens`, or to a tree's deepest level.
 
+    Of a tree of most probable tokens, only the nodes that pay are verified: how often nodes of such
+    a probability were right is known after drafting, and learnt from all of them.
+
     A request's first draft takes longer, because the drafter reads the whole text, and the source
     of an encoder-decoder. Drafts begin only if they are expected to save that time in what is left
     of the output, judged by the outputs that have ended. The first few requests of a draft model
@@ -212,13 +215,14 @@ class CostModel(_Resting):
         self._planning = self._learning = 0.0  # seconds of planning this step, of the last learning
         self._chosen: Sequence[int] = ()  # depths in the step's plan, without probes
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
-        self.patient = False  # whether to wait until drafts are clearly worth it
+        self.patient = False  # see `be_patient`
         self._plan: _Planned | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
         self.beside = self.planned  # the same without these drafts
         self.idle = False  # whether the last step had no drafts because none pays
 
     def be_patient(self) -> None:
+        """Wait until drafts are clearly worth it, as beside lookups."""
         self.patient = True
         self._probing.soon = self.stops_early
 
@@ -667,7 +671,7 @@ class HybridModel(_Resting):
         )
         self._trained.be_patient()  # in the meantime there are lookups
         self._best_trained = sum(_BEST_RATE**level for level in range(1, len(levels) + 1))
-        self._rates = AcceptanceRates()  # of looked-up tokens in trained drafts
+        self._rates = AcceptanceRates()  # of tokens of trees, and of looked-up ones in any drafts
         self._rows = 1
         self._found: PerRequest[tuple[Draft, list[int]]] = PerRequest()  # lookup, nodes that pay
         self._drafts: PerRequest[Draft] = PerRequest()  # trained draft, before grafts were cut
@@ -760,8 +764,8 @@ class HybridModel(_Resting):
         proposals: dict[int, Draft] = {}
         for outcome in outcomes:
             if draft := self._drafts.get(outcome.request.key):
-                if draft.features:
-                    self._rates.learn(_looked_up(draft), outcome)
+                told = [node for node, feature in enumerate(draft.features, 1) if feature]
+                self._rates.learn(draft.only(told), outcome)
                 proposals[outcome.request.key] = _trained_part(draft)
                 trained.append(_without_grafts(outcome))
         self._clock.trained += self._clock.lap()
@@ -772,11 +776,6 @@ class HybridModel(_Resting):
         self._lookups.release(request)
         self._trained.release(request)
         super().release(request)
-
-
-def _looked_up(draft: Draft) -> Draft:
-    """The nodes of a trained draft with grafts that have a feature."""
-    return draft.only([node for node, feature in enumerate(draft.features, 1) if feature])
 
 
 def _trained_part(draft: Draft) -> Draft:
