@@ -207,8 +207,7 @@ class CostModel(_Resting):
             level_share=self.level_share,
             stops_early=self.stops_early,
         )
-        soon = self.trees or self.stops_early
-        self._probing = Probing(self.options.probe_every, self._estimates, soon=soon)
+        self._probing = Probing(self.options.probe_every, self._estimates)
         self._rates = AcceptanceRates()  # of the tokens of trees, by their claims
         self._proposals: PerRequest[Draft] = PerRequest()  # this step's trees, before they were cut
         self._gain = 1.0  # tokens per second as last planned, over those without drafts

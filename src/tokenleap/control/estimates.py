@@ -39,6 +39,7 @@ class Estimates:
         levels: number of nodes at each level of a full draft.
 
     Attributes:
+        varied: whether drafts are as long as they deserve: trees, and chains that end early.
         stopping: by whether requests are greedy, where chains should end; empty unless they can. It
             learns from products of probabilities for greedy requests, and with the rule `coupled`
             from products of clarity for the others.
@@ -55,6 +56,7 @@ class Estimates:
     ) -> None:
         self.costs = costs
         self._trees, self._at_once = trees, level_share == 0
+        self.varied = trees or stops_early
         self._sizes = DraftSizes(levels)
         self._num_levels = len(levels)
         self.drafting = DraftingCosts()
@@ -115,8 +117,7 @@ class Estimates:
         at the beginning of one output would keep all that follow from trying. Only requests of
         models are early. Other drafters try at hardly any price.
         """
-        of_model = self.stopping or self._trees
-        return bool(of_model) and not history.tried and self.requests_tried < _EARLY
+        return self.varied and not history.tried and self.requests_tried < _EARLY
 
     def price_of_a_token(self, plan: Plan, requests: int, rows: int, per_level: float) -> float:
         """The time of drafting and verifying one more token of a draft, in tokens of the plan."""
@@ -156,7 +157,7 @@ class Estimates:
                 history.add(outcome, allowed, drafted=depth > 0)
                 self._overall.add(outcome, allowed, drafted=depth > 0)
                 may_draft, caught_up = True, caught_up and history.caught_up
-            if depth and (self.stopping or self._trees):
+            if depth and self.varied:
                 self._sizes.learn(tree, allowed)
             if depth and self.stopping:
                 self.stopping[outcome.request.params.greedy].learn(outcome)
@@ -613,14 +614,14 @@ class Probing:
     last trial.
 
     Attributes:
-        soon: for trees and for chains that end early, whose drafts are as long as they deserve.
+        soon: at first, whether drafts are `varied`.
     """
 
-    def __init__(self, every: int, estimates: Estimates, *, soon: bool) -> None:
+    def __init__(self, every: int, estimates: Estimates) -> None:
         self._every = every
         self._estimates = estimates
         self._costs = estimates.costs
-        self.soon = soon
+        self.soon = estimates.varied
         self._since_trial = 0.0  # steps since a request tried its first draft
 
     def wait(self, steps: float) -> None:

@@ -339,14 +339,14 @@ class ModelDrafter(Drafter):
     def _take(self, growth: Growth, tree: GrownTree) -> None:
         request, draw = growth.request, growth.at_once
 
-        def q_of(logits: Tensor) -> Distribution:
-            assert draw is not None
-            q = request.sampler.distribution(logits, (), draw.temperature, draw.limits)
-            return named(q, self._scorer.token_ids)
-
         if draw is None or tree.logits is None:
             growth.grown = tree
         else:
+
+            def q_of(logits: Tensor) -> Distribution:
+                q = request.sampler.distribution(logits, (), draw.temperature, draw.limits)
+                return named(q, self._scorer.token_ids)
+
             for parent, drawn in grown_draws(tree, draw, q_of):
                 above = None if parent < 0 else growth.nodes[parent]
                 growth.nodes += growth.children(above, drawn, shared=False)

@@ -202,7 +202,6 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         trees = TreeArrays(plan, limits, token_ids, len(nodes))
         arguments, most = self._pass(inputs, nodes), trees.arguments.widest
         logits = _empty(trees.rows, self._vocab_size) if trees.keeps_logits else None
-        slots = self._hidden_slots((self.num_layers,))
         with self._lock:
             if logits is not None:
                 arguments.logits = logits.data_ptr()
@@ -212,6 +211,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
             if self._reads_states:
                 size = most * self._decoder.hidden_size * self._like.element_size()
                 arguments.hidden = self._grown_states.address(size)
+                slots = self._hidden_slots((self.num_layers,))
                 arguments.hidden_slots = slots.buffer_info()[0]
             arguments.nodes = most  # for the size of the workspace
             self._prepare(arguments, inputs, slab)
