@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import mean
 
 import pytest
 
@@ -165,6 +166,21 @@ def test_what_pays_more_is_verified(
     model = model_of(world)
     _, kinds = world.run(model, [request_of()], [text], 400)
     assert share(kinds[100:], kind) > 0.85
+
+
+def test_wrong_first_drafts_do_not_end_drafting(clock: Clock) -> None:
+    """Of a new process, so that they are all that is known."""
+    shares = list[float]()
+    for seed in range(16):
+        world = World(cheap, clock, dice=random.Random(seed))
+        request, model = request_of(), model_of(world)
+        drafts = 0
+        while drafts < 2:
+            _, (kind,) = world.run(model, [request], [replace(CHAT, trained=0)], 1)
+            drafts += kind == "trained"
+        _, kinds = world.run(model, [request], [CHAT], 60)
+        shares.append(share(kinds, "trained"))
+    assert mean(shares) > 0.75
 
 
 def test_a_text_may_change_its_kind(clock: Clock) -> None:

@@ -33,6 +33,7 @@ from annotated_types import Ge
 from tokenleap.control.base import NO_BUDGET, Budget, Controller, fitted, within
 from tokenleap.control.estimates import (
     PRICE,
+    SERVED,
     SOONEST,
     AcceptanceRates,
     Estimates,
@@ -222,8 +223,7 @@ class CostModel(_Resting):
 
     def be_patient(self) -> None:
         """Wait until drafts are clearly worth it, as beside lookups."""
-        self.patient = True
-        self._probing.soon = self.stops_early
+        self.patient = self._probing.patient = True
 
     # Before a step
 
@@ -279,8 +279,7 @@ class CostModel(_Resting):
                     depth if history.depth else 0
                     for history, depth in zip(histories, depths, strict=True)
                 ]
-        of_served = self._probing.served_steps(rows) if any(served) else 1.0
-        counts = [of_served if has else 1.0 for has in served]
+        counts = [SERVED if has else 1.0 for has in served]
         self._probing.wait(max(counts, default=0.0))
         chosen = zip(batch, histories, depths, counts, strict=True)
         return [self._budget(*each) for each in chosen]

@@ -27,6 +27,10 @@ _MEMORY_OF_ONE, _MEMORY_OF_ALL = 0.9, 0.96
 _EARLY = 4
 """So many requests of a draft model try before the drafts of others can discourage them."""
 
+_FIRST_DRAFTS = 8
+"""So many drafts of a model are made before bad ones can discourage any request. The first two of
+an output are often wrong, and would else end the drafts of all that follow."""
+
 _PRIOR_OF_STOPPING = 4.0
 """Weight of the prior acceptance rates of chains that may end early, in drafts. A request's first
 drafts are often wrong: answers begin with phrases of which there are many."""
@@ -63,7 +67,7 @@ class Estimates:
         self._deeper_levels = DeeperLevels(level_share)
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
-        self.requests_tried = 0
+        self.requests_tried = self._drafts = 0
         self._histories = PerRequest(lambda: self._new(_MEMORY_OF_ONE))
         self._overall = self._new(_MEMORY_OF_ALL)
 
@@ -100,6 +104,8 @@ class Estimates:
         histories = [self.history(request) for request in batch]
         drafts = [history.draft_rate(prior_drafts) for history in histories]
         rates = [h.acceptance_rates(hoped if self.is_early(h) else prior) for h in histories]
+        if self.varied and self._drafts < _FIRST_DRAFTS:
+            rates = [[max(rate, UNKNOWN) for rate in each] for each in rates]
         passed = [list(accumulate(each, mul)) for each in rates]
         return Chances(drafts, passed, nodes, self._times(nodes))
 
@@ -162,6 +168,7 @@ class Estimates:
             if depth and self.stopping:
                 self.stopping[outcome.request.params.greedy].learn(outcome)
             if depth:
+                self._drafts += 1
                 depths.append(allowed if self._at_once else depth)
         if may_draft:
             cost = self.costs.agreed(draft_seconds) / self.costs(1, 1)
@@ -374,8 +381,9 @@ class History:
 
     Attributes:
         depth: how deep the request may draft in the current step.
-        plain_steps: number of steps since it could last draft; served ones count more.
+        plain_steps: number of steps since it could last draft; served ones count less.
         missed: seconds that drafts would have saved before the first one.
+        misses: latest drafts in a row of which nothing was accepted.
     """
 
     def __init__(
@@ -390,7 +398,7 @@ class History:
         ]
         self._drafted = Decayed(memory, 2.0)
         self.depth, self.plain_steps, self.missed = 0, 0.0, 0.0
-        self.caught_up = self.tried = False
+        self.caught_up, self.tried, self.misses = False, False, 0
 
     @property
     def just_started(self) -> bool:
@@ -419,6 +427,7 @@ class History:
         if not drafted:
             return
         self.tried = True
+        self.misses = 0 if passed else self.misses + 1
         if self._alike:
             self._passed[0].add(passed, passed + len(outcome.accepted.rejected))
             return
@@ -597,43 +606,39 @@ PRICE, SOONEST = 0.01, 8
 """Share of the time that plain steps and first drafts may cost; fewest steps between two."""
 
 _SOONEST_AGAIN = 2
-"""Fewest steps until a request tries again, if its chains end early."""
+"""Fewest steps until a request tries again."""
 
-_SERVED = 4.0
-"""A step with a draft from elsewhere counts as at most so many plain ones until the next probe: a
-model that might be better is probed sooner than one that might not pay at all."""
+SERVED = 0.5
+"""A step with a draft from elsewhere counts as half of a plain one until the next probe, which has
+to be better than that draft."""
+
+_CHANCES = 2
+"""So many bad drafts may be bad luck. If there are lookups, each further one doubles the time until
+the next probe."""
 
 
 class Probing:
     """Says in which steps a request without drafts tries one, so that it is known what that brings.
 
     A request that has drafted nothing for `probe_every` steps drafts one level; this notices a text
-    that has become predictable. With `soon`, it does so as soon as that costs one percent of the
-    time since its last draft. Requests that have never drafted pay for trials together: one of them
-    tries once its first draft, reading included, costs at most one percent of the steps since the
-    last trial.
+    that has become predictable. If drafts are `varied`, it does so as soon as that costs one
+    percent of the time since its last draft. Requests that have never drafted pay for trials
+    together: one of them tries once its first draft, reading included, costs at most one percent of
+    the steps since the last trial.
 
     Attributes:
-        soon: at first, whether drafts are `varied`.
+        patient: whether there are lookups in the meantime.
     """
 
     def __init__(self, every: int, estimates: Estimates) -> None:
         self._every = every
         self._estimates = estimates
         self._costs = estimates.costs
-        self.soon = estimates.varied
+        self.patient = False
         self._since_trial = 0.0  # steps since a request tried its first draft
 
     def wait(self, steps: float) -> None:
         self._since_trial += steps
-
-    def served_steps(self, rows: int) -> float:
-        """As how many plain steps one with drafts from elsewhere counts.
-
-        The probes that follow cost at most one percent of the time.
-        """
-        level = self._estimates.level_seconds / self._costs(rows, rows)
-        return min(_SERVED, self._every * PRICE / level) if level else _SERVED
 
     def idle_steps(self, batch: Sequence[Request]) -> int:
         """How many steps follow in which none of these requests probes, if none drafts."""
@@ -658,7 +663,7 @@ class Probing:
         estimates = self._estimates
         history = estimates.history(request)
         if not self._is_trial(history):
-            again = self._soon(history, rows) if self.soon else self._every
+            again = self._soon(history, rows) if estimates.varied else self._every
             return again - history.plain_steps
         nodes, plain = num_requests * estimates.first_nodes, self._costs(rows, rows)
         drafting = estimates.level_seconds + (estimates.reading_seconds(request) or 0.0)
@@ -676,7 +681,8 @@ class Probing:
         rates = history.acceptance_rates(estimates.acceptance_rates)
         seconds = estimates.level_seconds + self._costs(rows + estimates.first_nodes, rows)
         lost = seconds / plain - 1 - history.draft_rate() * rates[0] / rows
-        return min(self._every, max(_SOONEST_AGAIN, lost / PRICE))
+        rarer = 2 ** min(max(0, history.misses - _CHANCES), 6) if self.patient else 1
+        return min(self._every, max(_SOONEST_AGAIN, rarer * lost / PRICE))
 
 
 _LOWEST, _HIGHEST, _PRIOR_WEIGHT = 0.4, 0.9, 20.0
