@@ -34,7 +34,7 @@ PEERS = "transformers-plain,transformers-lookup,openvino-plain,openvino-lookup"
 
 INT4 = " ".join(
     f"--method {shlex.quote(json.dumps({'method': name, 'quantization': 'int4'}))}"
-    for name in ("none", "ngram", "hybrid")
+    for name in ("none", "ngram", "suffix", "hybrid")
 )
 SHOWN = ("Speed", "Speed by kind of prompt", "Start")
 """The tables of `tokenleap bench` that the page shows."""
