@@ -43,7 +43,9 @@ from tokenleap.control.estimates import (
     moved,
     path_probs,
     smoothed,
+    trained_part,
     with_claims,
+    without_grafts,
 )
 from tokenleap.control.planner import (
     Expected,
@@ -57,7 +59,6 @@ from tokenleap.control.planner import (
     worth_verifying,
 )
 from tokenleap.core import clock
-from tokenleap.core.acceptance import Accepted
 from tokenleap.core.config import Config
 from tokenleap.core.per_request import PerRequest
 
@@ -74,6 +75,10 @@ between are not even asked."""
 _PLANNING = 0.03
 """Share of the time that plans may take in steps with drafts: if a pass takes less than one or two
 milliseconds, several steps have the same budgets."""
+
+_LONGEST_REST = 15
+"""Most steps in a row in which nothing is looked up or planned, because nothing paid in the step
+before: that takes a few percent of a pass."""
 
 _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
@@ -158,19 +163,31 @@ class _Resting(_ByCosts, ABC):
     def setup(self) -> None:
         self._rest = Rest()
 
+    def rests_on(self, batch: Sequence[Request], rows: int) -> bool:
+        """Whether the step of this batch was planned with an earlier one; else the rest ends."""
+        ahead = self._rest.goes_on(batch, rows)
+        if not ahead:
+            self.wake()
+        return ahead
+
+    def rest_for(self, steps: int, batch: Sequence[Request], rows: int) -> None:
+        """Rest in that many steps that follow, at most `_LONGEST_REST`."""
+        if steps:
+            self._rest = Rest.of(batch, rows, batch, min(steps, _LONGEST_REST))
+
+    def wake(self) -> None:
+        """End the rest."""
+        if self._rest.taken:
+            self.rest(self._rest.waiting, self._rest.taken)
+        self._rest = Rest()
+
     def _planned_ahead(self, batch: Sequence[Request], rows: int) -> list[Budget] | None:
         """The budgets of a step that was planned with an earlier one."""
-        rest = self._rest
-        ahead = rest.goes_on(batch, rows)
-        self.resting = ahead and not rest.budgets
+        ahead, budgets = self.rests_on(batch, rows), self._rest.budgets
+        self.resting = ahead and not budgets
         if self.resting:
             return [NO_BUDGET] * len(batch)
-        if ahead:
-            return [fitted(*each) for each in zip(rest.budgets, batch, strict=True)]
-        if rest.taken:
-            self.rest(rest.waiting, rest.taken)
-        self._rest = Rest()
-        return None
+        return [fitted(*each) for each in zip(budgets, batch, strict=True)] if ahead else None
 
     @abstractmethod
     def rest(self, waiting: Sequence[int], steps: int) -> None:
@@ -430,10 +447,6 @@ class CostModel(_Resting):
         self._estimates.release(request)
 
 
-_LONGEST_REST = 15
-"""Most steps in a row in which nothing is looked up or planned, because nothing paid in the step
-before: that takes a few percent of a pass."""
-
 _POLLING = 0.002
 """Share of the time that may go into polling requests whose lookups do not pay."""
 
@@ -515,8 +528,7 @@ class LookupModel(_Resting):
         if (ahead := self._planned_ahead(batch, rows)) is not None:
             return ahead
         budgets = self.ask(batch, rows)
-        if steps := self.idle_steps():
-            self._rest = Rest.of(batch, rows, (), min(steps, _LONGEST_REST))
+        self.rest_for(self.idle_steps(), batch, rows)
         return budgets
 
     def ask(self, batch: Sequence[Request], rows: int) -> list[Budget]:
@@ -637,7 +649,7 @@ class _Clock:
         return seconds
 
 
-class HybridModel(_Resting):
+class HybridModel(_ByCosts):
     """Lookups of at most `num_speculative_tokens` tokens, or trained drafts of at most `levels`.
 
     In every step and for every request, one of three is verified: the lookup, a trained draft, or
@@ -653,10 +665,12 @@ class HybridModel(_Resting):
 
     A trained draft may contain the beginning of the lookup. The rest of the lookup is then appended
     to it, as far as that pays. How often such tokens are right is learnt by their features.
+
+    Where trained drafts do not even pay without a lookup, the steps that follow have lookups only:
+    considering more takes several percent of a small model's step.
     """
 
     def setup(self) -> None:
-        super().setup()
         levels = self.levels or [1] * self.num_speculative_tokens
         self._lookups = LookupModel(self.num_speculative_tokens, self.options, self.costs)
         self._trained = CostModel(
@@ -674,25 +688,28 @@ class HybridModel(_Resting):
         self._found: PerRequest[tuple[Draft, list[int]]] = PerRequest()  # lookup, nodes that pay
         self._drafts: PerRequest[Draft] = PerRequest()  # trained draft, before grafts were cut
         self._clock = _Clock()
+        self._only_looks_up = False  # in this step
 
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        if (ahead := self._planned_ahead(batch, rows)) is not None:
-            return ahead
-        self._rows, self._found, self._drafts = rows, PerRequest(), PerRequest()
-        budgets = self._lookups.ask(batch, rows)
+        self._rows, self._only_looks_up = rows, self._trained.rests_on(batch, rows)
+        if self._only_looks_up:
+            budgets = self._lookups.budgets(batch, rows)
+        else:
+            self._lookups.wake()
+            self._found, self._drafts = PerRequest(), PerRequest()
+            budgets = self._lookups.ask(batch, rows)
+        self.resting = self._only_looks_up and self._lookups.resting
         self._clock = _Clock(since=clock.now())
         return budgets
-
-    def rest(self, waiting: Sequence[int], steps: int) -> None:
-        self._lookups.rest((), steps)
-        self._trained.rest(waiting, steps)
 
     def choose(
         self, batch: Sequence[Request], budgets: Sequence[Budget], found: Sequence[Draft]
     ) -> list[Budget]:
         self._clock.lookups += self._clock.lap()
+        if self._only_looks_up:
+            return [NO_BUDGET] * len(batch)
         rows = self._rows
         plan = self._lookups.plan(batch, found, rows)
         for row, (request, draft) in enumerate(zip(batch, found, strict=True)):
@@ -713,9 +730,8 @@ class HybridModel(_Resting):
             trained[row] = budget
         drafting = [row for row, budget in enumerate(trained) if budget.chain]
         self._lookups.follow(batch, plan, left_out=drafting)
-        if not drafting:
-            idle = min(self._lookups.idle_steps(), self._trained.idle_steps(requests))
-            self._rest = Rest.of(batch, rows, requests, min(idle, _LONGEST_REST))
+        if not drafting and (rows > _MOST_ROWS or not any(plan.nodes.values())):
+            self._trained.rest_for(self._trained.idle_steps(requests), batch, rows)
         self._clock.lap()
         return trained
 
@@ -730,6 +746,8 @@ class HybridModel(_Resting):
         return [row for row in rows if not plan.nodes.get(row) or gains[row] > plan.gains[row]]
 
     def trim(self, batch: Sequence[Request], drafts: Sequence[Draft], rows: int) -> list[Draft]:
+        if self._only_looks_up:
+            return self._lookups.trim(batch, drafts, rows)
         self._clock.trained += self._clock.lap()
         trimmed, trained = list(drafts), list[int]()
         for row, (request, draft) in enumerate(zip(batch, drafts, strict=True)):
@@ -757,6 +775,8 @@ class HybridModel(_Resting):
 
     def observe(self, outcomes: Sequence[Outcome], draft_seconds: float) -> None:
         self._lookups.observe(outcomes, self._clock.lookups)
+        if self._only_looks_up:
+            return
         self._clock.lap()
         trained: list[Outcome] = []
         proposals: dict[int, Draft] = {}
@@ -764,8 +784,8 @@ class HybridModel(_Resting):
             if draft := self._drafts.get(outcome.request.key):
                 told = [node for node, feature in enumerate(draft.features, 1) if feature]
                 self._rates.learn(draft.only(told), outcome)
-                proposals[outcome.request.key] = _trained_part(draft)
-                trained.append(_without_grafts(outcome))
+                proposals[outcome.request.key] = trained_part(draft)
+                trained.append(without_grafts(outcome))
         self._clock.trained += self._clock.lap()
         # The drafter's learning is left out: it must see every step, whether it drafts or not.
         self._trained.learn(trained, self._clock.trained, proposals)
@@ -774,24 +794,3 @@ class HybridModel(_Resting):
         self._lookups.release(request)
         self._trained.release(request)
         super().release(request)
-
-
-def _trained_part(draft: Draft) -> Draft:
-    if not draft.features:
-        return draft
-    return draft.only([n for n, feature in enumerate(draft.features, 1) if not is_graft(feature)])
-
-
-def _without_grafts(outcome: Outcome) -> Outcome:
-    """The outcome of the trained draft alone."""
-    draft, accepted = _trained_part(outcome.draft), outcome.accepted
-    if draft is outcome.draft:
-        return outcome
-    last = draft.tree.num_drafted  # grafts come after
-    path = tuple(node for node in accepted.path if node <= last)
-    rejected = tuple(node for node in accepted.rejected if node <= last)
-    token = accepted.token
-    if len(path) < len(accepted.path):
-        token = outcome.draft.tree.tokens[accepted.path[len(path)]]
-    reason = accepted.reason if rejected else ""
-    return replace(outcome, draft=draft, accepted=Accepted(path, token, rejected, reason))

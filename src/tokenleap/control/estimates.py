@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tokenleap.control.base import within
 from tokenleap.control.planner import Chances, Plan, levels_of_one
+from tokenleap.core.acceptance import Accepted
 from tokenleap.core.per_request import PerRequest
 
 if TYPE_CHECKING:
@@ -321,6 +322,28 @@ def with_claims(draft: Draft) -> Draft:
             place = min(bisect_right(_STEPS, claimed), len(_STEPS) - 1) - 1
             features[node - 1] = _FIRST_CLAIM + place
     return replace(draft, features=tuple(features))
+
+
+def trained_part(draft: Draft) -> Draft:
+    """A trained draft without the looked-up tokens below it."""
+    if not draft.features:
+        return draft
+    return draft.only([n for n, feature in enumerate(draft.features, 1) if not is_graft(feature)])
+
+
+def without_grafts(outcome: Outcome) -> Outcome:
+    """The outcome of the trained draft alone."""
+    draft, accepted = trained_part(outcome.draft), outcome.accepted
+    if draft is outcome.draft:
+        return outcome
+    last = draft.tree.num_drafted  # grafts come after
+    path = tuple(node for node in accepted.path if node <= last)
+    rejected = tuple(node for node in accepted.rejected if node <= last)
+    token = accepted.token
+    if len(path) < len(accepted.path):
+        token = outcome.draft.tree.tokens[accepted.path[len(path)]]
+    reason = accepted.reason if rejected else ""
+    return replace(outcome, draft=draft, accepted=Accepted(path, token, rejected, reason))
 
 
 def prior_rate(feature: int) -> float:
