@@ -11,7 +11,7 @@ import pytest
 
 from tests.control.worlds import cheap, cpu, flat, judged, learn, measured, request_of, steep
 from tokenleap.control import CONTROLLERS, Budget, CostCurve, controller_class
-from tokenleap.control.cost_model import HybridModel, LookupModel, LookupPlan
+from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel, LookupPlan
 from tokenleap.control.estimates import (
     agreed,
     by_match,
@@ -207,6 +207,28 @@ def test_where_nothing_pays_it_switches_itself_off(
     rate, kinds = world.run(model, requests, texts, 400)
     assert rate > 0.98 * rows / seconds(rows)
     assert share(kinds, "plain") > 0.95
+
+
+def test_where_trained_drafts_do_not_pay_they_are_rarely_considered(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups go on in the meantime. Here they find something in every second step."""
+    world, request = World(cpu, clock), request_of()
+    model, considered = model_of(world), 0
+    world.run(model, [request], [NOISE], 100)
+
+    def beside(*args: object) -> list[Budget]:
+        nonlocal considered
+        considered += 1
+        return CostModel.budgets_beside(model._trained, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model._trained, "budgets_beside", beside)
+    kinds = list[str]()
+    for step in range(400):
+        text = replace(COPY, trained=0.005) if step % 2 else replace(NOISE, found=0)
+        kinds += world.run(model, [request], [text], 1)[1]
+    assert considered < 400 / 4
+    assert share(kinds, "lookup") > 0.45
 
 
 def test_where_nothing_pays_planning_is_rare(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
