@@ -11,7 +11,7 @@ import pytest
 
 from tests.control.worlds import cheap, cpu, flat, judged, learn, measured, request_of, steep
 from tokenleap.control import CONTROLLERS, Budget, CostCurve, controller_class
-from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel, LookupPlan
+from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
 from tokenleap.control.estimates import (
     agreed,
     by_match,
@@ -20,6 +20,7 @@ from tokenleap.control.estimates import (
     is_graft,
     prior_rate,
 )
+from tokenleap.control.planner import LookupPlan
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome
 from tokenleap.drafters.combine import graft

@@ -49,6 +49,7 @@ from tokenleap.control.estimates import (
 )
 from tokenleap.control.planner import (
     Expected,
+    LookupPlan,
     Offer,
     Plan,
     Rest,
@@ -304,6 +305,13 @@ class CostModel(_Resting):
     def skip(self, batch: Sequence[Request]) -> None:
         for request in batch:
             self._estimates.history(request).skip()
+        if self._plan is not None:
+            self._plan.steps += 1
+
+    def may_exceed(self, gain: float) -> bool:
+        """Whether drafts for one request could be better: by the last plan, if it is not old."""
+        plan = self._plan
+        return plan is None or plan.steps >= plan.lasts or self._gain > gain
 
     def idle_steps(self, batch: Sequence[Request]) -> int:
         """How many steps follow without any draft or probe; only valid after one."""
@@ -473,29 +481,6 @@ class _State:
     new: bool = True
 
 
-@dataclass(frozen=True)
-class LookupPlan:
-    """Which looked-up tokens of a step to verify.
-
-    Args:
-        nodes: row of the batch -> nodes of its draft to keep, for every request with a lookup.
-        gains: row -> saving as a share of the time of a plain pass.
-        node_cost: what each of these nodes adds to the pass, as a share of the same.
-    """
-
-    nodes: dict[int, list[int]]
-    tokens: dict[int, float]
-    gains: dict[int, float]
-    node_cost: float
-
-    def expected(self, rows: int, left_out: Collection[int] = ()) -> Expected:
-        """Expected tokens and costs of the step without the drafts of some rows."""
-        kept = [row for row in self.nodes if row not in left_out]
-        tokens = sum(self.tokens[row] for row in kept)
-        nodes = [len(self.nodes[row]) for row in kept]
-        return Expected(rows + tokens, rows + sum(nodes), longest=1 + max(nodes, default=0))
-
-
 class LookupModel(_Resting):
     """Cuts drafts of at most `num_speculative_tokens` looked-up tokens to those that pay.
 
@@ -591,7 +576,7 @@ class LookupModel(_Resting):
             tokens[offer.row] += offer.tokens
             gains[offer.row] += offer.tokens / rows - cost
         self._planning += clock.now() - began
-        return LookupPlan(nodes, tokens, gains, cost)
+        return LookupPlan(nodes, tokens, gains, cost, plan.rate * self.costs(rows, rows) / rows)
 
     def follow(
         self, batch: Sequence[Request], plan: LookupPlan, left_out: Collection[int] = ()
@@ -693,7 +678,8 @@ class HybridModel(_ByCosts):
     # Before a step
 
     def budgets(self, batch: Sequence[Request], rows: int) -> list[Budget]:
-        self._rows, self._only_looks_up = rows, self._trained.rests_on(batch, rows)
+        self._rows = rows
+        self._only_looks_up = rows > _MOST_ROWS or self._trained.rests_on(batch, rows)
         if self._only_looks_up:
             budgets = self._lookups.budgets(batch, rows)
         else:
@@ -718,6 +704,10 @@ class HybridModel(_ByCosts):
         requests = [batch[row] for row in candidates]
         others = set(range(len(batch))).difference(candidates)
         self._trained.skip([batch[row] for row in sorted(others)])
+        if not candidates:
+            self._lookups.follow(batch, plan)
+            self._clock.lap()
+            return [NO_BUDGET] * len(batch)
         chosen = self._trained.budgets_beside(
             requests,
             rows,
@@ -730,14 +720,14 @@ class HybridModel(_ByCosts):
             trained[row] = budget
         drafting = [row for row, budget in enumerate(trained) if budget.chain]
         self._lookups.follow(batch, plan, left_out=drafting)
-        if not drafting and (rows > _MOST_ROWS or not any(plan.nodes.values())):
+        if not drafting and not any(plan.nodes.values()):
             self._trained.rest_for(self._trained.idle_steps(requests), batch, rows)
         self._clock.lap()
         return trained
 
     def _candidates(self, batch: Sequence[Request], plan: LookupPlan) -> list[int]:
         """Rows of the requests whose lookup is worth less than a trained draft."""
-        if self._rows > _MOST_ROWS:
+        if len(batch) == 1 and plan.nodes.get(0) and not self._trained.may_exceed(plan.gain):
             return []
         rows = [row for row in range(len(batch)) if plan.tokens.get(row, 0.0) < self._best_trained]
         if len(batch) == 1 or not any(plan.nodes.values()):

@@ -441,6 +441,7 @@ class History:
 
     def skip(self) -> None:
         """Record a step in which a draft from elsewhere cannot be beaten."""
+        self.plain_steps += SERVED
         self.caught_up, self.depth = self.depth > 0, 0
 
     def add(self, outcome: Outcome, allowed: int, *, drafted: bool) -> None:

@@ -7,7 +7,7 @@ Everything here is a function of numbers. What they are estimated from is in `es
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter, truediv
@@ -139,6 +139,31 @@ def worth_verifying(
         return plan, 0.0
     added = plan.expected.verifying(costs, rows) - beside.verifying(costs, rows)
     return plan, added / costs(rows, rows, 1.0) / len(plan.taken)
+
+
+@dataclass(frozen=True)
+class LookupPlan:
+    """Which looked-up tokens of a step to verify.
+
+    Args:
+        nodes: row of the batch -> nodes of its draft to keep, for every request with a lookup.
+        gains: row -> saving as a share of the time of a plain pass.
+        node_cost: what each of these nodes adds to the pass, as a share of the same.
+        gain: tokens per second over those without drafts.
+    """
+
+    nodes: dict[int, list[int]]
+    tokens: dict[int, float]
+    gains: dict[int, float]
+    node_cost: float
+    gain: float
+
+    def expected(self, rows: int, left_out: Collection[int] = ()) -> Expected:
+        """Expected tokens and costs of the step without the drafts of some rows."""
+        kept = [row for row in self.nodes if row not in left_out]
+        tokens = sum(self.tokens[row] for row in kept)
+        nodes = [len(self.nodes[row]) for row in kept]
+        return Expected(rows + tokens, rows + sum(nodes), longest=1 + max(nodes, default=0))
 
 
 def can_be_cut(draft: Draft) -> bool:
