@@ -646,9 +646,9 @@ class Probing:
 
     A request that has drafted nothing for `probe_every` steps drafts one level; this notices a text
     that has become predictable. If drafts are `varied`, it does so as soon as that costs one
-    percent of the time since its last draft. Requests that have never drafted pay for trials
-    together: one of them tries once its first draft, reading included, costs at most one percent of
-    the steps since the last trial.
+    percent of the time since its last draft; beside lookups, only if it is alone. Requests that
+    have never drafted pay for trials together: one of them tries once its first draft, reading
+    included, costs at most one percent of the steps since the last trial.
 
     Attributes:
         patient: whether there are lookups in the meantime.
@@ -687,7 +687,8 @@ class Probing:
         estimates = self._estimates
         history = estimates.history(request)
         if not self._is_trial(history):
-            again = self._soon(history, rows) if estimates.varied else self._every
+            soon = estimates.varied and not (self.patient and num_requests > 1)
+            again = self._soon(history, rows) if soon else self._every
             return again - history.plain_steps
         nodes, plain = num_requests * estimates.first_nodes, self._costs(rows, rows)
         drafting = estimates.level_seconds + (estimates.reading_seconds(request) or 0.0)
