@@ -292,7 +292,7 @@ def test_a_step_with_better_drafts_from_elsewhere_says_nothing_about_the_next() 
     """A lookup is worth more than a trained draft, and in the next step there is none."""
     model = model_of()
     serve(model, 60, level=0.2)
-    model.patient = True
+    model.be_patient()
     request = Request([1, 2], SamplingParams(max_tokens=200), vocab_size=9, max_model_len=999)
     plain, lookup = Expected.plain(1), Expected(50.0, 9.0, 0.0)
     (beside,) = model.budgets_beside([request], 1, plain, lookup, [True])

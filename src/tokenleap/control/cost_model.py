@@ -78,8 +78,8 @@ _PLANNING = 0.03
 milliseconds, several steps have the same budgets."""
 
 _LONGEST_REST = 15
-"""Most steps in a row in which nothing is looked up or planned, because nothing paid in the step
-before: that takes a few percent of a pass."""
+"""Most steps in a row in which nothing is looked up, or no trained draft considered, because none
+paid in the step before: that takes a few percent of a pass."""
 
 _MARGIN = 1.04
 """If it is patient, drafts have to promise this many times the tokens per second of a step without
@@ -114,7 +114,11 @@ class _Planned:
 
         Requests come and go. If drafts were far from paying, they will not pay a few steps later.
         """
-        return self.steps < self.lasts and (self.made_for == made_for or self.gain < _HOPELESS)
+        return not self.is_old and (self.made_for == made_for or self.gain < _HOPELESS)
+
+    @property
+    def is_old(self) -> bool:
+        return self.steps >= self.lasts
 
 
 class _ByCosts(Controller):
@@ -174,7 +178,7 @@ class _Resting(_ByCosts, ABC):
     def rest_for(self, steps: int, batch: Sequence[Request], rows: int) -> None:
         """Rest in that many steps that follow, at most `_LONGEST_REST`."""
         if steps:
-            self._rest = Rest.of(batch, rows, batch, min(steps, _LONGEST_REST))
+            self._rest = Rest.of(batch, rows, min(steps, _LONGEST_REST))
 
     def wake(self) -> None:
         """End the rest."""
@@ -233,7 +237,6 @@ class CostModel(_Resting):
         self._planning = self._learning = 0.0  # seconds of planning this step, of the last learning
         self._chosen: Sequence[int] = ()  # depths in the step's plan, without probes
         self._price = 0.0  # of a drafted token in the last plan, in tokens; see `Stopping`
-        self.patient = False  # see `be_patient`
         self._plan: _Planned | None = None  # None if something was learnt since
         self.planned = Expected.plain(1)  # the last step of which depths were chosen
         self.beside = self.planned  # the same without these drafts
@@ -241,7 +244,7 @@ class CostModel(_Resting):
 
     def be_patient(self) -> None:
         """Wait until drafts are clearly worth it, as beside lookups."""
-        self.patient = self._probing.patient = True
+        self._probing.patient = True
 
     # Before a step
 
@@ -258,10 +261,10 @@ class CostModel(_Resting):
         self._planning = clock.now() - began
         if steps := self.idle_steps(batch):
             longest = _PLANNED_AGAIN if self._plan is None else self._plan.lasts
-            self._rest = Rest.of(batch, rows, batch, min(steps, longest - 1))
+            self._rest = Rest.of(batch, rows, min(steps, longest - 1))
         elif steps := self._steps_alike(rows):
             chosen = zip(self._chosen, budgets, strict=True)
-            self._rest = Rest.of(batch, rows, (), steps, [b if c else NO_BUDGET for c, b in chosen])
+            self._rest = Rest.of(batch, rows, steps, [b if c else NO_BUDGET for c, b in chosen])
         return budgets
 
     def _steps_alike(self, rows: int) -> int:
@@ -310,8 +313,7 @@ class CostModel(_Resting):
 
     def may_exceed(self, gain: float) -> bool:
         """Whether drafts for one request could be better: by the last plan, if it is not old."""
-        plan = self._plan
-        return plan is None or plan.steps >= plan.lasts or self._gain > gain
+        return self._plan is None or self._plan.is_old or self._gain > gain
 
     def idle_steps(self, batch: Sequence[Request]) -> int:
         """How many steps follow without any draft or probe; only valid after one."""
@@ -354,12 +356,14 @@ class CostModel(_Resting):
             seconds = self.costs.agreed(clock.now() - began)
             lasts = max(_PLANNED_AGAIN, int(seconds / self.costs(rows, rows) / PRICE))
             # Beside drafts from elsewhere, which may be gone in the next step, nothing is hopeless.
-            gain = 1.0 if self.patient else plan.rate / rate
+            gain = 1.0 if self._probing.patient else plan.rate / rate
             planned = self._plan = _Planned(plan, made_for, gain, lasts)
         planned.steps += 1
         plan = planned.plan
         self.planned = instead
-        if planned.gain < _HOPELESS or plan.rate <= rate * (_MARGIN if self.patient else 1):
+        if planned.gain < _HOPELESS or plan.rate <= rate * (
+            _MARGIN if self._probing.patient else 1
+        ):
             self.idle = True
             return [0] * len(batch)
         saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
@@ -371,7 +375,7 @@ class CostModel(_Resting):
         if any(depths):
             self.planned = plan.expected
         else:
-            self.idle = not self.patient  # else `missed` has to grow
+            self.idle = not self._probing.patient  # else `missed` has to grow
         return depths
 
     def _worth_reading(self, request: Request, rows: int, saved: float, per_token: float) -> bool:
@@ -385,7 +389,7 @@ class CostModel(_Resting):
         price = self._estimates.reading_seconds(request)
         if history.tried or price is None:
             return True
-        if self.patient:
+        if self._probing.patient:
             history.missed += saved
             return history.missed >= price
         if self._estimates.is_early(history):

@@ -68,7 +68,7 @@ class Estimates:
         self._deeper_levels = DeeperLevels(level_share)
         self.stopping = {True: Stopping(), False: Stopping()} if stops_early else {}
         self.lengths = OutputLengths()
-        self.requests_tried = self._drafts = 0
+        self.requests_tried = self._drafts_made = 0
         self._histories = PerRequest(lambda: self._new(_MEMORY_OF_ONE))
         self._overall = self._new(_MEMORY_OF_ALL)
 
@@ -101,12 +101,12 @@ class Estimates:
     def chances(self, batch: Sequence[Request]) -> Chances:
         nodes = self._sizes.of_levels
         prior, prior_drafts = self.acceptance_rates, self._overall.draft_rate()
-        hoped = [max(rate, UNKNOWN) for rate in prior]
+        hoped = hopeful(prior)
         histories = [self.history(request) for request in batch]
         drafts = [history.draft_rate(prior_drafts) for history in histories]
         rates = [h.acceptance_rates(hoped if self.is_early(h) else prior) for h in histories]
-        if self.varied and self._drafts < _FIRST_DRAFTS:
-            rates = [[max(rate, UNKNOWN) for rate in each] for each in rates]
+        if self.varied and self._drafts_made < _FIRST_DRAFTS:
+            rates = list(map(hopeful, rates))
         passed = [list(accumulate(each, mul)) for each in rates]
         return Chances(drafts, passed, nodes, self._times(nodes))
 
@@ -169,7 +169,7 @@ class Estimates:
             if depth and self.stopping:
                 self.stopping[outcome.request.params.greedy].learn(outcome)
             if depth:
-                self._drafts += 1
+                self._drafts_made += 1
                 depths.append(allowed if self._at_once else depth)
         if may_draft:
             cost = self.costs.agreed(draft_seconds) / self.costs(1, 1)
@@ -392,6 +392,11 @@ class AcceptanceRates:
 
 UNKNOWN = 0.5
 """Acceptance rate before anything was observed: high enough to try drafts."""
+
+
+def hopeful(rates: Sequence[float]) -> list[float]:
+    """Acceptance rates, at least as good as unknown ones."""
+    return [max(rate, UNKNOWN) for rate in rates]
 
 
 class History:

@@ -282,22 +282,19 @@ class Rest:
 
     keys: tuple[int, ...] = ()
     rows: int = 0
-    waiting: tuple[int, ...] = ()
     steps: int = 0
     budgets: Sequence[Budget] = ()
     taken: int = 0
 
     @staticmethod
-    def of(
-        batch: Sequence[Request],
-        rows: int,
-        waiting: Sequence[Request],
-        steps: int,
-        budgets: Sequence[Budget] = (),
-    ) -> Rest:
-        """Steps after one of this batch; some requests are without drafts from elsewhere."""
-        keys = tuple(request.key for request in batch)
-        return Rest(keys, rows, tuple(request.key for request in waiting), steps, budgets)
+    def of(batch: Sequence[Request], rows: int, steps: int, budgets: Sequence[Budget] = ()) -> Rest:
+        """Steps after one of this batch."""
+        return Rest(tuple(request.key for request in batch), rows, steps, budgets)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Keys of the requests that have no drafts in the meantime."""
+        return () if self.budgets else self.keys
 
     def goes_on(self, batch: Sequence[Request], rows: int) -> bool:
         """Whether the step of this batch is another one of them; it is then counted.
