@@ -76,10 +76,8 @@ class Outcome:
     def hidden(self) -> Mapping[int, Tensor]:
         """Layer id -> [1 + path, E] hidden states of the root and the accepted path."""
         nodes = [0, *self.accepted.path]
-        in_order = nodes[-1] == len(nodes) - 1
-        if in_order:  # which copies nothing
-            return states_of(self.output.hidden, slice(len(nodes)))
-        return {layer: states[nodes] for layer, states in self.output.hidden.items()}
+        in_order = nodes[-1] == len(nodes) - 1  # which copies nothing
+        return states_of(self.output.hidden, slice(len(nodes)) if in_order else nodes)
 
 
 class Verifier(Protocol):

@@ -281,12 +281,14 @@ def test_where_rounding_might_decide_the_levels_draw(
     config = {"method": "draft_model", "model": flat_model(), "num_speculative_tokens": 3}
     llm = LLM(target, speculative_config=config, runtime="native")
     undecided: list[bool] = []
+    given_up: list[int] = []  # passes made for a tree that is undecided
     grow = Passes.grow
 
     def watched(self: Passes, *args: Any) -> Any:
         trees = grow(self, *args)
         assert trees is not None
         undecided.extend(tree.undecided for tree in trees)
+        given_up.extend(tree.levels for tree in trees if tree.undecided)
         return trees
 
     monkeypatch.setattr(Passes, "grow", watched)
@@ -294,8 +296,8 @@ def test_where_rounding_might_decide_the_levels_draw(
     drafter: Any = drafter_of(llm)
     before = drafter._scorer._model.num_passes
     at_once = proposed(llm, batch, [Budget(3, 3)] * 2)
-    # The prompts' and three levels'; one that is undecided has made a pass before these.
-    assert drafter._scorer._model.num_passes - before == 4 + any(undecided)
+    # The prompts' and three levels'; those that are undecided have made some before these.
+    assert drafter._scorer._model.num_passes - before == 4 + max(given_up, default=0)
     assert grown == [2]
     assert undecided == [("top_p" in limits)] * 2
     level_by_level(monkeypatch)

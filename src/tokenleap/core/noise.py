@@ -126,7 +126,7 @@ class Noise:
     def drafting(self, *, coupled: bool) -> Noise:
         """The noise of a drafter: the target's stream if `coupled`, else an independent one."""
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        return replace(self, token_stream=stream)
+        return Noise(self.seed, self.position, stream, self.lane)
 
     def in_lane(self, index: int) -> Noise:
         """The noise of drafter `index` of several; the target's stream does not change."""

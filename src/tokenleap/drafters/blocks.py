@@ -159,7 +159,7 @@ def _grown(
             place = tree.places[parent] if parent >= 0 else 0
             found += tree.add(parent, tokens[level], *choices(level, place, min(size, most)))
         frontier = tree.best(found, plan.beam)
-        if tree.is_full:
+        if plan.beam is None and tree.is_full:
             break
     return GrownTree(tree.tokens, tree.parents, tree.probabilities)
 

@@ -43,6 +43,7 @@ from tokenleap.drafters.shapes import Node, TreeOptions, shape_of
 from tokenleap.errors import RequestError
 from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthDraw, GrowthPlan
+from tokenleap.runtime.inputs import StateRows
 from tokenleap.runtime.network import (
     GrownTree,
     GrowthLimit,
@@ -284,7 +285,8 @@ class ModelDrafter(Drafter):
 
     def _fitted(self, budget: Budget, room: int) -> Budget:
         """The budget, cut to the room that the drafting model's context and memory have left."""
-        budget = replace(budget, nodes=min(budget.nodes, room), depth=min(budget.depth, room))
+        if max(budget.nodes, budget.depth) > room:
+            budget = replace(budget, nodes=min(budget.nodes, room), depth=min(budget.depth, room))
         while budget.chain and self._shape.positions(budget) > room:
             budget = replace(budget, depth=budget.depth - 1)
         return budget
@@ -320,9 +322,11 @@ class ModelDrafter(Drafter):
 
     def _growth_limit(self, growth: Growth) -> GrowthLimit:
         budget = growth.budget
+        # Of what is forbidden and then cut off, nothing takes the place of something else.
+        keeps_all = self._shape.prunes and growth.request.sampler.has_masks
         return GrowthLimit(
             budget.depth,
-            None if self._shape.prunes else budget.nodes,
+            None if keeps_all else budget.nodes,
             self._shape.positions(budget),
             budget.min_token_prob,
             budget.min_path_prob,
@@ -502,7 +506,7 @@ class States:
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
-        self._buffer = torch.empty(0, 0)
+        self._buffer, self._room = torch.empty(0, 0), 0
         self._first = self._length = 0
 
     def __len__(self) -> int:
@@ -516,17 +520,26 @@ class States:
         if self._first + self._length != start:
             assert self._most is not None, "states of tokens before these are missing"
             self._first, self._length = start, 0
-        stop = self._length + len(states)
-        if stop > len(self._buffer):
-            larger = states.new_empty(max(64, 2 * stop), states.shape[1])
-            if self._length:
-                larger[: self._length] = self._buffer[: self._length]
-            self._buffer = larger
-        self._buffer[self._length : stop] = states
-        self._length = stop
+        self.added(len(states), states).tensor[:] = states
+        stop = self._length
         if self._most is not None and stop > self._most:
             self._buffer[: self._most] = self._buffer[stop - self._most : stop].clone()
             self._first, self._length = self._first + stop - self._most, self._most
+
+    def added(self, count: int, like: Tensor) -> StateRows:
+        """Room for so many more states, which the caller is to write; `like` is [..., E]."""
+        begin, stop = self._length, self._length + count
+        if stop > self._room:
+            self._room = max(64, 2 * stop)
+            larger = like.new_empty(self._room, like.shape[-1])
+            if begin:
+                larger[:begin] = self._buffer[:begin]
+            self._buffer = larger
+        self._length = stop
+        return StateRows(self._buffer, begin, count)
+
+    def last(self, count: int) -> StateRows:
+        return StateRows(self._buffer, self._length - count, count)
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` tokens of the text."""
@@ -546,8 +559,11 @@ class States:
 class Fuses(Protocol):
     """Makes states of hidden states."""
 
-    def __call__(self, parts: Sequence[Hidden]) -> Tensor:
-        """Hidden states of n tokens, in parts -> [n, E] their states."""
+    like: Tensor
+    """[0, E] in the dtype of the states, where they are."""
+
+    def __call__(self, parts: Sequence[Hidden], to: StateRows) -> None:
+        """Write the states of n tokens, whose hidden states are given in parts."""
         ...
 
 
@@ -597,7 +613,14 @@ class Committed:
             self._make()
         return self._made[tokens]
 
+    def last(self, count: int) -> StateRows:
+        """The states of the last tokens."""
+        if self._waiting:
+            self._make()
+        return self._made.last(count)
+
     @torch.inference_mode()  # as in a step, since prompts are shown outside of one
     def _make(self) -> None:
-        self._made.keep(len(self._made), self.fusion(self._waiting))
+        missing = self._length - len(self._made)
+        self.fusion(self._waiting, self._made.added(missing, self.fusion.like))
         self._waiting = []

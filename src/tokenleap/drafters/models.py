@@ -34,6 +34,7 @@ from tokenleap.drafters.options import (
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.request import Request
 from tokenleap.runtime.growth_plan import GrowthPlan
+from tokenleap.runtime.inputs import StateRows
 from tokenleap.runtime.network import (
     LOGITS,
     ContinuingNetwork,
@@ -247,7 +248,7 @@ class _Resized(Target):
         trees: Sequence[TokenTree],
         num_computed: Sequence[int] | None = None,
         need: Need = LOGITS,
-        states: Sequence[Tensor] | None = None,
+        states: Sequence[StateRows] | None = None,
     ) -> list[PassOutput]:
         trees = [TokenTree(self._without_padding(tree.tokens), tree.parents) for tree in trees]
         outputs = super().verify(keys, trees, num_computed, need, states)
@@ -261,7 +262,7 @@ class _Resized(Target):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
         token_ids: Tensor | None = None,
-        states: Sequence[Tensor] | None = None,
+        states: Sequence[StateRows] | None = None,
     ) -> list[GrownTree] | None:
         """See `Passes.grow`; None if the most probable tokens may be some that are cut off."""
         if self._own_size > self.vocab_size:

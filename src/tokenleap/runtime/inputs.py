@@ -146,6 +146,24 @@ def masked_nodes(tokens: Sequence[int], mask_token: int, num_masks: int, length:
 
 
 @dataclass(frozen=True)
+class StateRows:
+    """Adjacent rows of a buffer [m, E], the states of n nodes.
+
+    Native code reads and writes the memory: the first operation of PyTorch after a pass, which has
+    taken the caches, takes as long as native code for a small layer.
+    """
+
+    buffer: Tensor
+    first: int
+    count: int  # n
+
+    @property
+    def tensor(self) -> Tensor:
+        """[n, E] a view."""
+        return self.buffer[self.first : self.first + self.count]
+
+
+@dataclass(frozen=True)
 class PassInputs:
     """One pass over B adjacent rows of the slab, with at most N nodes each and T in all."""
 
@@ -155,7 +173,7 @@ class PassInputs:
     span: int  # S, the slots that attention reads, a multiple of `KEY_BLOCK`
     dtype: torch.dtype
     device: torch.device
-    states: Tensor | None = None  # [T, E] row by row, for a drafting head that reads states
+    states: StateRows | None = None  # [T, E] row by row, for a drafting head that reads states
 
     def last_nodes(self, most: int | None, least: int = 0) -> list[int]:
         """[L] indices of the last `most` nodes of each row among the T nodes; all with None.
@@ -173,8 +191,8 @@ class PassInputs:
         """[T, E] `states`, and zeros for the padding of a single row, which is computed."""
         assert self.states is not None, "this network reads states"
         if len(self.rows) > 1:
-            return self.states
-        return F.pad(self.states, (0, 0, 0, self.nodes - len(self.states)))
+            return self.states.tensor
+        return F.pad(self.states.tensor, (0, 0, 0, self.nodes - self.states.count))
 
     @cached_property
     def tokens(self) -> Tensor:

@@ -43,29 +43,27 @@ LOGITS = Need()
 
 
 class HiddenStates(Mapping[int, Tensor]):
-    """Layer id -> [n, E] hidden states of adjacent nodes of a pass.
+    """Layer id -> [n, E] hidden states of some nodes of a pass.
 
-    A view is made when it is read, which takes PyTorch longer than native code takes for the states
-    of a few nodes: that reads `together`.
+    They are looked up when they are read, which takes PyTorch longer than native code takes for the
+    states of a few nodes: that reads `together`.
 
     Args:
         together: [A, T, E] of all nodes of the pass.
         layers: [A] ids.
-        first: the first of the n nodes among the T.
-        count: n; None for all from the first on.
+        nodes: [n] of the T.
     """
 
-    def __init__(
-        self, together: Tensor, layers: Sequence[int], first: int = 0, count: int | None = None
-    ) -> None:
-        self.together, self.layers, self.first = together, layers, first
-        self.count = together.shape[1] - first if count is None else count
+    def __init__(self, together: Tensor, layers: Sequence[int], nodes: Sequence[int]) -> None:
+        self.together, self.layers, self.nodes = together, layers, nodes
 
     def __getitem__(self, layer: int) -> Tensor:
         if layer not in self.layers:
             raise KeyError(layer)
-        states = self.together[self.layers.index(layer)]
-        return states[self.first : self.first + self.count]
+        states, nodes = self.together[self.layers.index(layer)], self.nodes
+        if isinstance(nodes, range):
+            return states[nodes.start : nodes.stop]  # a view
+        return states[nodes]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.layers)
@@ -74,18 +72,19 @@ class HiddenStates(Mapping[int, Tensor]):
         return len(self.layers)
 
 
-def states_of(hidden: Mapping[int, Tensor], nodes: slice) -> Mapping[int, Tensor]:
-    """The hidden states of adjacent ones of the nodes; `nodes` has no negative numbers."""
+def states_of(hidden: Mapping[int, Tensor], nodes: slice | Sequence[int]) -> Mapping[int, Tensor]:
+    """The hidden states of some of the nodes."""
     if isinstance(hidden, HiddenStates):
-        first, stop, _ = nodes.indices(hidden.count)
-        return HiddenStates(hidden.together, hidden.layers, hidden.first + first, stop - first)
+        known = hidden.nodes
+        chosen = known[nodes] if isinstance(nodes, slice) else [known[node] for node in nodes]
+        return HiddenStates(hidden.together, hidden.layers, chosen)
     return {layer: states[nodes] for layer, states in hidden.items()}
 
 
 def num_states(hidden: Mapping[int, Tensor]) -> int:
     """The number of nodes that these are hidden states of."""
     if isinstance(hidden, HiddenStates):
-        return hidden.count
+        return len(hidden.nodes)
     return len(next(iter(hidden.values())))
 
 
@@ -169,7 +168,8 @@ class GrowthLimit:
     """Where the growth of one tree ends."""
 
     depth: int
-    nodes: int | None  # no level is added to so many nodes
+    # no level is added to so many; with `GrowthPlan.beam`, the most probable of all may be kept
+    nodes: int | None
     scored: int  # most drafted nodes that are computed; each takes a KV slot
     min_token_prob: float = 0.0  # nothing is drafted below less probable tokens
     min_path_prob: float = 0.0  # nor below less probable paths
@@ -189,14 +189,7 @@ class GrownTree:
     shown: Sequence[float] = ()  # [n] probabilities before truncation
     # rounding might have changed a draw: the tree is empty, and has to be drawn level by level
     undecided: bool = False
-
-    @property
-    def depth(self) -> int:
-        """Number of levels. The last node is one of the deepest."""
-        depth, node = 0, len(self.parents) - 1
-        while node >= 0:
-            depth, node = depth + 1, self.parents[node]
-        return depth
+    levels: int = 0  # that have grown in passes of their own
 
 
 class GrowingNetwork(ABC):

@@ -21,7 +21,7 @@ from tokenleap.core.tree import TokenTree, chain
 from tokenleap.errors import ConfigError
 from tokenleap.runtime.attention import KEY_BLOCK, ROW_MULTIPLE
 from tokenleap.runtime.growth_plan import GrowthPlan
-from tokenleap.runtime.inputs import PassInputs, RowNodes, masked_nodes, tree_nodes
+from tokenleap.runtime.inputs import PassInputs, RowNodes, StateRows, masked_nodes, tree_nodes
 from tokenleap.runtime.kv_slab import KVBlock, KVSlab, whole_blocks
 from tokenleap.runtime.network import (
     LOGITS,
@@ -307,7 +307,7 @@ class Passes(SourceRows):
         try:
             for start in range(0, len(tokens), size):
                 chunk = tokens[start : start + size]
-                own = None if states is None else [states[start : start + len(chunk)]]
+                own = None if states is None else [StateRows(states, start, len(chunk))]
                 nodes = [tree_nodes(chain(chunk), 0, self.cached(key))]
                 (output,) = self._forward([key], nodes, need, own)
                 for layer, hidden in output.hidden.items():
@@ -327,7 +327,7 @@ class Passes(SourceRows):
         trees: Sequence[TokenTree],
         num_computed: Sequence[int] | None = None,
         need: Need = LOGITS,
-        states: Sequence[Tensor] | None = None,
+        states: Sequence[StateRows] | None = None,
     ) -> list[PassOutput]:
         """One forward pass over one tree per row, whose KV is written after the committed tokens.
 
@@ -376,7 +376,7 @@ class Passes(SourceRows):
         plan: GrowthPlan,
         limits: Sequence[GrowthLimit],
         token_ids: Tensor | None = None,
-        states: Sequence[Tensor] | None = None,
+        states: Sequence[StateRows] | None = None,
     ) -> list[GrownTree] | None:
         """Draft a tree per row, in one call (see `GrowingNetwork`); KV is written as by `verify`.
 
@@ -392,8 +392,7 @@ class Passes(SourceRows):
         order = self._order(keys)
         ordered = [limits[index] for index in order]
         grown = self.network.grow(inputs, self._slab, plan, ordered, token_ids)
-        # One that is undecided was given up in some pass, the first one at the earliest.
-        self.num_passes += max(1, max(tree.depth for tree in grown))
+        self.num_passes += max(tree.levels for tree in grown)
         by_key = {keys[index]: tree for index, tree in zip(order, grown, strict=True)}
         return [by_key[key] for key in keys]
 
@@ -410,7 +409,7 @@ class Passes(SourceRows):
         keys: Sequence[int],
         nodes: Sequence[RowNodes],
         need: Need,
-        states: Sequence[Tensor] | None,
+        states: Sequence[StateRows] | None,
     ) -> list[PassOutput]:
         if self.bucket is not None:
             assert states is None, "a target reads tokens"
@@ -419,6 +418,8 @@ class Passes(SourceRows):
         self.num_passes += 1
         output = self.network.forward(inputs, self._slab, need)
         counts = [len(row) for row in inputs.rows]
+        if counts == [inputs.nodes] and need.last is None:
+            return [output]
         scored = [count if need.last is None else min(count, need.last) for count in counts]
         parts = list(zip(_slices(counts), _slices(scored), strict=True))
         return [output.rows(*parts[self._row(key) - inputs.first]) for key in keys]
@@ -464,7 +465,7 @@ class Passes(SourceRows):
         self,
         keys: Sequence[int],
         nodes: Sequence[RowNodes],
-        states: Sequence[Tensor] | None,
+        states: Sequence[StateRows] | None,
         behind: Sequence[int],
     ) -> PassInputs:
         """Prepare a pass, with room in the slab for as many more nodes per row as `behind` says.
@@ -502,8 +503,11 @@ def _whole(parts: Sequence[PassOutput], last: int | None) -> PassOutput:
     return PassOutput(logits if last is None else logits[-last:], hidden=hidden)
 
 
-def _joined(states: Sequence[Tensor]) -> Tensor:
-    return states[0] if len(states) == 1 else torch.cat(list(states))
+def _joined(states: Sequence[StateRows]) -> StateRows:
+    if len(states) == 1:
+        return states[0]
+    together = torch.cat([each.tensor for each in states])
+    return StateRows(together, 0, len(together))
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:

@@ -22,6 +22,7 @@ from tokenleap.drafters.heads.eagle_net import EagleConfig, EagleNet, KeysValues
 from tokenleap.drafters.heads.layouts import EagleFolder
 from tokenleap.drafters.model_drafter import Head
 from tokenleap.errors import ConfigError
+from tokenleap.runtime.inputs import StateRows
 from tokenleap.runtime.network import HiddenStates, Need, num_states, states_of
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
@@ -122,19 +123,21 @@ def test_native_code_fuses_as_pytorch_does(form: str, dtype: torch.dtype) -> Non
     layers = net.config.aux_layers
     together = torch.randn(len(layers), 19, 64).to(dtype)
     hidden = dict(zip(layers, together, strict=True))
-    native, other = (fusion([hidden]) for fusion in fusions)
+    native, other = (fusion.states(hidden) for fusion in fusions)
     assert native.dtype == dtype
     error = 1e-4 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(native, other, atol=error, rtol=error)
     for start, stop in ((0, 1), (3, 8), (18, 19)):
         some = {layer: states[start:stop] for layer, states in hidden.items()}
-        assert torch.equal(fusions[0]([some]), native[start:stop])
-    of_pass = HiddenStates(together, layers)
+        assert torch.equal(fusions[0].states(some), native[start:stop])
+    of_pass = HiddenStates(together, layers, range(19))
     parts = [states_of(of_pass, slice(4)), states_of(hidden, slice(4, 5))]
     parts.append(states_of(states_of(of_pass, slice(5, 30)), slice(0, 9)))
-    assert [num_states(part) for part in parts] == [4, 1, 9]
+    parts.append(states_of(states_of(of_pass, slice(10, 19)), [4, 6, 7]))
+    assert [num_states(part) for part in parts] == [4, 1, 9, 3]
+    chosen = [*range(14), 14, 16, 17]
     for fusion, whole in zip(fusions, (native, other), strict=True):
-        torch.testing.assert_close(fusion(parts), whole[:14], atol=0, rtol=0)
+        torch.testing.assert_close(fusion.states(*parts), whole[chosen], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,8 @@ def _pair_logits(passes: Passes) -> Tensor:
     states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).to(passes.dtype)
     passes.add(0)
     need = Need()
-    (output,) = passes.verify([0], [chain(range(1, 10))], None, need, [states])
+    rows = StateRows(states, 0, len(states))
+    (output,) = passes.verify([0], [chain(range(1, 10))], None, need, [rows])
     return output.scores.float().clone()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.per_request import PerRequest
@@ -33,6 +33,7 @@ from tokenleap.request import Request
 from tokenleap.runtime.choose import head_network
 from tokenleap.runtime.cpu import linear_layer
 from tokenleap.runtime.growth_plan import GrowthPlan
+from tokenleap.runtime.inputs import StateRows
 from tokenleap.runtime.lean import DenseLinear, LinearLayer
 from tokenleap.runtime.llama import (
     Family,
@@ -44,7 +45,14 @@ from tokenleap.runtime.llama import (
     Traits,
 )
 from tokenleap.runtime.native.network import NativeDecoder, NativeFusion
-from tokenleap.runtime.network import GrownTree, GrowthLimit, Need, Network, PassOutput
+from tokenleap.runtime.network import (
+    GrownTree,
+    GrowthLimit,
+    Need,
+    Network,
+    PassOutput,
+    num_states,
+)
 from tokenleap.runtime.passes import Passes
 from tokenleap.runtime.target import Target
 
@@ -115,20 +123,19 @@ class EagleHead(OwnModel, Head):
         limits: Sequence[GrowthLimit],
     ) -> list[GrownTree] | None:
         states = [
-            self._states[key][-len(tokens) :] for key, tokens in zip(keys, pending, strict=True)
+            self._states[key].last(len(tokens)) for key, tokens in zip(keys, pending, strict=True)
         ]
         return self._model.grow(keys, pending, plan, limits, self.token_ids, states)
 
-    def _states_of_new_nodes(self, key: int, tree: TokenTree, num_computed: int) -> Tensor:
+    def _states_of_new_nodes(self, key: int, tree: TokenTree, num_computed: int) -> StateRows:
         """[n, E] the states of a tree's new nodes: the target's, then the parents' outputs."""
         states = self._states[key]
         num_cached = self._model.cached(key)  # pairs before those of the tree
         committed = states[num_cached + num_computed :]
         drafted = tree.parents[max(num_computed, len(states) - num_cached) :]
-        if not drafted:
-            return committed
-        of_parents = self._outputs[key][drafted]
-        return torch.cat([committed, of_parents]) if len(committed) else of_parents
+        if drafted:
+            committed = torch.cat([committed, self._outputs[key][drafted]])
+        return StateRows(committed, 0, len(committed))
 
     def _prefill(self, request: Request, start: int, stop: int) -> None:
         states = self._states[request.key][start:stop]
@@ -246,10 +253,10 @@ class Fusion:
         self, net: EagleNet, dtype: torch.dtype, device: torch.device, *, native: bool = False
     ) -> None:
         self.layers = net.config.aux_layers
-        self._fuse: Callable[[Sequence[Mapping[int, Tensor]], Sequence[int]], Tensor]
+        self.like = torch.empty(0, net.config.hidden_size, dtype=dtype, device=device)
+        self._fuse: Callable[[Sequence[Mapping[int, Tensor]], Sequence[int], StateRows], None]
         if isinstance(net, FeatureNet):
-            norm = net.final_norm
-            self._fuse = lambda parts, layers: norm(_joined(parts, layers[0]))
+            self._fuse = partial(_norm_to, net.final_norm)
             return
         modules: list[Any] = [net.fc, *net.fc_norm]
         fc, *norms = (module.weight.detach().to(device, dtype) for module in modules)
@@ -261,9 +268,22 @@ class Fusion:
         native = isinstance(network, NativeDecoder)
         return cls(net, target.dtype, target.device, native=native)
 
-    def __call__(self, parts: Sequence[Mapping[int, Tensor]]) -> Tensor:
-        """Layer id -> hidden states of n tokens, in parts -> [n, E] their states."""
-        return self._fuse(parts, self.layers)
+    def __call__(self, parts: Sequence[Mapping[int, Tensor]], to: StateRows) -> None:
+        """Write the states of n tokens; `parts` map layer ids to hidden states of theirs."""
+        self._fuse(parts, self.layers, to)
+
+    def states(self, *parts: Mapping[int, Tensor]) -> Tensor:
+        """[n, E] the same."""
+        count = sum(map(num_states, parts))
+        states = self.like.new_empty(count, self.like.shape[1])
+        self(parts, StateRows(states, 0, count))
+        return states
+
+
+def _norm_to(
+    norm: nn.Module, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int], to: StateRows
+) -> None:
+    to.tensor[:] = norm(_joined(parts, layers[0]))
 
 
 def _joined(parts: Sequence[Mapping[int, Tensor]], layer: int) -> Tensor:
@@ -279,7 +299,9 @@ class _Fusion:
         self._fc = kind(fc, None).forward
         self.norms, self._epsilon = norms, epsilon
 
-    def __call__(self, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int]) -> Tensor:
+    def __call__(
+        self, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int], to: StateRows
+    ) -> None:
         hidden = [_joined(parts, layer) for layer in layers]
         if self.norms:
             hidden = [self._normed(*each) for each in zip(hidden, self.norms, strict=True)]
@@ -287,7 +309,7 @@ class _Fusion:
         missing = self._least_rows - len(joined)
         if missing > 0:
             joined = F.pad(joined, (0, 0, 0, missing))
-        return self._fc(joined)[: len(hidden[0])]
+        to.tensor[:] = self._fc(joined)[: to.count]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._epsilon)
@@ -315,7 +337,8 @@ class ParallelHead(BlockScorer, EagleHead):
             masks = self._depths[key] - 1
             blocks.append(chain((*tokens, *[self._mask_token] * masks)))
             known = self._states[key][-len(tokens) :]
-            states.append(torch.cat([known, self._mask_state.expand(masks, -1)]))
+            together = torch.cat([known, self._mask_state.expand(masks, -1)])
+            states.append(StateRows(together, 0, len(together)))
         need = Need(last=max(self._depths[key] for key in keys))
         outputs = self._model.verify(keys, blocks, None, need, states)
         return [
@@ -328,7 +351,7 @@ def _mask_state(net: ParallelNet, fusion: Fusion, head: Passes) -> Tensor:
     """[1, E] the state of a mask, from its features like that of a token."""
     features = net.mask_features().detach().to(head.device, head.dtype)
     hidden = {layer: row.unsqueeze(0) for layer, row in zip(fusion.layers, features, strict=True)}
-    return fusion([hidden])
+    return fusion.states(hidden)
 
 
 # Heads for other engines, and records of heads that were trained elsewhere, or long ago.

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "drawing.h"
@@ -111,9 +113,12 @@ private:
                 if (t_.draws && !decided_[i]) t_.trees[tree].undecided = 1;
                 else add_children(places_[i], i, level);
             }
+            t_.trees[tree].levels = depth;
             for (int32_t node : frontier(tree, depth, level)) next.push_back({tree, node});
         }
         places_ = next;
+        if (t_.beam && places_.empty())
+            for (size_t tree = 0; tree < drafted_.size(); tree++) prune(tree);
         if (t_.draws && !t_.beam) kept_ += p_.scored, p_.logits += p_.scored * vocabulary();
         load(depth);
     }
@@ -141,12 +146,42 @@ private:
     // The nodes of a level that get children.
     std::vector<int32_t> frontier(int number, int depth, std::vector<int32_t> level) const {
         const Tree& tree = t_.trees[number];
-        if (tree.undecided || depth >= tree.depth || depth >= t_.levels || tree.drafted >= tree.nodes) return {};
-        if (!t_.beam) return level;
+        if (tree.undecided || depth >= tree.depth || depth >= t_.levels) return {};
+        if (!t_.beam) return tree.drafted >= tree.nodes ? std::vector<int32_t>() : level;
         const std::vector<Drafted>& nodes = drafted_[number];
         std::stable_sort(level.begin(), level.end(), [&](int a, int b) { return nodes[a].path > nodes[b].path; });
         if ((int)level.size() > t_.beam) level.resize(t_.beam);
         return level;
+    }
+
+    // Keep the most probable nodes, and of equals those closer to the root: `Dynamic.kept` in shapes.py.
+    void prune(int number) {
+        Tree& tree = t_.trees[number];
+        const std::vector<Drafted>& nodes = drafted_[number];
+        if (tree.drafted <= tree.nodes) return;
+        std::vector<int32_t> depths, best;
+        for (const Drafted& node : nodes) {
+            if (std::isnan(node.path)) return;  // the caller refuses it
+            best.push_back(depths.size());
+            depths.push_back(node.parent < 0 ? 0 : depths[node.parent] + 1);
+        }
+        std::stable_sort(best.begin(), best.end(), [&](int a, int b) { return nodes[a].path > nodes[b].path; });
+        best.resize(tree.nodes);
+        std::stable_sort(best.begin(), best.end(), [&](int a, int b) { return depths[a] < depths[b]; });
+        std::vector<int32_t> places(nodes.size());
+        for (size_t i = 0; i < best.size(); i++) places[best[i]] = i;
+        long first = (long)number * t_.most;
+        auto keep = [&](auto* of_nodes) {
+            if (!of_nodes) return;
+            std::vector<std::decay_t<decltype(*of_nodes)>> all(of_nodes + first, of_nodes + first + nodes.size());
+            for (size_t i = 0; i < best.size(); i++) of_nodes[first + i] = all[best[i]];
+        };
+        keep(t_.tokens), keep(t_.parents), keep(t_.probabilities);
+        for (size_t i = 0; i < best.size(); i++) {
+            int32_t& parent = t_.parents[first + i];
+            if (parent >= 0) parent = places[parent];
+        }
+        tree.drafted = tree.nodes;
     }
 
     // Make the pass over `places_`, all of which are to have logits.

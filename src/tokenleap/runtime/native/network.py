@@ -36,7 +36,7 @@ from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import LogitsDraw, Noise, draw_by
 from tokenleap.runtime.cores import available_cores
 from tokenleap.runtime.growth_plan import GrowthPlan
-from tokenleap.runtime.inputs import PassInputs
+from tokenleap.runtime.inputs import PassInputs, StateRows
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import DecoderWeights, LinearWeights
 from tokenleap.runtime.native.build import FORMATS, MOST_HIDDEN_SIZE, library
@@ -90,12 +90,12 @@ class _Scratch:
     """Memory that one call after another uses."""
 
     def __init__(self) -> None:
-        self._memory, self._address = _empty(0, dtype=torch.uint8), 0
+        self._size = self._address = 0
 
     def address(self, size: int) -> int:
         """The address of so many bytes."""
-        if len(self._memory) < size:
-            self._memory = _empty(size, dtype=torch.uint8)
+        if self._size < size:
+            self._memory, self._size = _empty(size, dtype=torch.uint8), size
             self._address = self._memory.data_ptr()
         return self._address
 
@@ -126,6 +126,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         self._decoder.layers = self._layers
         self._decoder.num_layers = len(layers)
         self._indices = [layer.index for layer in layers]
+        self._slots: dict[tuple[int, ...], array[int]] = {}
         passing = self.weight_bytes > _MOST_KEPT
         for linear in self._linears():
             linear.passing = passing
@@ -180,9 +181,9 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         if need.hidden:
             shape = (len(need.hidden), len(nodes), self._decoder.hidden_size)
             together = _empty(*shape, dtype=self._like.dtype)
-            slots = self._hidden_slots(need.hidden)
-            arguments.hidden, arguments.hidden_slots = together.data_ptr(), slots.buffer_info()[0]
-            hidden = HiddenStates(together, need.hidden)
+            arguments.hidden = together.data_ptr()
+            arguments.hidden_slots = self._hidden_slots(need.hidden)
+            hidden = HiddenStates(together, need.hidden, range(len(nodes)))
         with self._lock:
             self._prepare(arguments, inputs, slab)
             self._library.tokenleap_forward(byref(self._decoder), byref(arguments))
@@ -211,8 +212,7 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
             if self._reads_states:
                 size = most * self._decoder.hidden_size * self._like.element_size()
                 arguments.hidden = self._grown_states.address(size)
-                slots = self._hidden_slots((self.num_layers,))
-                arguments.hidden_slots = slots.buffer_info()[0]
+                arguments.hidden_slots = self._hidden_slots((self.num_layers,))
             arguments.nodes = most  # for the size of the workspace
             self._prepare(arguments, inputs, slab)
             arguments.nodes = len(nodes)
@@ -266,25 +266,25 @@ class NativeNetwork(GrowingNetwork, ChainingNetwork):
         states = inputs.states
         assert (states is not None) == self._reads_states
         if states is not None:
-            assert states.shape == (len(nodes), self._decoder.hidden_size)
-            assert states.dtype == self._like.dtype
-            assert states.is_contiguous()
-            arguments.states = states.data_ptr()
+            assert states.count == len(nodes)
+            arguments.states = _address(states, self._decoder.hidden_size, self._like.dtype)
         return arguments
 
-    def _hidden_slots(self, layers: Sequence[int]) -> array[int]:
-        """[num_layers + 1] each layer id's index in `layers`, or -1 if it is not there."""
-        slots = array("i", [-1] * (self.num_layers + 1))
-        for slot, layer in enumerate(layers):
-            slots[layer] = slot
-        return slots
+    def _hidden_slots(self, layers: tuple[int, ...]) -> int:
+        """The address of each layer id's index in `layers`, or -1 if it is not there."""
+        if layers not in self._slots:
+            slots = array("i", [-1] * (self.num_layers + 1))
+            for slot, layer in enumerate(layers):
+                slots[layer] = slot
+            self._slots[layers] = slots
+        return self._slots[layers].buffer_info()[0]
 
     def _prepare(self, arguments: CPass, inputs: PassInputs, slab: KVSlab) -> None:
         """Fill in what all passes share: buffers, rotary angles and memory to work in."""
-        self._angles.reach(arguments.most_seen)
+        angles = self._angles
+        angles.reach(arguments.most_seen)
         arguments.buffers = self._buffers_of(slab)
-        arguments.cos, arguments.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
-        arguments.angles = self._angles.positions
+        arguments.cos, arguments.sin, arguments.angles = angles.cos, angles.sin, angles.positions
         needed = self._library.tokenleap_workspace(byref(self._decoder), byref(arguments))
         arguments.workspace = self._workspace.address(needed)
 
@@ -462,19 +462,20 @@ class NativeFusion:
         self._epsilon = epsilon
         self._lock, self._inputs = Lock(), _Scratch()
 
-    def __call__(self, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int]) -> Tensor:
-        """Hidden states of n tokens, in parts -> [n, E] states."""
-        rows = array("Q")
+    def __call__(
+        self, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int], to: StateRows
+    ) -> None:
+        """Write the states of n tokens, whose hidden states are given in parts."""
+        rows, count = array("Q"), to.count
         kept = [_row_addresses(part, layer, rows) for layer in layers for part in parts]
-        count = len(rows) // len(layers)
-        states = torch.empty(count, self._size, dtype=self._dtype)
+        assert len(rows) == count * len(layers)
         with self._lock:
             arguments = CFusion(
                 fc=self._fc,
                 norms=None if self._norms is None else self._norms.data_ptr(),
                 hidden=rows.buffer_info()[0],
                 inputs=self._inputs.address(count * self._row_bytes),
-                states=states.data_ptr(),
+                states=_address(to, self._size, self._dtype),
                 layers=len(layers),
                 nodes=count,
                 threads=num_threads(),
@@ -483,20 +484,28 @@ class NativeFusion:
             )
             self._library.tokenleap_fuse(byref(arguments))
         del kept
-        return states
+
+
+def _address(states: StateRows, size: int, dtype: torch.dtype) -> int:
+    """The address of rows of this size."""
+    buffer = states.buffer
+    assert buffer.dtype == dtype
+    assert buffer.shape[1] == size
+    assert buffer.is_contiguous()
+    return buffer.data_ptr() + states.first * size * buffer.element_size()
 
 
 def _row_addresses(hidden: Mapping[int, Tensor], layer: int, to: array[int]) -> Tensor:
     """Append the address of each row of a layer's states; returns what has to stay until then."""
     if isinstance(hidden, HiddenStates):
-        states, count = hidden.together, hidden.count
-        place = hidden.layers.index(layer) * states.shape[1] + hidden.first
+        states, nodes = hidden.together, hidden.nodes
+        place = hidden.layers.index(layer) * states.shape[1]
     else:
         states, place = hidden[layer].contiguous(), 0
-        count = len(states)
+        nodes = range(len(states))
     size = states.shape[-1] * states.element_size()
     first = states.data_ptr() + place * size
-    to.extend(range(first, first + count * size, size))
+    to.extend([first + node * size for node in nodes])
     return states
 
 
@@ -515,9 +524,9 @@ def num_threads() -> int:
     waiting for each other. To have more, set `OMP_NUM_THREADS` or call `set_num_threads`.
     """
     asked = torch.get_num_threads()
-    if asked != _default or "OMP_NUM_THREADS" in os.environ:
+    if asked <= _CORES or asked != _default or "OMP_NUM_THREADS" in os.environ:
         return asked
-    return min(asked, _CORES)
+    return _CORES
 
 
 def set_num_threads(count: int) -> None:

@@ -99,6 +99,7 @@ struct Tree {
     double least_token, least_path;  // nothing is drafted below a token of a smaller probability, or path
     int32_t depth, nodes;            // levels at most; it ends with the level that reaches so many nodes
     int32_t drafted, undecided;      // nodes so far, 0 at first; whether rounding might decide on the next
+    int32_t levels, unused;          // that have grown, 0 at first
 };
 
 // How a tree draws its tokens: the noise of its request (core/noise.py) and what truncates q.
@@ -115,7 +116,8 @@ struct Draw {
 // on from its own states: then the pass returns the hidden states after the last layer, and no others.
 //
 // Siblings are drawn without replacement. Without `beam`, the logits of all passes are then kept, one after
-// the other. Probabilities of coupled draws say how clearly the noise decides (`Drawing` in drawing.h).
+// the other. With it, trees end with their depth, and of more than `Tree::nodes` the most probable are kept.
+// Probabilities of coupled draws say how clearly the noise decides (`Drawing` in drawing.h).
 struct Trees {
     Tree* trees;               // [L]
     const int64_t* token_ids;  // [V] the tokens that logits stand for; null if these are 0, 1, ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import (
     POINTER,
     Array,
@@ -21,7 +21,7 @@ from ctypes import (
     c_void_p,
     sizeof,
 )
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from itertools import chain, repeat
 from pathlib import Path
@@ -363,13 +363,14 @@ class TreeArrays:
 
     def _tree(self, index: int, tree: CTree, logits: Tensor | None) -> GrownTree:
         if tree.undecided:
-            return GrownTree((), (), (), undecided=True)
+            return GrownTree((), (), (), undecided=True, levels=tree.levels)
         first = index * self.arguments.most
         at = slice(first, first + tree.drafted)
-        found = GrownTree(self._tokens[at], self._parents[at], self._probabilities[at])
+        found = self._tokens[at], self._parents[at], self._probabilities[at]
         if not self.keeps_logits:
-            return found
-        return replace(found, logits=logits, rows=self._sources[at], shown=self._shown[at])
+            return GrownTree(*found, levels=tree.levels)
+        drawn = logits, self._sources[at], self._shown[at]
+        return GrownTree(*found, *drawn, levels=tree.levels)
 
 
 def _draws(limits: Sequence[GrowthLimit]) -> Array[CDraw] | None:
@@ -409,13 +410,12 @@ class NodeArrays:
     """The nodes of all rows, as the arrays that `Pass` points to."""
 
     def __init__(self, inputs: PassInputs, need: Need) -> None:
-        rows = [row for row in inputs.rows if len(row)]
-        self._tokens = array("q", chain.from_iterable(row.tokens for row in rows))
-        numbers = [range(row.start, row.start + len(row)) for row in rows]
+        rows = [row for row in inputs.rows if row.tokens]
+        self._tokens = array("q", _flat([row.tokens for row in rows]))
         self._ints = {
-            "positions": array("i", chain.from_iterable(row.positions for row in rows)),
-            "prefixes": array("i", chain.from_iterable(row.prefixes for row in rows)),
-            "slots": array("i", chain.from_iterable(numbers)),
+            "positions": array("i", _flat([row.positions for row in rows])),
+            "prefixes": array("i", _flat([row.prefixes for row in rows])),
+            "slots": array("i", _flat([range(row.start, row.start + len(row)) for row in rows])),
             "rows": array("i"),
             "tails": array("i"),
             "scored_nodes": array("i", inputs.last_nodes(need.last) if need.logits else ()),
@@ -445,21 +445,25 @@ class NodeArrays:
         return {"tokens": self._tokens.buffer_info()[0], **found}
 
 
+def _flat(parts: Sequence[Iterable[int]]) -> Iterable[int]:
+    return parts[0] if len(parts) == 1 else chain.from_iterable(parts)
+
+
 _ANGLES = 256  # angles are computed for this many positions at once
 
 
 class AngleTables:
-    """Cosines and sines of one or more rotary embeddings, of half of a head each."""
+    """Cosines and sines of one or more rotary embeddings, of half of a head each.
+
+    Attributes:
+        cos, sin: the addresses of tables [R, positions, D/2].
+    """
 
     def __init__(self, rotaries: Sequence[Rotary], width: int) -> None:
         self._rotaries, self._half = rotaries, width // 2
-        shape = (len(rotaries), 0, self._half)
-        self.cos = torch.empty(shape, dtype=torch.float32, device="cpu")  # [R, positions, D/2]
-        self.sin = torch.empty(shape, dtype=torch.float32, device="cpu")
-
-    @property
-    def positions(self) -> int:
-        return self.cos.shape[1]
+        empty = torch.empty(len(rotaries), 0, self._half, dtype=torch.float32, device="cpu")
+        self._tables = empty, empty
+        self.positions = self.cos = self.sin = 0
 
     def reach(self, positions: int) -> None:
         """Extend the tables, if there are any, to at least this many positions.
@@ -467,14 +471,11 @@ class AngleTables:
         They grow by pieces of one size, because the bits of PyTorch's results may depend on the
         number of positions (invariant 7).
         """
-        if not self._rotaries:
-            return
-        first = range(self.positions, positions, _ANGLES)
-        pieces = [self._piece(position) for position in first]
-        if pieces:
-            cos, sin = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
-            self.cos = torch.cat([self.cos, cos], dim=1)
-            self.sin = torch.cat([self.sin, sin], dim=1)
+        while self._rotaries and self.positions < positions:
+            pairs = zip(self._tables, self._piece(self.positions), strict=True)
+            cos, sin = (torch.cat(pair, dim=1) for pair in pairs)
+            self._tables, self.positions = (cos, sin), self.positions + _ANGLES
+            self.cos, self.sin = cos.data_ptr(), sin.data_ptr()
 
     def _piece(self, first: int) -> tuple[Tensor, Tensor]:
         """[R, positions, D/2] each, from a position on."""
