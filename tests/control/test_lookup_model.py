@@ -20,7 +20,7 @@ from tests.control.worlds import (
 )
 from tokenleap.control import CONTROLLERS, CostCurve, controller_class
 from tokenleap.control.cost_model import CostModel, LookupModel
-from tokenleap.control.estimates import (
+from tokenleap.control.features import (
     LONGEST_MATCH,
     AcceptanceRates,
     by_match,
@@ -156,6 +156,19 @@ def test_where_drafts_do_not_pay_there_are_none(name: str) -> None:
     steps = WORLDS[name].steps(model_of(WORLDS[name]), 800)
     assert sum(depth for _, depth in steps[200:]) <= 60  # by a few lucky guesses
     assert sum(match > 0 for match, _ in steps[200:]) > 400
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_text_unlike_others_is_known_by_its_first_tokens(seed: int) -> None:
+    """Rates that all texts share would take as long as they remember: 260 tokens, not 40."""
+    right, wrong = WORLDS["always right"], WORLDS["wrong"]
+    model = model_of(right)
+    right.steps(model, 300, seed)
+    for _ in range(3):
+        request = request_of()
+        assert sum(depth for _, depth in wrong.steps(model, 40, seed, request)) < 60
+        model.release(request)
+    assert sum(depth for _, depth in right.steps(model, 40, seed)) > 120
 
 
 def test_a_text_that_turns_predictable_is_noticed_without_a_draft() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.control.worlds import cheap, cpu, flat, measured, stairs, steep
 from tokenleap.control import CostCurve
-from tokenleap.control.estimates import Decayed, moved, path_probs
+from tokenleap.control.estimates import Decayed, moved
+from tokenleap.control.features import path_probs
 from tokenleap.control.planner import Chances, Expected, Offer, best_plan, levels_of_one
 from tokenleap.core.tree import Draft, TokenTree
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.control.worlds import cheap, cpu, flat, judged, learn, measured, request_of, steep
 from tokenleap.control.cost_model import CostModel, HybridModel
-from tokenleap.control.estimates import by_match
+from tokenleap.control.features import by_match
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.combine import graft

@@ -26,7 +26,7 @@ from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
 from tokenleap import ConfigError, SamplingParams, SpeculativeConfig
 from tokenleap.control import Budget
-from tokenleap.control.estimates import by_match, by_rank
+from tokenleap.control.features import by_match, by_rank
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain

@@ -8,7 +8,7 @@ import pytest
 
 from tests.drafting import draft_of, request_of, tokens_of
 from tokenleap import ConfigError
-from tokenleap.control.estimates import LONGEST_MATCH
+from tokenleap.control.features import LONGEST_MATCH
 from tokenleap.drafters.lookups import NgramDrafter, copy_from
 from tokenleap.drafters.options import NgramOptions
 

@@ -10,7 +10,7 @@ import pytest
 from tests.drafting import request_of
 from tests.drafting import tokens_of as draft
 from tokenleap import SamplingParams
-from tokenleap.control.estimates import EDITED, by_guess, by_match, by_prediction, prior_rate
+from tokenleap.control.features import EDITED, by_guess, by_match, by_prediction, prior_rate
 from tokenleap.core.references import References, Source
 from tokenleap.core.rules import DecodingRules
 from tokenleap.drafters.copying import (

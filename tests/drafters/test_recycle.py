@@ -11,7 +11,7 @@ from tests import drafting
 from tests.matrix import tiny_llm
 from tests.tiny import tiny_model
 from tokenleap import ConfigError, SamplingParams
-from tokenleap.control.estimates import by_rank
+from tokenleap.control.features import by_rank
 from tokenleap.core.acceptance import Accepted
 from tokenleap.core.acceptance.base import Origin
 from tokenleap.core.sampler import TreeDistributions

@@ -21,7 +21,7 @@ from tests.matrix import (
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams, SpeculativeConfig
-from tokenleap.control.estimates import AcceptanceRates, by_prediction
+from tokenleap.control.features import AcceptanceRates, by_prediction
 from tokenleap.core.references import References
 from tokenleap.drafters.copying import PredictionDrafter
 from tokenleap.drafters.options import LONGEST_PREDICTED

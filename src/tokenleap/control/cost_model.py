@@ -35,14 +35,17 @@ from tokenleap.control.estimates import (
     PRICE,
     SERVED,
     SOONEST,
-    AcceptanceRates,
     Estimates,
     History,
     Probing,
-    is_graft,
     moved,
-    path_probs,
     smoothed,
+)
+from tokenleap.control.features import (
+    AcceptanceRates,
+    Fit,
+    is_graft,
+    path_probs,
     trained_part,
     with_claims,
     without_grafts,
@@ -472,17 +475,17 @@ _FIRST_GAIN = 0.1
 
 @dataclass
 class _State:
-    """Observations of one request.
+    """Observations of one request."""
 
-    Attributes:
-        gain: average saving of a lookup, as a share of the time of a plain pass.
-        proposal: the draft of the current step's lookup, before it was cut.
-        new: whether nothing was looked up for it yet, so that the drafter must read the prompt.
-    """
+    gain: float  # average saving of a lookup, as a share of the time of a plain pass
+    fit: Fit  # whether its text is like those of others
+    proposal: Draft | None = None  # the draft of the step's lookup, before it was cut
+    new: bool = True  # whether nothing was looked up yet, so that the drafter must read the prompt
 
-    gain: float
-    proposal: Draft | None = None
-    new: bool = True
+    @property
+    def worth(self) -> float:
+        """The gain that its lookups may be expected to have."""
+        return self.gain * self.fit.factor
 
 
 class LookupModel(_Resting):
@@ -496,14 +499,14 @@ class LookupModel(_Resting):
 
     Each token has a feature that says how it was found (`Draft.features`), and each feature has an
     acceptance rate. The tokens generated next show which proposals were right, including those that
-    were cut. So nothing has to be drafted just to learn.
+    were cut. So nothing has to be drafted just to learn. All requests share the rates, and `Fit`
+    says whether they fit a request.
     """
 
     def setup(self) -> None:
         super().setup()
-        self._states = PerRequest[_State]()
-        self._rates = AcceptanceRates()
-        self._gain = _FIRST_GAIN  # of new requests' lookups
+        self._rates, self._gain = AcceptanceRates(), _FIRST_GAIN  # of new requests' lookups
+        self._states = PerRequest(lambda: _State(self._gain, self._rates.fit()))
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._price = 0.0  # the same in plain passes of this step
         self._planning = 0.0  # seconds of planning in this step
@@ -536,8 +539,8 @@ class LookupModel(_Resting):
             self._turns = max(1, min(len(batch), int(every / _TURN)))
             self._next_poll = self._step + every / self._turns
         for row, request in enumerate(batch):
-            state = self._states.setdefault(request.key, _State(self._gain))
-            if row % turns == polled or state.gain >= price:
+            state = self._states[request.key]
+            if row % turns == polled or state.worth >= price:
                 budgets[row] = within(request, self.num_speculative_tokens)
                 self._asked[request.key] = state
         return budgets
@@ -569,9 +572,11 @@ class LookupModel(_Resting):
         asked = [row for row, request in enumerate(batch) if request.key in self._asked]
         offers: list[Offer] = []
         for row in asked:
-            self._asked[batch[row].key].proposal = proposal = drafts[row]
+            state, proposal = self._asked[batch[row].key], drafts[row]
+            state.proposal = proposal
             if proposal.features:
-                offers += offers_of(path_probs(proposal, self._rates.of), row)
+                probs = path_probs(proposal, self._rates.of, state.fit.factor)
+                offers += offers_of(probs, row)
         plan, cost = worth_verifying(offers, Expected.plain(rows), self.costs, rows)
         nodes: dict[int, list[int]] = {row: [] for row in asked}
         tokens, gains = dict.fromkeys(asked, 0.0), dict.fromkeys(asked, 0.0)
@@ -590,7 +595,7 @@ class LookupModel(_Resting):
         for row, planned in plan.gains.items():
             gain = 0.0 if row in left_out else planned
             state = self._asked[batch[row].key]
-            if state.gain < self._price:
+            if state.worth < self._price:
                 polled.append(gain)
             state.gain = moved(state.gain, gain)
             self._gain = moved(self._gain, gain, share=0.05)
@@ -606,12 +611,17 @@ class LookupModel(_Resting):
         for outcome in outcomes:
             if state := self._asked.get(outcome.request.key):
                 if state.proposal:
-                    self._rates.learn(state.proposal, outcome)
+                    self._rates.learn(state.proposal, outcome, state.fit)
                 state.proposal, state.new = None, False
         seconds = draft_seconds + self._planning + clock.now() - began
         seconds = self.costs.agreed(seconds / len(self._asked))
         if all_have_read:
             self._lookup_seconds = smoothed(self._lookup_seconds or seconds, seconds)
+
+    def release(self, request: Request) -> None:
+        if state := self._states.get(request.key):
+            self._rates.ended(state.fit)
+        super().release(request)
 
 
 _BEST_RATE = 0.8

@@ -18,7 +18,8 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from tokenleap.control import Budget
-from tokenleap.control.estimates import Decayed, agreed, disagreed, path_probs, prior_rate
+from tokenleap.control.estimates import Decayed
+from tokenleap.control.features import agreed, disagreed, path_probs, prior_rate
 from tokenleap.core.distribution import Distribution, OneHots
 from tokenleap.core.tree import Draft, GrowingTree
 from tokenleap.decode import Outcome, StepTimes

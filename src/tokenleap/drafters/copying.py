@@ -24,7 +24,7 @@ from itertools import takewhile
 import numpy as np
 
 from tokenleap.control import Budget
-from tokenleap.control.estimates import (
+from tokenleap.control.features import (
     EDITED,
     LONGEST_GUESS,
     AcceptanceRates,

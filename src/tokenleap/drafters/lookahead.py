@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenleap.control import Budget
-from tokenleap.control.estimates import by_rank, prior_rate
+from tokenleap.control.features import by_rank, prior_rate
 from tokenleap.core.tree import Draft, GrowingTree, TokenTree
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import DrafterTraits, OneByOne, PerRequest

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenleap.control import Budget
-from tokenleap.control.estimates import LONGEST_MATCH, by_match
+from tokenleap.control.features import LONGEST_MATCH, by_match
 from tokenleap.core.distribution import Distribution, truncated
 from tokenleap.core.grammar import Grammar, Grammars
 from tokenleap.core.params import GREEDY_BELOW

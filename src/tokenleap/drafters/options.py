@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from annotated_types import Ge, Gt, Le, Len, MinLen
 from pydantic import AfterValidator, Field, PrivateAttr, Strict, field_validator, model_validator
 
-from tokenleap.control.estimates import LONGEST_CONTEXT, NUM_RANKS
+from tokenleap.control.features import LONGEST_CONTEXT, NUM_RANKS
 from tokenleap.core.config import Config, PathText
 from tokenleap.core.files import read_json, write_whole
 from tokenleap.core.structured import Structured

@@ -20,7 +20,7 @@ from itertools import accumulate, count
 from typing import TypeAlias
 
 from tokenleap.control import Budget
-from tokenleap.control.estimates import by_match
+from tokenleap.control.features import by_match
 from tokenleap.core.references import References
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.control import Budget
-from tokenleap.control.estimates import by_match
+from tokenleap.control.features import by_match
 from tokenleap.core.extras import how_to_install
 from tokenleap.core.tree import Draft, GrowingTree
 from tokenleap.drafters.base import DrafterTraits, OneByOne
