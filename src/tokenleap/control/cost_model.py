@@ -364,9 +364,8 @@ class CostModel(_Resting):
         planned.steps += 1
         plan = planned.plan
         self.planned = instead
-        if planned.gain < _HOPELESS or plan.rate <= rate * (
-            _MARGIN if self._probing.patient else 1
-        ):
+        margin = _MARGIN if self._probing.patient else 1
+        if planned.gain < _HOPELESS or plan.rate <= rate * margin:
             self.idle = True
             return [0] * len(batch)
         saved = plan.expected.tokens * (1 / rate - 1 / plan.rate) / len(batch)
@@ -505,7 +504,8 @@ class LookupModel(_Resting):
 
     def setup(self) -> None:
         super().setup()
-        self._rates, self._gain = AcceptanceRates(), _FIRST_GAIN  # of new requests' lookups
+        self._rates = AcceptanceRates()
+        self._gain = _FIRST_GAIN  # of new requests' lookups
         self._states = PerRequest(lambda: _State(self._gain, self._rates.fit()))
         self._lookup_seconds = 0.0  # of one request's lookup; 0 while unknown
         self._price = 0.0  # the same in plain passes of this step

@@ -151,6 +151,7 @@ _MOST_SURE = 0.9
 """Not even a rate above this is taken to say more: a long text has a few wrong tokens."""
 
 _MEMORY_OF_FIT, _LEAST_ODDS, _MOST_ODDS = 0.95, 0.1, 30_000.0
+"""How much of the odds each token leaves, and their limits."""
 
 _LEAST_LIKE, _FIRST_LIKE, _MOST_LIKE = 0.1, 0.85, 0.95
 """Probability that a new request's text is like others; it follows that of the last ones to end."""
@@ -170,7 +171,10 @@ class Fit:
 
     def __init__(self, like: float) -> None:
         self._prior = self._odds = like / (1 - like)
-        self.like = like
+
+    @property
+    def like(self) -> float:
+        return self._odds / (1 + self._odds)
 
     @property
     def factor(self) -> float:
@@ -182,7 +186,6 @@ class Fit:
         ratio = 1 / _UNLIKE if right else (1 - rate) / (1 - _UNLIKE * rate)
         odds = self._prior * (self._odds / self._prior) ** _MEMORY_OF_FIT * ratio
         self._odds = min(_MOST_ODDS, max(_LEAST_ODDS, odds))
-        self.like = self._odds / (1 + self._odds)
 
 
 class AcceptanceRates:

@@ -506,7 +506,7 @@ class States:
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
-        self._buffer, self._room = torch.empty(0, 0), 0
+        self._buffer = torch.empty(0, 0)
         self._first = self._length = 0
 
     def __len__(self) -> int:
@@ -529,9 +529,8 @@ class States:
     def added(self, count: int, like: Tensor) -> StateRows:
         """Room for so many more states, which the caller is to write; `like` is [..., E]."""
         begin, stop = self._length, self._length + count
-        if stop > self._room:
-            self._room = max(64, 2 * stop)
-            larger = like.new_empty(self._room, like.shape[-1])
+        if stop > self._buffer.shape[0]:
+            larger = like.new_empty(max(64, 2 * stop), like.shape[-1])
             if begin:
                 larger[:begin] = self._buffer[:begin]
             self._buffer = larger

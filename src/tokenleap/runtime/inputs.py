@@ -157,6 +157,11 @@ class StateRows:
     first: int
     count: int  # n
 
+    @staticmethod
+    def of(states: Tensor) -> StateRows:
+        """All rows of a tensor."""
+        return StateRows(states, 0, len(states))
+
     @property
     def tensor(self) -> Tensor:
         """[n, E] a view."""

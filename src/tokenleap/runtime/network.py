@@ -99,10 +99,8 @@ class PassOutput:
 
     def rows(self, nodes: slice, scored: slice) -> PassOutput:
         """The output for some adjacent ones of the T nodes and of the L; its tensors are views."""
-        logits, argmax = self.logits, self.argmax
-        if argmax is None or scored != slice(0, len(argmax)):
-            logits = None if logits is None else logits[scored]
-            argmax = None if argmax is None else argmax[scored]
+        logits = None if self.logits is None else self.logits[scored]
+        argmax = None if self.argmax is None else self.argmax[scored]
         return PassOutput(logits, argmax, self.hidden and states_of(self.hidden, nodes))
 
     def argmax_of(self, node: int) -> int:

@@ -504,10 +504,7 @@ def _whole(parts: Sequence[PassOutput], last: int | None) -> PassOutput:
 
 
 def _joined(states: Sequence[StateRows]) -> StateRows:
-    if len(states) == 1:
-        return states[0]
-    together = torch.cat([each.tensor for each in states])
-    return StateRows(together, 0, len(together))
+    return states[0] if len(states) == 1 else StateRows.of(torch.cat([s.tensor for s in states]))
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:

@@ -183,8 +183,8 @@ def _pair_logits(passes: Passes) -> Tensor:
     states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)).to(passes.dtype)
     passes.add(0)
     need = Need()
-    rows = StateRows(states, 0, len(states))
-    (output,) = passes.verify([0], [chain(range(1, 10))], None, need, [rows])
+    rows = [StateRows.of(states)]
+    (output,) = passes.verify([0], [chain(range(1, 10))], None, need, rows)
     return output.scores.float().clone()
 
 

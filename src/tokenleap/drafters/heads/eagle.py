@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.per_request import PerRequest
@@ -135,7 +135,7 @@ class EagleHead(OwnModel, Head):
         drafted = tree.parents[max(num_computed, len(states) - num_cached) :]
         if drafted:
             committed = torch.cat([committed, self._outputs[key][drafted]])
-        return StateRows(committed, 0, len(committed))
+        return StateRows.of(committed)
 
     def _prefill(self, request: Request, start: int, stop: int) -> None:
         states = self._states[request.key][start:stop]
@@ -254,9 +254,10 @@ class Fusion:
     ) -> None:
         self.layers = net.config.aux_layers
         self.like = torch.empty(0, net.config.hidden_size, dtype=dtype, device=device)
-        self._fuse: Callable[[Sequence[Mapping[int, Tensor]], Sequence[int], StateRows], None]
+        self._fuse: Callable[[Sequence[Mapping[int, Tensor]], Sequence[int], StateRows], object]
         if isinstance(net, FeatureNet):
-            self._fuse = partial(_norm_to, net.final_norm)
+            norm = net.final_norm
+            self._fuse = lambda parts, layers, to: to.tensor.copy_(norm(_joined(parts, layers[0])))
             return
         modules: list[Any] = [net.fc, *net.fc_norm]
         fc, *norms = (module.weight.detach().to(device, dtype) for module in modules)
@@ -274,16 +275,9 @@ class Fusion:
 
     def states(self, *parts: Mapping[int, Tensor]) -> Tensor:
         """[n, E] the same."""
-        count = sum(map(num_states, parts))
-        states = self.like.new_empty(count, self.like.shape[1])
-        self(parts, StateRows(states, 0, count))
+        states = self.like.new_empty(sum(map(num_states, parts)), self.like.shape[1])
+        self(parts, StateRows.of(states))
         return states
-
-
-def _norm_to(
-    norm: nn.Module, parts: Sequence[Mapping[int, Tensor]], layers: Sequence[int], to: StateRows
-) -> None:
-    to.tensor[:] = norm(_joined(parts, layers[0]))
 
 
 def _joined(parts: Sequence[Mapping[int, Tensor]], layer: int) -> Tensor:
@@ -338,7 +332,7 @@ class ParallelHead(BlockScorer, EagleHead):
             blocks.append(chain((*tokens, *[self._mask_token] * masks)))
             known = self._states[key][-len(tokens) :]
             together = torch.cat([known, self._mask_state.expand(masks, -1)])
-            states.append(StateRows(together, 0, len(together)))
+            states.append(StateRows.of(together))
         need = Need(last=max(self._depths[key] for key in keys))
         outputs = self._model.verify(keys, blocks, None, need, states)
         return [

@@ -99,7 +99,7 @@ struct Tree {
     double least_token, least_path;  // nothing is drafted below a token of a smaller probability, or path
     int32_t depth, nodes;            // levels at most; it ends with the level that reaches so many nodes
     int32_t drafted, undecided;      // nodes so far, 0 at first; whether rounding might decide on the next
-    int32_t levels, unused;          // that have grown, 0 at first
+    int32_t levels;                  // that have grown, 0 at first
 };
 
 // How a tree draws its tokens: the noise of its request (core/noise.py) and what truncates q.
