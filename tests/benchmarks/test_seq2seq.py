@@ -25,6 +25,7 @@ from benchmarks.seq2seq import (
     score,
     specdec,
     tables,
+    unverified,
 )
 from benchmarks.seq2seq_training import (
     AUTOREGRESSIVE,
@@ -126,15 +127,16 @@ def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Pat
     all_of_them = contestants(options, drafters_in(tmp_path, options))
     names = [one.name for one in all_of_them]
     assert names[:2] == [BEAM, GREEDY]
-    assert len(set(names)) == len(names) == 19
+    assert len(set(names)) == len(names) == 22
     journal = Journal(tmp_path / "x.jsonl", "x", {})
     llm = LLM(trained / "target", dtype="float32", max_num_seqs=2, enable_prefix_caching=False)
     chosen = [one for one in all_of_them if one.name in (BEAM, GREEDY, lossless(MAIN))]
-    chosen += [one for one in all_of_them if one.name in (specdec(MAIN), specdec(SMALL))]
+    others = (specdec(MAIN), specdec(SMALL), unverified(MAIN, 10))
+    chosen += [one for one in all_of_them if one.name in others]
     measure(llm, chosen, TEXTS[:2], 1, journal)
     measure_batches(llm, chosen[:3], TEXTS[:2], (1, 2), 1, journal)
     count = len(journal.records)
-    assert count == 5 * 2 + 3 * 2
+    assert count == 6 * 2 + 3 * 2
     again = Journal(tmp_path / "x.jsonl", "x", {})
     measure(llm, chosen, TEXTS[:2], 1, again)
     measure_batches(llm, chosen[:3], TEXTS[:2], (1, 2), 1, again)
@@ -143,6 +145,7 @@ def test_every_contestant_translates_every_sentence(trained: Path, tmp_path: Pat
     assert results.mean(GREEDY, "tokens", "passes") == 1
     assert results.same(lossless(MAIN), GREEDY) == 1
     assert results.mean(specdec(MAIN), "draft_seconds", "drafts") > 0
+    assert results.mean(unverified(MAIN, 10), "tokens", "passes") > 5
     assert [point.size for point in results.batch_points(GREEDY)] == [1, 2]
     assert "Table 2" in "".join(
         as_markdown(each) for each in tables(results, DrafterOptions(), [MAIN, SMALL])

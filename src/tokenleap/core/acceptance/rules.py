@@ -412,17 +412,18 @@ class TopBeta(_ByToken):
         assert isinstance(options, self.Options)
 
         def passes(node: int, token: int) -> bool:
-            if p.greedy and options.beta == 1:  # which of several best tokens it is, only p knows
-                return p[node].certain == token
+            best = p.greedy and p[node].certain == token
+            if best or (p.greedy and options.beta == 1):  # of several best ones only p knows which
+                return best
             distribution = likelihoods(p, node)
             probability, probs = distribution.prob(token), distribution.probs
             if probability == 0:
                 return False
-            best = float(probs.max())
-            if math.log(best) - math.log(probability) > options.tau:
+            most = float(probs.max())
+            if math.log(most) - math.log(probability) > options.tau:
                 return False
             # Counting takes less time than sorting.
-            return probability == best or int((probs > probability).sum()) < options.beta
+            return probability == most or int((probs > probability).sum()) < options.beta
 
         reason = "outside the target's top candidates"
         return accept_longest(draft, p, noise, passes, reason, options.minimum_block - 1)
@@ -454,8 +455,9 @@ class Lenient(_ByToken):
             return accept_by_ratio(draft, p, noise, lenience)
 
         def passes(node: int, token: int) -> bool:
-            if lenience == 1:  # which of several best tokens is the target's, only p knows
-                return p[node].certain == token
+            best = p[node].certain == token
+            if best or lenience == 1:  # of several best ones only p knows which
+                return best
             distribution = p.untempered(node)
             return distribution.prob(token) >= lenience * float(distribution.probs.max())
 
