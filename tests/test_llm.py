@@ -228,6 +228,8 @@ def test_parameters_outside_the_vocabulary(llm: LLM, fields: dict[str, Any]) -> 
 
 
 def test_contradictory_parameters(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="100000 ids, and the vocabulary has"):
+        llm.generate("x", SamplingParams(allowed_token_ids=[3] * 100_000))
     params = SamplingParams(allowed_token_ids=[3], stop_token_ids=[3], min_tokens=2)
     with pytest.raises(ConfigError, match="only tokens that end the output are allowed"):
         llm.generate("x", params)

@@ -19,6 +19,7 @@ from tokenleap import (
     BeamSearchParams,
     ConfigError,
     ModelError,
+    PromptError,
     RequestError,
     SamplingParams,
     TokenleapError,
@@ -225,6 +226,9 @@ def test_conversations(llm: LLM) -> None:
         chat_template_kwargs={"mood": "glad "},
     )
     assert other.prompt == "glad hi"
+    half = [{"type": "function", "function": {"name": "f", "description": "\ud800"}}]
+    with pytest.raises(PromptError, match="messages: half of a character at position 1"):
+        llm.chat(messages, GREEDY, tools=half, chat_template="({{ tools[0].function.description }}")
     opened = [*messages, {"role": "assistant", "content": "It is"}]
     (going,) = llm.chat(opened, GREEDY, continue_final_message=True)
     assert going.prompt == "user: hi\nassistant: It is"

@@ -227,9 +227,9 @@ class AsyncLLM:
         pool = self._compiling if compiles else self._preparing
         return await asyncio.wrap_future(pool.submit(act, client))
 
-    async def off_loop(self, act: Callable[[], T]) -> T:
-        """Run this in a thread that requests are not prepared in."""
-        return await asyncio.wrap_future(self._rendering.submit(act))
+    async def off_loop(self, act: Callable[[], T], client: Hashable = None) -> T:
+        """Run this in a thread that requests are not prepared in; `client` as `submit` has it."""
+        return await asyncio.wrap_future(self._rendering.submit(act, client))
 
     def close(self, timeout: float | None = None) -> bool:
         """End all requests and the threads; those who wait for a chunk get a RequestError.

@@ -21,6 +21,7 @@ from tokenleap.core.config import Config
 from tokenleap.drafters.base import Drafter, DrafterOptions, with_method
 from tokenleap.drafters.online import OnlineOptions
 from tokenleap.drafters.registry import drafter_spec, spec_of
+from tokenleap.drafters.shapes import MAX_NODES
 from tokenleap.drafters.spec import DrafterSpec
 from tokenleap.errors import ConfigError
 
@@ -68,7 +69,7 @@ class SpeculativeConfig(Config):
     }
 
     method: str | Drafter = "none"
-    num_speculative_tokens: Annotated[int, Strict(), Ge(0), Le(256)] | None = None
+    num_speculative_tokens: Annotated[int, Strict(), Ge(0), Le(MAX_NODES)] | None = None
     model: Any = None
     acceptance: str | dict[str, Any] | AcceptanceRule = "coupled"
     controller: str | dict[str, Any] | Controller | None = None
@@ -107,6 +108,12 @@ class SpeculativeConfig(Config):
             raise ConfigError(
                 f"num_speculative_tokens: the controller that was given, {type(given).__name__}, "
                 f"has its own ({given.num_speculative_tokens}): remove one of the two."
+            )
+        implied = self.options.default_num_speculative_tokens() or 0
+        if self.num_speculative_tokens is None and implied > MAX_NODES:
+            raise ConfigError(
+                f"method '{name}' would draft {implied} tokens with these options, more than "
+                f"{MAX_NODES}: lower them, or set num_speculative_tokens."
             )
         if spec.takes_model and self.model is None:
             raise ConfigError(f"method '{name}' needs a draft model: set 'model'.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,11 +22,15 @@ from tokenleap.core.tree import Draft
 from tokenleap.decode import Outcome, StepTimes
 from tokenleap.drafters.base import Drafter, layers_of
 from tokenleap.drafters.online import Learner
+from tokenleap.drafters.shapes import MAX_NODES
 from tokenleap.errors import CompatibilityError, in_one_line
 from tokenleap.request import Request
 from tokenleap.runtime.kv_slab import SlabFull
 
 _log = logging.getLogger(__name__)
+
+_MOST_LOGITS = 2**26
+"""Most logits of the drafted nodes of a step (256 MB): with many rows, drafts are shorter."""
 
 
 class Guard:
@@ -236,6 +240,9 @@ class Speculation:
         budgets = strategy.controller.budgets(requests, self._rows)
         if strategy.controller.resting:
             return [request.undrafted() for request in requests]
+        most = max(MAX_NODES, _MOST_LOGITS // requests[0].sampler.vocab_size) // self._rows
+        if max(budget.nodes for budget in budgets) > most:
+            budgets = [replace(budget, nodes=min(budget.nodes, most)) for budget in budgets]
         began = clock.now()
         drafts = self._guard.propose(strategy.drafter, requests, budgets)
         self._seconds[id(strategy)] = clock.now() - began

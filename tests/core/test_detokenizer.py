@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -87,6 +88,25 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     assert detokenizer.add(TOKENIZER.encode("€")[0]) == ""
     assert detokenizer.finish() == "\ufffd"
+
+
+def test_many_tokens_without_a_whole_character() -> None:
+    """A prompt may have thousands, and so may an output that is allowed nothing else."""
+    detokenizer, decoded = Detokenizer(TOKENIZER), 0
+    decode = detokenizer._decode_ids
+    assert decode is not None
+
+    def counted(ids: list[int], **options: Any) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids, **options)
+
+    detokenizer._decode_ids = counted
+    lone, tail = TOKENIZER.encode("€")[0], TOKENIZER.encode("b€ab")
+    ids = [lone] * 4000 + tail
+    text = "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()
+    assert text == detokenizer.text == TOKENIZER.decode(ids)
+    assert decoded < 40 * len(ids)
 
 
 @pytest.mark.parametrize("token", [0, 5])

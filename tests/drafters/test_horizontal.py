@@ -11,7 +11,7 @@ import torch
 from tests.drafting import request_of
 from tests.matrix import PROMPTS, tiny_llm
 from tests.tiny import tiny_model
-from tokenleap import CompatibilityError, ConfigError, SamplingParams
+from tokenleap import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, LazyDistribution
 from tokenleap.core.tree import Draft, chain
@@ -134,6 +134,10 @@ def test_what_does_not_fit() -> None:
         refused([ngram, {"method": "lookahead"}], [1, 1])
     with pytest.raises(ConfigError, match="one number per drafter, got 1 for 2"):
         refused([ngram, ngram], [3])
+    with pytest.raises(ConfigError, match="tokens: input should be less than or equal to 256"):
+        refused([ngram, ngram], [1000, 1])
+    with pytest.raises(ConfigError, match="would draft 300 tokens with these options, more than"):
+        SpeculativeConfig(method="horizontal_cascade", drafters=[ngram, ngram], tokens=[150, 150])
 
 
 class Sure(Drafter):

@@ -24,6 +24,7 @@ from tokenleap.control import Budget
 from tokenleap.core.sampler import BadWords, Sampler, TreeDistributions
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.base import Drafter, DrafterTraits
+from tokenleap.engine import jobs
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.request import Request
 
@@ -228,6 +229,19 @@ def test_a_word_is_forbidden_with_and_without_a_space(
     (request,) = llm.engine.make_requests(JobSpec([1], SamplingParams(bad_words=[word])))
     shaped = request.sampler.shaped(torch.zeros(96), output)
     assert set((shaped == -torch.inf).nonzero()[:, 0].tolist()) == forbidden
+
+
+def test_the_words_of_several_prompts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    llm = LLM(tiny_model(), tokenizer=tiny_tokenizer())
+
+    def tokens(_: Any, text: str, **__: Any) -> list[int]:
+        read.append(text)
+        return [5, 6]
+
+    monkeypatch.setattr(jobs, "tokens_of", tokens)
+    llm.generate([[1], [2], [3]], SamplingParams(bad_words=["ab"], max_tokens=2, n=2))
+    assert read == ["ab", " ab"]
 
 
 def test_errors() -> None:

@@ -15,7 +15,7 @@ from tests.control.worlds import outcome as outcome_of_tree
 from tests.control.worlds import request_of
 from tests.matrix import ON_CHAINS, PROMPTS, SPECULATIVE, tiny_llm
 from tests.tiny import tiny_model
-from tokenleap import LLM, RequestOutput, SamplingParams
+from tokenleap import LLM, RequestOutput, SamplingParams, speculation
 from tokenleap.control import CONTROLLERS, Budget, Controller, CostCurve
 from tokenleap.control.base import BatchTable, Confidence, Heuristic
 from tokenleap.decode import Outcome
@@ -135,6 +135,18 @@ def test_the_end_of_the_output_cuts_every_budget(controller: str) -> None:
     for remaining in (1, 2, 3):
         (budget,) = CONTROLLERS[controller](8).budgets([request_of(remaining)], 1)
         assert budget.depth <= remaining - 1
+
+
+def test_many_rows_have_shorter_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step computes is bounded, whatever its requests ask for."""
+    monkeypatch.setattr(speculation, "_MOST_LOGITS", 0)
+    monkeypatch.setattr(speculation, "MAX_NODES", 7)
+    long = {"method": "random", "num_speculative_tokens": 64, "controller": "fixed"}
+    llm = LLM(llama(), speculative_config=long)
+    for prompts in PROMPTS[:1], PROMPTS[:3]:
+        for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16)):
+            sizes = [len(step.drafted) for step in output.trace.steps]
+            assert max(sizes) == 7 // len(prompts)
 
 
 def test_heuristic_grows_and_shrinks() -> None:

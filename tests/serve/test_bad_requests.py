@@ -9,6 +9,7 @@ import pytest
 
 from tests.serve.support import CONTEXT, MODEL, Served
 from tokenleap import SpeculativeConfig
+from tokenleap.serve import running
 from tokenleap.serve.fields import MAX_NESTED, check_speculation
 from tokenleap.serve.text_limit import TextLimit
 
@@ -307,6 +308,9 @@ def nested(levels: int) -> dict[str, Any]:
         {"method": "suffix", "suffix_decoding_max_cached_tokens": 100_001},
         {"method": "suffix", "suffix_decoding_max_cached_requests": 10**9},
         {"method": "prediction", "drafter": {"method": "recycle", "recycle_max_contexts": 10**9}},
+        {"method": "early_exit", "tree": [[0] * 15_000]},
+        {"method": "early_exit", "tree": [1] * 5000},
+        {"method": "ngram", "controller": {"rule": "batch", "lengths": [[[0]] * 100] * 100}},
     ],
 )
 def test_a_request_has_bounded_drafters(server: Served, config: dict[str, Any]) -> None:
@@ -366,6 +370,17 @@ def test_other_paths_and_methods(server: Served) -> None:
         assert response.status_code == status
         assert response.json()["error"]["message"].startswith(f"{method} {path}")
     assert server.http.get("/v1/models/other").status_code == 404
+
+
+def test_log_probabilities_of_prompts_are_bounded(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "MAX_PROMPT_LOGPROBS", 30)
+    fields: dict[str, Any] = {"prompt": ["hello", "world"], "max_tokens": 0}
+    error = server.refused(COMPLETIONS, **fields, prompt_logprobs=3)
+    assert "at most 30 for all prompts together on this server, got 40" in error["message"]
+    server.refused(COMPLETIONS, **fields, echo=True, logprobs=3)
+    assert server.post(COMPLETIONS, **fields, prompt_logprobs=2).status_code == 200
 
 
 def test_tokens(server: Served) -> None:

@@ -84,6 +84,17 @@ def test_parts_names_and_roles(server: Served, client: Client) -> None:
     assert found.choices[0].message.content == expected.text
 
 
+def test_the_model_may_be_left_out(server: Served) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 1}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 1}),
+    ):
+        response = server.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == MODEL
+
+
 def test_an_answer_can_be_given_back(client: Client) -> None:
     """The client sends all fields of its message object, most of them null."""
     fields: Any = {"model": MODEL, "temperature": 0, "max_tokens": 4}

@@ -129,6 +129,13 @@ def test_echo_has_what_was_read(server: Served) -> None:
         assert len(choice["logprobs"]["tokens"]) == 3
 
 
+def test_echo_of_a_prompt_that_was_not_cut(server: Served) -> None:
+    text = f"{tiny_parts()[1].eos_token} hello"
+    for most in (None, -1, 50):
+        fields = {"echo": True, "max_tokens": 1, "truncate_prompt_tokens": most}
+        assert server.complete(text, **fields)["choices"][0]["text"].startswith(text)
+
+
 def test_the_pieces_of_a_stream(server: Served) -> None:
     fields = {"prompt": ["hello", "other"], "n": 2, "seed": 3, "max_tokens": 7, "logprobs": 1}
     whole = server.post("/v1/completions", **fields).json()
@@ -223,6 +230,7 @@ def test_fields_that_are_not_sent_are_the_models_own() -> None:
     assert model.generation_config is not None
     model.generation_config.top_k = 1
     model.generation_config.max_new_tokens = 5
+    model.generation_config.temperature = 0.3
     llm = LLM(model, tokenizer=tokenizer)
     (expected,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=20))
     with served(llm) as server:
@@ -234,6 +242,8 @@ def test_fields_that_are_not_sent_are_the_models_own() -> None:
         assert chat["usage"]["completion_tokens"] == 5
         answer = server.post("/v1/responses", model="tiny", input="hello").json()
         assert answer["usage"]["output_tokens"] == 5
+        assert answer["temperature"] == 0.3
+        assert answer["top_p"] == 1
     with served(LLM(model, tokenizer=tokenizer, generation_config="vllm")) as server:
         text = server.post("/v1/completions", model="tiny", prompt="hello", seed=3).json()
         assert text["usage"]["completion_tokens"] == 16

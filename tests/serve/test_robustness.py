@@ -25,7 +25,7 @@ import pytest
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tests.serve.support import MODEL, Served, samples, served, tiny_llm, until
+from tests.serve.support import MODEL, Served, samples, served, tiny_llm, tiny_parts, until
 from tokenleap import LLM, AsyncLLM, Metrics, SamplingParams, TokenleapError
 from tokenleap.core.sequence import SHARED
 from tokenleap.serve.app import FILES, create_app
@@ -617,6 +617,28 @@ def test_an_answer_that_its_client_stops(
         assert last["choices"][0]["tokenleap"]["trace"]["steps"]
     until(lambda: server.state.open_sequences == 0)
     assert server.http.post(f"{path}/{response_id}/cancel").status_code == 404
+
+
+def test_an_answer_that_is_stopped_before_all_prompts_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokenizer = tiny_parts()
+    with served(LLM(model, tokenizer=tokenizer, max_num_seqs=1)) as server:
+        gate = Gate(server.llm, monkeypatch, steps=3)
+        body = {**ENDLESS, "prompt": ["hello", "world"], "echo": True, "logprobs": 1}
+        path = "/v1/completions"
+        with server.http.stream("POST", path, json=body | {"stream": True}) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: "))
+            response_id = json.loads(next(lines).removeprefix("data: "))["id"]
+            until(lambda: gate.holds)
+            assert server.http.post(f"{path}/{response_id}/cancel").status_code == 204
+            gate.open = True
+            events = [json.loads(x.removeprefix("data: ")) for x in lines if x != "data: [DONE]"]
+    ends = [event["choices"][0] for event in events]
+    assert {choice["index"] for choice in ends if choice["finish_reason"] == "abort"} == {0, 1}
+    unread = next(choice for choice in ends if choice["index"] == 1)
+    assert unread["text"] == "world"
+    assert unread["logprobs"]["token_logprobs"] == [None] * 5
 
 
 # Faults

@@ -15,6 +15,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _INCOMPLETE = "\ufffd"
 
+_LONG_UNREAD = 16
+"""Of more tokens without a whole character, decoding is tried again when they are 1/16 more: else
+the time would grow with their square."""
+
 _Texts: TypeAlias = dict[int, str]
 _PIECES: WeakKeyDictionary[PreTrainedTokenizerBase, dict[bool, _Texts]] = WeakKeyDictionary()
 """Cache of the text of single tokens, by tokenizer and by whether special tokens are skipped."""
@@ -122,6 +126,7 @@ class Detokenizer:
         self._start = 0  # tokens before this index no longer influence the text that follows
         self._read = 0  # tokens before this index have been turned into text
         self._before = ""  # text of the tokens from _start to _read
+        self._next_try = 0  # with fewer unread tokens, decoding is not tried again
         self._pieces = _pieces_of(tokenizer, skip_special_tokens)
         self._text = ""  # all text decoded so far
         self._returned = 0  # number of characters already returned
@@ -140,12 +145,16 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token)
-        before = self._before
-        after = self._decode(self._token_ids[self._start :])
-        if not after.endswith(_INCOMPLETE):
-            self._extend(after[len(before) :], may_stop)
-            self._start, self._read = self._read, len(self._token_ids)
-            self._before = self._piece(self._token_ids[self._start :])
+        unread = len(self._token_ids) - self._read
+        if unread >= self._next_try:
+            before = self._before
+            after = self._decode(self._token_ids[self._start :])
+            self._next_try = unread + unread // _LONG_UNREAD
+            if not after.endswith(_INCOMPLETE):
+                self._extend(after[len(before) :], may_stop)
+                self._start, self._read = self._read, len(self._token_ids)
+                self._before = self._piece(self._token_ids[self._start :])
+                self._next_try = 0
         return self._release(self._held_back())
 
     def finish(self) -> str:

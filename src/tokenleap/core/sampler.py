@@ -63,6 +63,11 @@ class Sampler:
         for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             check_token_ids(field, getattr(params, field) or (), vocab_size)
         allowed = params.allowed_token_ids
+        if allowed is not None and len(allowed) > vocab_size:
+            raise ConfigError(
+                f"allowed_token_ids: {len(allowed)} ids, and the vocabulary has {vocab_size}: give "
+                "each once."
+            )
         if allowed is not None and params.min_tokens and set(allowed) <= set(self.stop_ids):
             raise ConfigError(
                 "allowed_token_ids: only tokens that end the output are allowed, and min_tokens "
@@ -419,8 +424,7 @@ def check_finite(logit: Tensor) -> None:
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token in token_ids:
-        if token >= vocab_size:
-            raise ConfigError(
-                f"{field}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})."
-            )
+    if (token := max(token_ids, default=0)) >= vocab_size:
+        raise ConfigError(
+            f"{field}: token id {token} is outside the vocabulary (0 to {vocab_size - 1})."
+        )

@@ -15,7 +15,7 @@ from tokenleap.core.config import Config, PathText
 from tokenleap.core.files import read_json, write_whole
 from tokenleap.core.structured import Structured
 from tokenleap.drafters.base import DrafterOptions, InnerConfig
-from tokenleap.drafters.shapes import OF_Q, SampledOptions, TreeOptions
+from tokenleap.drafters.shapes import MAX_NODES, OF_Q, SampledOptions, TreeOptions
 from tokenleap.errors import (
     CompatibilityError,
     ConfigError,
@@ -635,7 +635,7 @@ class HorizontalOptions(DrafterOptions):
     """
 
     drafters: Annotated[tuple[InnerConfig, ...], MinLen(2)]
-    tokens: tuple[Annotated[int, Ge(1)], ...]
+    tokens: tuple[Annotated[int, Ge(1), Le(MAX_NODES)], ...]
 
     @model_validator(mode="after")
     def _one_number_per_drafter(self) -> Self:
@@ -668,6 +668,8 @@ class HybridOptions(DrafterOptions):
         if "model" in self.drafter:
             raise ValueError("drafter takes the 'model' of 'hybrid': set it there.")
         most = self.drafter.get("num_speculative_tokens", 1)
-        if type(most) is not int or not 1 <= most <= 256:
-            raise ValueError(f"drafter: num_speculative_tokens must be 1 to 256, got {most!r}.")
+        if type(most) is not int or not 1 <= most <= MAX_NODES:
+            raise ValueError(
+                f"drafter: num_speculative_tokens must be 1 to {MAX_NODES}, got {most!r}."
+            )
         return self

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from tokenleap.control import Budget
     from tokenleap.core.distribution import Distribution
 
+MAX_NODES = 256
+MAX_DEPTH = 64
+MAX_RANKS = 64
+"""Most children of a node."""
+
 
 @dataclass(eq=False)
 class Node:
@@ -274,12 +279,12 @@ class TreeOptions(SampledOptions):
 
     tree: (
         Literal["dynamic"]
-        | Annotated[tuple[Annotated[int, Ge(1), Le(64)], ...], Len(1)]
-        | Annotated[tuple[tuple[Annotated[int, Ge(0), Le(63)], ...], ...], Len(1)]
+        | Annotated[tuple[Annotated[int, Ge(1), Le(MAX_RANKS)], ...], Len(1)]
+        | Annotated[tuple[tuple[Annotated[int, Ge(0), Le(MAX_RANKS - 1)], ...], ...], Len(1)]
         | None
     ) = None
-    tree_top_k: Annotated[int, Ge(1), Le(64)] = 4
-    tree_depth: Annotated[int, Ge(1), Le(64)] = 5
+    tree_top_k: Annotated[int, Ge(1), Le(MAX_RANKS)] = 4
+    tree_depth: Annotated[int, Ge(1), Le(MAX_DEPTH)] = 5
     expansion: Literal["auto", "top_k", "sample", "sample_with_replacement"] = "auto"
 
     @model_validator(mode="before")
@@ -288,6 +293,20 @@ class TreeOptions(SampledOptions):
         if isinstance(fields, dict) and is_tree_file(fields.get("tree")):
             return {**fields, "tree": TreeFile.load(fields["tree"]).paths}
         return fields
+
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _not_too_long(cls, value: object) -> object:
+        """What is longer is not even read."""
+        if isinstance(value, list | tuple):
+            longest = max(
+                (len(each) for each in value if isinstance(each, list | tuple)), default=0
+            )
+            if len(value) > MAX_NODES or longest > MAX_DEPTH:
+                raise ValueError(
+                    f"a tree has at most {MAX_NODES} nodes, and a path {MAX_DEPTH} ranks"
+                )
+        return value
 
     @field_validator("tree")
     @classmethod
@@ -366,11 +385,6 @@ def shape_of(options: TreeOptions) -> Shape:
 
 
 FORMAT = "tokenleap-tree-1"
-
-MAX_NODES = 256
-MAX_DEPTH = 64
-MAX_RANKS = 64
-"""Most children of a node."""
 
 
 @dataclass(frozen=True)

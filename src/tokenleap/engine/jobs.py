@@ -340,6 +340,7 @@ class _Read(NamedTuple):
     given: JobSpec
     params: SamplingParams
     config: SpeculativeConfig | None
+    bad_words: BadWords | None
     references: References
     prediction: References
 
@@ -404,14 +405,21 @@ class JobMaker:
         return self._requests(read, self.read(spec.prompt))
 
     def _read(self, specs: Sequence[JobSpec]) -> list[_Read]:
-        """Check parameters and read texts; a text that several prompts share is read once."""
+        """Check parameters and read texts; what several prompts share is read once."""
         references = self.references.read_all([spec.references for spec in specs])
         predictions = self.references.predictions([spec.prediction for spec in specs])
+        given = {id(spec.params): spec.params for spec in specs}
+        parsed = {
+            key: SamplingParams.parse(params, self.sampling_defaults)
+            for key, params in given.items()
+        }
+        banned = {key: self._bad_words(params) for key, params in parsed.items()}
         found = [
             _Read(
                 spec,
-                SamplingParams.parse(spec.params, self.sampling_defaults),
+                parsed[id(spec.params)],
                 self._config(spec.speculative_config),
+                banned[id(spec.params)],
                 *texts,
             )
             for spec, *texts in zip(specs, references, predictions, strict=True)
@@ -487,7 +495,6 @@ class JobMaker:
 
     def _requests(self, spec: _Read, opening: Opening) -> list[Request]:
         params, trace = spec.params, spec.given.trace
-        bad_words = self._bad_words(params)
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop: stop strings need a tokenizer, and this model has none.")
         if spec.searches_beams:
@@ -525,7 +532,7 @@ class JobMaker:
                 rules=rules,
                 references=spec.references,
                 prediction=spec.prediction,
-                bad_words=bad_words,
+                bad_words=spec.bad_words,
                 scope=scope,
                 pooled=None if pooler is None else pooler.begin(),
                 new_seed=self._new_seed,

@@ -125,23 +125,25 @@ class PrefixCache:
             hidden: layer id -> [n, E] hidden states. Blocks cached without them gain them.
         """
         states = hidden or {}
-        kept: list[_Key] = []
+        kept: dict[_Key, None] = {}  # in order
         parent: _Parent = beginning
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             block_id = (parent, tuple(tokens[start : start + BLOCK]))
+            kept[block_id] = None
             block = {layer: each[start : start + BLOCK] for layer, each in states.items()}
             entry = self._entries.get(block_id)
+            if entry is not None:
+                self._entries.move_to_end(block_id)
             if entry is None or block.keys() - entry.hidden.keys():
                 old_bytes = 0 if entry is None else entry.num_bytes
                 entry = self._new_entry(key, start, entry, block)
                 more = entry.num_bytes - old_bytes
-                if not self._make_room(more, {*kept, block_id}):
+                if not self._make_room(more, kept.keys()):
                     break
                 self._entries[block_id] = entry
                 self.num_bytes += more
-            kept.append(block_id)
             parent = entry.number
-            self._mark_used(kept)
+        self._mark_used([block_id for block_id in kept if block_id in self._entries])
 
     def state_of(self, beginning: Beginning) -> RowState | None:
         """The encoder's output for a source; None if it is not cached."""

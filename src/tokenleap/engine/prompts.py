@@ -207,7 +207,7 @@ def conversation_text(
             listed = without_tools(listed, tools or ())
         elif tools:
             arguments["tools"] = list(tools)
-        return rendered(tokenizer, listed, add_generation_prompt=generates, **arguments)
+        text = rendered(tokenizer, listed, add_generation_prompt=generates, **arguments)
     except TemplateError as error:  # a template may refuse roles or their order
         raise PromptError(f"the model's chat template refuses this: {error}") from error
     except RecursionError:
@@ -216,6 +216,7 @@ def conversation_text(
         raise PromptError(
             f"the model's chat template cannot format this: {in_one_line(error)}"
         ) from error
+    return checked_text("messages", text)
 
 
 def _check_template_arguments(given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -306,7 +307,7 @@ def _with_text(message: Message) -> dict[str, Any]:
             raise PromptError(f"messages: a message of role '{message['role']}' has no content.")
         return {**message, "content": ""}
     if isinstance(content, str):
-        return {**message, "content": checked_text("messages", content)}
+        return {**message, "content": content}
     if not isinstance(content, Sequence):
         return dict(message)
     texts = []
@@ -315,7 +316,7 @@ def _with_text(message: Message) -> dict[str, Any]:
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise PromptError(f"messages: a part of content of type {kind!r} is not text.")
-        texts.append(checked_text("messages", text))
+        texts.append(text)
     return {**message, "content": "".join(texts)}
 
 

@@ -121,7 +121,9 @@ class _Completion(Choices[CompletionBody]):
         if body.logprobs is not None:
             known: list[TokenLogprobs | None] = [token.logprobs for token in tokens]
             if prompt_ids:
-                known = [None, *(request.prompt_scores or ()), *known]
+                scores = request.prompt_scores or []  # fewer if the request was ended before
+                unknown = [None] * (len(prompt_ids) - 1 - len(scores))
+                known = [None, *scores, *unknown, *known]
             ids = [*prompt_ids, *(token.token_id for token in tokens)]
             logprobs = completion_logprobs(known, ids, texts, self.state.pieces, offset)
         text = "".join(texts)
@@ -150,14 +152,14 @@ class _Completion(Choices[CompletionBody]):
         tokenizer, most = self.state.llm.llm.tokenizer, self.body.truncate_prompt_tokens
         if not isinstance(given, str):
             return ids, _texts_of(ids, tokenizer, skip_special_tokens=False)
-        if most is not None and len(ids) >= most:  # only its end was read
-            return ids, _texts_of(ids, tokenizer, skip_special_tokens=True)
         # The text may have special tokens itself, or the tokenizer has put them in.
-        for skip in (True, False):
-            texts = _texts_of(ids, tokenizer, skip_special_tokens=skip)
+        without, whole = (_texts_of(ids, tokenizer, skip_special_tokens=s) for s in (True, False))
+        for texts in (without, whole):
             if "".join(texts) == given:
                 return ids, texts
-        return ids, _cut(given, texts)
+        if most is not None and (most < 0 or len(ids) >= most):  # only its end was read
+            return ids, without
+        return ids, _cut(given, whole)
 
 
 def listed_prompts(field: str, given: Any, settings: Settings) -> list[str | list[int]]:
@@ -243,6 +245,7 @@ class _Response(Answer[ResponseBody]):
     def begin(self, run: Run) -> None:
         super().begin(run)
         body, self._item = self.body, f"msg_{uuid.uuid4().hex}"
+        params = run.requests[0].job.requests[0].params
         self._head: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -253,11 +256,11 @@ class _Response(Answer[ResponseBody]):
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": params.temperature,
             "text": {"format": (body.text or TextOptions()).format or {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": params.top_p,
             "max_output_tokens": body.max_output_tokens,
         }
 

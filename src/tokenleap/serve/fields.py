@@ -196,7 +196,7 @@ def _asked(names: Iterable[str]) -> Any:
 class SamplingBody(_asked(SAMPLED)):  # type: ignore[misc]
     """How the next token is drawn, and what the response has besides text."""
 
-    model: str
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Ge(1)] | None = None
@@ -355,7 +355,7 @@ class ResponseBody(WithoutEffect, _asked(OF_RESPONSES)):  # type: ignore[misc]
         "truncation": ("disabled",),
     }
 
-    model: str
+    model: str | None = None
     input: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[Items[InputMessage], MinLen(1), Tag("<list>")],
         by_type(text="a string", items="a list of messages"),
@@ -379,7 +379,7 @@ class EmbeddingBody(Body):
     speculative_config: ClassVar[None] = None
     cache_salt: ClassVar[None] = None
 
-    model: str
+    model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Ge(1)] | None = None
@@ -410,8 +410,8 @@ _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _WORDS = ("method", "acceptance", "controller", "rule")
 _OWN = frozenset({"model", "draft_tokenizer", "online", "expected"})
 """Fields of speculation that load a model, write files, or make the engine compile a form."""
-MAX_NESTED, MAX_DRAFTERS = 4, 8
-"""Most levels of drafters in a request's configuration, and most drafters in all."""
+MAX_NESTED, MAX_DRAFTERS, MAX_VALUES = 4, 8, 4096
+"""Most levels of drafters in a request's configuration; most drafters, and most values, in all."""
 _MEMORY = frozenset(
     {
         "suffix_decoding_max_cached_requests",
@@ -514,7 +514,7 @@ def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
 
 def check_speculation(given: Any, own: SpeculativeConfig) -> None:
     """Refuse what makes the server read files, load models, compile forms, or keep much."""
-    drafters = _check_nesting(given)
+    drafters = _num_drafters(given)
     if drafters > MAX_DRAFTERS:
         raise _refused(f"at most {MAX_DRAFTERS} drafters on this server, got {drafters}.")
     method = given.get("method") if isinstance(given, dict) else None
@@ -543,15 +543,22 @@ def _refused(message: str) -> APIError:
     return invalid("speculative_config", f"speculative_config: {message}")
 
 
-def _check_nesting(given: Any, level: int = 0) -> int:
-    if level > 2 * MAX_NESTED + 1:  # each level of drafters is an object, mostly in a list
-        raise _refused(f"at most {MAX_NESTED} levels of drafters on this server.")
-    if isinstance(given, Mapping):
-        inner = sum(_check_nesting(value, level + 1) for value in given.values())
-        return inner + ("method" in given)
-    if isinstance(given, list):
-        return sum(_check_nesting(value, level + 1) for value in given)
-    return 0
+def _num_drafters(given: Any) -> int:
+    """Drafters of a configuration, which must be neither deep nor long."""
+    found, values, level = 0, 0, [given]
+    for _ in range(2 * MAX_NESTED + 2):  # each level of drafters is an object, mostly in a list
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, Mapping | list):
+                values += len(each)
+                if values > MAX_VALUES:
+                    raise _refused(f"at most {MAX_VALUES} values on this server.")
+                found += isinstance(each, Mapping) and "method" in each
+                inner += each.values() if isinstance(each, Mapping) else each
+        if not inner:
+            return found
+        level = inner
+    raise _refused(f"at most {MAX_NESTED} levels of drafters on this server.")
 
 
 def _check_fields(given: Any, path: str) -> None:

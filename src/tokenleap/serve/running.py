@@ -29,6 +29,7 @@ from starlette.types import Scope as AsgiScope
 
 from tokenleap.async_llm import AsyncLLM, AsyncRequest
 from tokenleap.core.detokenizer import Pieces
+from tokenleap.core.params import SamplingParams
 from tokenleap.core.sequence import Scope
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.errors import RequestError, TokenleapError
@@ -241,6 +242,7 @@ async def _started(request: Request, answer: Answer[Any]) -> Run:
     try:
         client = state.client_of(request)
         specs = await state.llm.prepare(answer.prepare, client=client, compiles=wants_form(body))
+        _check_prompt_logprobs(specs)
         scoped = [replace(spec, scope=scope) for spec in specs]
         requests += await state.llm.submit(scoped, client)
     except BaseException as error:
@@ -260,6 +262,24 @@ async def _started(request: Request, answer: Answer[Any]) -> Run:
         run.preparing = None
     run.entered = True
     return run
+
+
+MAX_PROMPT_LOGPROBS = 2**20
+"""Most log-probabilities of prompts in a response, which take 200 MB."""
+
+
+def _check_prompt_logprobs(specs: Sequence[JobSpec]) -> None:
+    found = 0
+    for spec in specs:
+        params = spec.params
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            found += len(spec.prompt) * (params.prompt_logprobs + 1)
+    if found > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            "prompt_logprobs",
+            f"prompt_logprobs: at most {MAX_PROMPT_LOGPROBS} for all prompts together on this "
+            f"server, got {found}: send fewer prompts, or ask for fewer.",
+        )
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
@@ -654,12 +674,15 @@ async def answered(
     made.begin(run)
     if made.body.stream:
         return EventStream(run, made.events(), state.settings.write_timeout)
+
+    async def whole() -> bytes:
+        results = await run.results()
+        client = state.client_of(request)
+        return await state.llm.off_loop(lambda: _whole_json(made.whole(results)), client)
+
     try:
-        results = await while_connected(request, run.results())
-        if results is None:
-            return GONE
-        content = await state.llm.off_loop(lambda: as_json(made.whole(results)))
-        return Response(content, media_type="application/json")
+        content = await while_connected(request, whole())
+        return GONE if content is None else Response(content, media_type="application/json")
     finally:
         run.close()
 
@@ -674,9 +697,21 @@ DONE = b"data: [DONE]\n\n"
 
 
 def as_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
-        errors="replace"
-    )
+    return _json(value).encode(errors="replace")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _whole_json(value: Mapping[str, Any]) -> bytes:
+    """An object with long lists: each item is written alone, so that other threads run between."""
+    written = {
+        name: f"[{','.join(map(_json, each))}]" if isinstance(each, list) else _json(each)
+        for name, each in value.items()
+    }
+    members = (f"{_json(name)}:{each}" for name, each in written.items())
+    return f"{{{','.join(members)}}}".encode(errors="replace")
 
 
 def data(value: Mapping[str, Any]) -> bytes:
