@@ -90,7 +90,7 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_many_tokens_without_a_whole_character() -> None:
+def test_many_tokens_without_a_whole_character(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt may have thousands, and so may an output that is allowed nothing else."""
     detokenizer, decoded = Detokenizer(TOKENIZER), 0
     decode = detokenizer._decode_ids
@@ -101,7 +101,7 @@ def test_many_tokens_without_a_whole_character() -> None:
         decoded += len(ids)
         return decode(ids, **options)
 
-    detokenizer._decode_ids = counted
+    monkeypatch.setattr(detokenizer, "_decode_ids", counted)
     lone, tail = TOKENIZER.encode("€")[0], TOKENIZER.encode("b€ab")
     ids = [lone] * 4000 + tail
     text = "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()

@@ -14,6 +14,7 @@ from tests.tiny import tiny_model
 from tokenleap import CompatibilityError, ConfigError, SamplingParams, SpeculativeConfig
 from tokenleap.control import Budget
 from tokenleap.core.distribution import Distribution, LazyDistribution
+from tokenleap.core.noise import Stream
 from tokenleap.core.tree import Draft, chain
 from tokenleap.drafters.base import Drafter
 from tokenleap.drafters.combine import HorizontalCascade
@@ -122,6 +123,31 @@ def test_models_then_ngrams(rule: str) -> None:
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
 
 
+class Noisy(Drafter):
+    """Drafts one drawn token, and writes down where its noise comes from."""
+
+    def __init__(self) -> None:
+        self.counters: list[list[int]] = []
+
+    def propose(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Draft]:
+        for request in batch:
+            noise = request.noise.at(len(request.token_ids)).drafting(coupled=False)
+            self.counters.append(noise.counter(Stream.DRAFT, 0))
+        return [Draft.deterministic(chain([request.root, 5])) for request in batch]
+
+
+def test_each_step_has_its_own_noise() -> None:
+    """Also where a position is drafted again, after a shorter draft of the stage before."""
+    last = Noisy()
+    drafter = cascade(Counting(1), last, tokens=[1, 1])
+    drafter.propose([request_of([5])], [Budget(2, 2)])
+    shorter = cascade(Counting(1, most=0), last, tokens=[1, 1])
+    shorter.propose([request_of([5, 6])], [Budget(2, 2)])
+    first, second = last.counters
+    assert first[2] == second[2]  # the same position
+    assert first != second
+
+
 def refused(drafters: list[dict[str, Any]], tokens: list[int]) -> None:
     tiny_llm(tiny_model(), "horizontal_cascade", drafters=drafters, tokens=tokens)
 
@@ -136,8 +162,9 @@ def test_what_does_not_fit() -> None:
         refused([ngram, ngram], [3])
     with pytest.raises(ConfigError, match="tokens: input should be less than or equal to 256"):
         refused([ngram, ngram], [1000, 1])
+    long = {"drafters": [ngram, ngram], "tokens": [150, 150]}
     with pytest.raises(ConfigError, match="would draft 300 tokens with these options, more than"):
-        SpeculativeConfig(method="horizontal_cascade", drafters=[ngram, ngram], tokens=[150, 150])
+        SpeculativeConfig.parse({"method": "horizontal_cascade", **long})
 
 
 class Sure(Drafter):

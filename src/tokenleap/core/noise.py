@@ -112,21 +112,23 @@ class Noise:
         token_stream: the stream that `draw` uses. Under the coupled rule a drafter draws from the
             target's own stream, so that it tends to draw the token the target will draw.
         lane: number of the drafter, if several draft for the same position in the same step.
+        ahead: tokens before `position` that were drafted in this step, so that it began there.
     """
 
     seed: int
     position: int = 0
     token_stream: Stream = Stream.TARGET
     lane: int = 0
+    ahead: int = 0
 
     def at(self, position: int) -> Noise:
         """The same noise with depths counted from `position` (a sequence index)."""
-        return Noise(self.seed, position, self.token_stream, self.lane)
+        return Noise(self.seed, position, self.token_stream, self.lane, self.ahead)
 
     def drafting(self, *, coupled: bool) -> Noise:
         """The noise of a drafter: the target's stream if `coupled`, else an independent one."""
         stream = Stream.TARGET if coupled else Stream.DRAFT
-        return Noise(self.seed, self.position, stream, self.lane)
+        return Noise(self.seed, self.position, stream, self.lane, self.ahead)
 
     def in_lane(self, index: int) -> Noise:
         """The noise of drafter `index` of several; the target's stream does not change."""
@@ -221,7 +223,7 @@ class Noise:
         # Several steps may draft the same position: block verification may reject a position
         # because of the tokens drafted after it. Each step needs new noise for acceptance and
         # drafting, so their counter includes the step.
-        step = 0 if stream is Stream.TARGET else self.position
+        step = 0 if stream is Stream.TARGET else self.position - self.ahead
         lane = self.lane if stream is Stream.DRAFT else 0
         # The lowest word advances within a draw; the other words identify the draw.
         return [0, trial << 48 | step, self.position + depth, lane << 8 | int(stream)]

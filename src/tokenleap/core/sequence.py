@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Self
 
@@ -101,7 +101,7 @@ class SequenceState:
 
     def extended(self, tokens: Sequence[int], noise: Noise) -> Self:
         """The request as if these tokens were committed, for a drafter that continues them."""
-        other = self.with_noise(noise)
+        other = self.with_noise(replace(noise, ahead=noise.ahead + len(tokens)))
         other.token_ids = [*self.token_ids, *tokens]
         return other
 
