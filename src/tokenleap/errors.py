@@ -102,6 +102,11 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether it is an error, and no signal to end: a panic of Rust's code is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def told(error: BaseException) -> str:
     """Any error as one line for users: without the class name if the message is for them."""
     line = in_one_line(error)

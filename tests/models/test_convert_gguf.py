@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from tokenleap.errors import ModelError
 from tokenleap.models import load_model, load_tokenizer, resolve
 from tokenleap.models.generation import defaults_of, sampling_defaults
+from tokenleap.models.gguf import _tensors
 
 CPU = torch.device("cpu")
 QUANTISED = gguf.GGMLQuantizationType.Q4_1
@@ -127,6 +129,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no rotation": ({"settings": {"llama.rope.freq_base": 0.0}}, "rope_theta: .*greater than 0"),
     "infinite rotation": ({"settings": {"llama.rope.freq_base": np.inf}}, "rope_theta: .*finite"),
     "huge heads": ({"settings": {"llama.attention.head_count": 10**9}}, "of at least .* numbers"),
+    "more key heads than heads": (
+        {"settings": {"llama.attention.head_count_kv": 8}},
+        "cannot share 8 key-value heads",
+    ),
+    "a quantized norm": (
+        {"quantize": {"output_norm.weight": gguf.GGMLQuantizationType.Q8_0}},
+        "damaged: output_norm.weight is quantized",
+    ),
     "no key heads": ({"settings": {"llama.attention.head_count_kv": 0}}, "greater than 0"),
     "half an end": ({"settings": {"tokenizer.ggml.eos_token_id": 0.5}}, "eos_token_id"),
     "an end that is no token": ({"settings": {"tokenizer.ggml.eos_token_id": 999}}, "eos_token_id"),
@@ -187,3 +197,13 @@ def test_what_a_file_recommends_for_sampling(make_gguf: Any) -> None:
     assert defaults_of(str(path), "none") == {}
     model = load_model(resolve(path), torch.float32, torch.device("cpu"))
     assert sampling_defaults(model.generation_config) == expected
+
+
+def test_tensors_that_share_their_numbers_are_refused(tmp_path: Path) -> None:
+    """A small file would fill the disk with what is made of it."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(bytes(100))
+    tensor = SimpleNamespace(n_bytes=64, shape=np.array([16]), name="x", data_offset=0)
+    reader: Any = SimpleNamespace(tensors=[tensor, tensor])
+    with pytest.raises(ModelError, match="its tensors share numbers"):
+        list(_tensors(path, reader))

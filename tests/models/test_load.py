@@ -168,6 +168,15 @@ def test_remote_code_is_refused(folder: Path, tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers: .*greater than 0"),
         ({"hidden_size": 10**6, "head_dim": 10**6}, "model of at least .* numbers"),
         ({"num_labels": 10**12}, "num_labels: "),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
+        ({"num_key_value_heads": 8}, "4 attention heads cannot share 8 key-value heads"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings: .*less than or equal"),
+        (
+            {"max_position_embeddings": 10**6, "rope_parameters": None, "rope_theta": None},
+            "a context of 1000000 tokens without rotary embeddings",
+        ),
+        ({"relative_attention_max_distance": 10**8}, "relative_attention_max_distance: "),
+        ({"relative_attention_num_buckets": 0}, "relative_attention_num_buckets: "),
         ({"sliding_window": [4]}, "sliding_window: .*integer"),
         ({"eos_token_id": 0.5}, "eos_token_id"),
         ({"max_position_embeddings": 0}, "max_position_embeddings: .*greater than 0"),
@@ -236,6 +245,16 @@ def test_a_broken_tokenizer_is_refused(make_gguf: Any, tmp_path: Path) -> None:
     assert load_tokenizer(folder) is not None
     (folder / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ModelError, match="cannot load the tokenizer in") as raised:
+        load_tokenizer(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_that_panics_is_refused(make_gguf: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve(make_gguf()), tmp_path / "copy")
+    path = folder / "tokenizer.json"
+    cut = {"type": "FixedLength", "length": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": cut}))
+    with pytest.raises(ModelError, match=r"cannot load the tokenizer in .*: ") as raised:
         load_tokenizer(folder)
     assert "\n" not in str(raised.value)
 

@@ -28,11 +28,13 @@ from tokenleap.core import noise as noises
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import LogitsDraw, Noise, Stream
 from tokenleap.core.sampler import Sampler, TreeDistributions
+from tokenleap.errors import ModelError
 from tokenleap.runtime.choices import DRAFTING
 from tokenleap.runtime.choose import network_for
+from tokenleap.runtime.llama import LlamaWeights
 from tokenleap.runtime.native import build
 from tokenleap.runtime.native.build import NativeLibraryError, library, why_not_native
-from tokenleap.runtime.native.network import NativeDraws, checked
+from tokenleap.runtime.native.network import NativeDecoder, NativeDraws, checked
 from tokenleap.runtime.target import Target
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -431,3 +433,18 @@ def test_a_step_draws_for_all_requests_in_one_call(monkeypatch: pytest.MonkeyPat
     params = [SamplingParams(max_tokens=6, ignore_eos=True, **kind) for kind in kinds]
     llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 5, params)
     assert calls == [4] * 6  # all but the greedy one
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("key_heads", 3, "4 attention heads cannot share 3"),
+        ("width", 17, "head_dim must be one of"),
+    ],
+)
+def test_sizes_that_its_code_has_no_room_for(field: str, value: int, message: str) -> None:
+    """Also those of packed files, whose configuration may be another one than when it was made."""
+    weights = LlamaWeights(tiny_model())
+    setattr(weights, field, value)
+    with pytest.raises(ModelError, match=message):
+        NativeDecoder(weights)

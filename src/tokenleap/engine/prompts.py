@@ -23,7 +23,13 @@ from tokenleap.core.references import NO_REFERENCES, References, Source
 from tokenleap.core.rules import Timestamps
 from tokenleap.core.tree import chain
 from tokenleap.drafters.base import Drafter
-from tokenleap.errors import CompatibilityError, ConfigError, PromptError, in_one_line
+from tokenleap.errors import (
+    CompatibilityError,
+    ConfigError,
+    PromptError,
+    in_one_line,
+    is_failure,
+)
 from tokenleap.models.audio import AudioReader, WhisperStart, decoder_start
 from tokenleap.models.chat_template import knows_tools, rendered, without_tools
 from tokenleap.models.loaded import LoadedModel
@@ -148,7 +154,8 @@ def read_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> Op
     if isinstance(prompt, Mapping):
         return _opening_of(prompt, tokenizer)
     if isinstance(prompt, str):
-        return Opening(needed(tokenizer).encode(checked_text("prompt", prompt)), prompt)
+        text = checked_text("prompt", prompt)
+        return Opening(tokens_of(needed(tokenizer), text, add_special_tokens=True), prompt)
     if not is_conversation(prompt):
         return Opening(checked_ids(prompt))
     return _of_conversation(prompt, tokenizer)
@@ -158,7 +165,7 @@ def _of_conversation(
     messages: Any, tokenizer: PreTrainedTokenizerBase | None, **template: Any
 ) -> Opening:
     text = conversation_text(messages, tokenizer, **template)
-    return Opening(tokens_of(needed(tokenizer), text, in_output=False), text)
+    return Opening(tokens_of(needed(tokenizer), text), text)
 
 
 def conversation_text(
@@ -226,16 +233,27 @@ def _check_template_arguments(given: Mapping[str, Any], tokenizer: PreTrainedTok
         raise ConfigError(f"chat_template_kwargs: '{taken[0]}' is not a template's.")
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, in_output: bool) -> list[int]:
-    """The tokens of a text inside another one, without special tokens.
+def tokens_of(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    in_output: bool = False,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """The tokens of a text; without special tokens, as it stands inside another one.
 
     Args:
         in_output: whether it is a part of what an encoder-decoder writes. Some split that in
             another way than their sources.
     """
     texts = {"text_target": text} if in_output else {"text": text}
-    # `verbose` would warn of texts longer than the model's context, which does not read them.
-    made = tokenizer(**texts, add_special_tokens=False, verbose=False)
+    try:
+        # `verbose` would warn of texts longer than the model's context, which does not read them.
+        made = tokenizer(**texts, add_special_tokens=add_special_tokens, verbose=False)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise PromptError(f"the tokenizer cannot read this: {in_one_line(error)}") from error
     ids: list[int] = made["input_ids"]
     return ids
 
@@ -627,8 +645,8 @@ class SourceReader:
         if not text.strip():
             raise PromptError("the source is empty: give at least one word to read.")
         with self._reading(language):
-            ids: list[int] = needed(self.tokenizer)(checked_text("source", text))["input_ids"]
-        return ids
+            text = checked_text("source", text)
+            return tokens_of(needed(self.tokenizer), text, add_special_tokens=True)
 
     @contextmanager
     def _reading(self, language: Any) -> Iterator[None]:

@@ -83,6 +83,10 @@ _POSITIVE = (
     "residual_multiplier",
     "logits_scaling",
 )
+_RELATIVE = ("relative_attention_max_distance", "relative_attention_num_buckets")
+_ROPE = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_emb_base")
+_LONGEST, _LONGEST_TABLE = 2**24, 2**16
+"""Most positions of a context, and of one that may be computed as a table when a model is made."""
 _SWITCHES = ("tie_word_embeddings", "is_encoder_decoder", "use_sliding_window")
 
 _Count = Annotated[int, Strict(), Gt(0), Le(2**31 - 1)]
@@ -119,7 +123,8 @@ def _config_kind() -> type[BaseModel]:
         **_optional((*_LAYERS, *_SIZES, "num_labels", "num_experts_per_tok"), _Count),
         **_optional(("intermediate_size",), _Count | list[_Count]),
         **_optional(("encoder_layers",), Literal[0] | _Count),  # a decoder alone has none
-        **_optional(_CONTEXTS, _Count),
+        **_optional(_CONTEXTS, Annotated[_Count, Le(_LONGEST)]),
+        **_optional(_RELATIVE, Annotated[_Count, Le(_LONGEST_TABLE)]),
         **_optional(("sliding_window",), Annotated[int, Strict(), Ge(0), Le(2**31 - 1)]),
         **_optional(_POSITIVE, _Positive),
         **_optional(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _Number),
@@ -199,6 +204,22 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
         part = config if name is None else config.get(name)
         if isinstance(part, Mapping):
             _check(_config_kind(), path, part)
+            _check_table(path, part)
+            heads, shared = (part.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+            if heads and shared and heads % shared:
+                raise ModelError(
+                    f"{path}: {heads} attention heads cannot share {shared} key-value heads"
+                )
+
+
+def _check_table(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse the context of a model without rotary embeddings that would take minutes to make."""
+    longest = _most(config, _CONTEXTS)
+    if longest > _LONGEST_TABLE and not any(config.get(name) for name in _ROPE):
+        raise ModelError(
+            f"{path} describes a context of {longest} tokens without rotary embeddings; at most "
+            f"{_LONGEST_TABLE} are possible"
+        )
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], shapes: Shapes) -> None:

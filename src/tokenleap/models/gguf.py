@@ -559,10 +559,14 @@ def _reader(path: Path) -> gguf.GGUFReader:
 
 
 def _tensors(path: Path, reader: gguf.GGUFReader) -> Iterator[GgufTensor]:
+    if sum(int(each.n_bytes) for each in reader.tensors) > path.stat().st_size:
+        raise ModelError(f"{path} is damaged: its tensors share numbers; get the file again")
     for each in reader.tensors:
         shape = tuple(reversed(each.shape.tolist()))
         if not shape or min(shape) < 1:
             raise ModelError(f"{path} is damaged: {each.name} has no numbers; get the file again")
+        if len(shape) == 1 and each.tensor_type not in _FLOATS:
+            raise ModelError(f"{path} is damaged: {each.name} is quantized; get the file again")
         yield GgufTensor(
             path, each.name, each.tensor_type, shape, int(each.data_offset), int(each.n_bytes)
         )

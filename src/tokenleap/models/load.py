@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenleap.core.peers import num_processes
-from tokenleap.errors import CompatibilityError, ConfigError, ModelError, TokenleapError
+from tokenleap.errors import (
+    CompatibilityError,
+    ConfigError,
+    ModelError,
+    TokenleapError,
+    is_failure,
+)
 from tokenleap.models.folder import (
     check_sizes,
     check_tokenizer,
@@ -105,6 +111,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
             folder, local_files_only=True, trust_remote_code=False
         )
         tokenizer.decode([*tokenizer("")["input_ids"], 0])  # what is damaged may only show now
+        with suppress(Exception):  # it may not know these letters
+            tokenizer("a b")
     return tokenizer
 
 
@@ -201,7 +209,9 @@ def guarded(failure: str) -> Iterator[None]:
             yield
     except (TokenleapError, AssertionError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         if tells_of_full_disk(str(error)):
             raise full_disk() from error
         lines = str(error).strip().splitlines() or [type(error).__name__]

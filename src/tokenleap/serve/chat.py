@@ -212,9 +212,8 @@ def text_ids(
 ) -> list[int]:
     tokenizer = needed(tokenizer)
     limit.check(prompt)
-    if not add_special_tokens:
-        return tokens_of(tokenizer, checked_text("prompt", prompt), in_output=False)
-    return list(tokenizer.encode(checked_text("prompt", prompt)))
+    text = checked_text("prompt", prompt)
+    return tokens_of(tokenizer, text, add_special_tokens=add_special_tokens)
 
 
 def chat_ids(
@@ -236,7 +235,7 @@ def chat_ids(
     listed = [message.model_dump(exclude_none=True) for message in messages]
     text = conversation_text(listed, tokenizer, **template)
     limit.check(text)
-    return tokens_of(needed(tokenizer), text, in_output=False)
+    return tokens_of(needed(tokenizer), text)
 
 
 def refuse_special_tokens(*, given: bool | None) -> None:

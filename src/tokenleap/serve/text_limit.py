@@ -85,7 +85,7 @@ class TextLimit:
 def _count(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation:
-        return len(tokens_of(tokenizer, text, in_output=False))
+        return len(tokens_of(tokenizer, text))
     return len(backend.encode_batch_fast([text], add_special_tokens=False)[0])
 
 

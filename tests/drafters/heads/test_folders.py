@@ -225,6 +225,22 @@ FAULTS: dict[str, dict[str, Fault]] = {
             config(eagle_aux_hidden_state_layer_ids=[0, -1]),
             f"{LAYER_IDS}.1: input should be greater than or equal to 0",
         ),
+        "too many layer ids": (
+            config(eagle_aux_hidden_state_layer_ids=[0] * 65),
+            f"{LAYER_IDS}: .* at most 64 items",
+        ),
+        "bytes of a kind of their own": (
+            tensors({"norm.weight": torch.zeros(64, dtype=torch.float8_e4m3fn)}),
+            "'norm.weight' is torch.float8_e4m3fn",
+        ),
+        "whole numbers": (
+            tensors({"norm.weight": torch.zeros(64, dtype=torch.int32)}),
+            "'norm.weight' is torch.int32",
+        ),
+        "a map that overflows": (
+            tensors({"d2t": torch.tensor([0, 2**62, -(2**63), -(2**62), *range(44)])}),
+            "'d2t' does not map 48 draft tokens to ascending",
+        ),
         "no verifier": (config(speculators_config=3), "speculators_config"),
         "notes of another kind": (config(tokenleap="x"), "tokenleap"),
         "no tokens": (config(draft_vocab_size=0), "draft_vocab_size"),

@@ -202,6 +202,14 @@ FAULTS: dict[str, Fault] = {
         "cannot be read|than",
     ),
     "no tensors": (lambda f: torch.save([1, 2], f / PT), "something else than tensors"),
+    "a number for all": (
+        lambda f: change(f, lambda t: t.update({"0.1.weight": torch.zeros(()).expand(96, 64)})),
+        "'0.1.weight' has other numbers than the file holds",
+    ),
+    "a sparse tensor": (
+        lambda f: change(f, lambda t: t.update({"0.1.weight": torch.ones(96, 64).to_sparse()})),
+        "'0.1.weight' has other numbers than the file holds",
+    ),
     "no output layer": (lambda f: change(f, lambda t: t.pop("0.1.weight")), "output layer is miss"),
     "a head less": (lambda f: change(f, lambda t: t.pop("2.1.weight")), "'lm_heads.2.weight' is"),
     "two blocks": (config(medusa_num_layers=2), "output layer is missing"),

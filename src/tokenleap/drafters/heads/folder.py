@@ -27,6 +27,7 @@ from tokenleap.errors import CompatibilityError, ModelError
 from tokenleap.runtime.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _Fields = TypeVar("_Fields")
 
@@ -86,7 +87,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} cannot be read: {reason}.") from None
     if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
         raise ModelError(f"{path} holds something else than tensors by their names.")
+    for name, tensor in tensors.items():
+        if not _is_whole(tensor):
+            raise ModelError(f"{path}: tensor '{name}' has other numbers than the file holds.")
     return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are in memory, each of them once."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def read_shards(folder: Path) -> dict[str, Tensor]:
@@ -130,6 +141,8 @@ def check_tensors(
                 f"{path}: tensor '{name}' has shape {list(tensor.shape)}, and {CONFIG} says "
                 f"{list(wanted[name].shape)}: the two do not belong together."
             )
+        if wanted[name].is_floating_point() and tensor.dtype not in _DTYPES:
+            raise ModelError(f"{path}: tensor '{name}' is {tensor.dtype}: convert it to float16.")
         if not tensor.isfinite().all():
             raise ModelError(
                 f"{path}: tensor '{name}' has numbers that are not finite: the file is damaged, or "
@@ -165,7 +178,7 @@ def draft_tokens(path: Path, offsets: Tensor | None, count: int, vocab_size: int
 
 def ascend(tokens: Tensor, vocab_size: int) -> bool:
     """Whether these are different ids below a vocabulary's size, in order."""
-    inside = int(tokens[0]) >= 0 and int(tokens[-1]) < vocab_size
+    inside = bool(((tokens >= 0) & (tokens < vocab_size)).all())  # `diff` may overflow
     return inside and bool((tokens.diff() > 0).all())
 
 

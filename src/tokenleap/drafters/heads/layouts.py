@@ -363,11 +363,14 @@ class _Named(BaseModel):
     architectures: tuple[str, ...] = ()
 
 
+_MOST_FUSED = 64  # layers that a head reads
+
+
 class _File(BaseModel):
     transformer_layer_config: _Layer
     verifier: _Named = Field(validation_alias=AliasPath("speculators_config", "verifier"))
     draft_vocab_size: _Size
-    aux_layers: Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1)] = Field(
+    aux_layers: Annotated[tuple[Annotated[int, Ge(0)], ...], Len(1, _MOST_FUSED)] = Field(
         validation_alias="eagle_aux_hidden_state_layer_ids"
     )
     norm_before_residual: bool

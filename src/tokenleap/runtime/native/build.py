@@ -32,7 +32,7 @@ import torch
 from filelock import FileLock
 
 from tokenleap.models.store import CacheError, cache_dir, disk_errors
-from tokenleap.runtime.llama import DecoderWeights, LlamaWeights, family_of
+from tokenleap.runtime.llama import DecoderSizes, LlamaWeights, family_of
 from tokenleap.runtime.native.pack import GROUP, Format
 
 if TYPE_CHECKING:
@@ -353,9 +353,11 @@ def why_no_library() -> str | None:
     return None
 
 
-def wrong_sizes(weights: DecoderWeights) -> str | None:
+def wrong_sizes(sizes: DecoderSizes) -> str | None:
     """Which of the sizes the kernels do not support."""
-    return wrong_shape(weights.width, weights.hidden_size, weights.inner_size)
+    if sizes.heads % sizes.key_heads:
+        return f"{sizes.heads} attention heads cannot share {sizes.key_heads} key-value heads"
+    return wrong_shape(sizes.width, sizes.hidden_size, sizes.inner_size)
 
 
 def wrong_shape(width: int, hidden_size: int, inner_size: int) -> str | None:

@@ -34,12 +34,13 @@ from torch import Tensor
 from tokenleap.core.config import MIB
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.noise import LogitsDraw, Noise, draw_by
+from tokenleap.errors import ModelError
 from tokenleap.runtime.cores import available_cores
 from tokenleap.runtime.growth_plan import GrowthPlan
 from tokenleap.runtime.inputs import PassInputs, StateRows
 from tokenleap.runtime.kv_slab import KVSlab
 from tokenleap.runtime.llama import DecoderWeights, LinearWeights
-from tokenleap.runtime.native.build import FORMATS, MOST_HIDDEN_SIZE, library
+from tokenleap.runtime.native.build import FORMATS, MOST_HIDDEN_SIZE, library, wrong_sizes
 from tokenleap.runtime.native.pack import PANEL, Format, pack, panel_bytes
 from tokenleap.runtime.native.packed import PackedDecoder, Packing
 from tokenleap.runtime.native.structures import (
@@ -417,6 +418,8 @@ class NativeDecoder(NativeNetwork):
         loaded = checked(library(*flags))
         packed = weights if isinstance(weights, PackedDecoder) else Packing(weights, quantization)
         sizes = packed.sizes
+        if (reason := wrong_sizes(sizes)) is not None:  # files that were packed may have changed
+            raise ModelError(reason)
         rotaries = [sizes.rotary, *([] if sizes.local_rotary is None else [sizes.local_rotary])]
         kept = KeptWeights(None if beside is None else beside._kept)
         decoder, layers = structures(packed, kept)
