@@ -184,6 +184,9 @@ DRAFTERS = [{"method": "ngram"}, {"method": "ngram_table"}]
         ({"method": "lookahead"}, "fixed"),
         ({"method": "pad"}, "fixed"),
         ({"method": "ensemble", "drafters": [*DRAFTERS, {"method": "lookahead"}]}, "fixed"),
+        ({"method": "prediction", "drafter": {"method": "lookahead"}}, "fixed"),
+        ({"method": "hybrid", "drafter": {"method": "pass"}, "model": "some/folder"}, "fixed"),
+        ({"method": "cascade", "drafter": {"method": "pad"}, "model": "some/folder"}, "cost_model"),
         ({"method": "lookahead", "controller": "cost_model"}, "cost_model"),
     ],
 )

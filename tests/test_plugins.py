@@ -26,7 +26,8 @@ from tokenleap import (
 )
 from tokenleap.cli import app
 from tokenleap.control import CONTROLLERS, Budget, Controller, controller_class, within
-from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
+from tokenleap.control.cost_model import CostModel
+from tokenleap.control.lookup_models import HybridModel, LookupModel
 from tokenleap.core.acceptance import RULES, AcceptanceRule, Accepted, TargetDistributions
 from tokenleap.core.acceptance.rules import Block, Lenient
 from tokenleap.core.noise import StepNoise

@@ -209,9 +209,15 @@ class SpeculativeConfig(Config):
     @cached_property  # else a configuration at depth n would be read 2^n times
     def steady(self) -> bool:
         """Whether the method, or one that it combines, needs drafts of constant size."""
-        combined = dict(self.options).get("drafters") or ()
-        inner = (SpeculativeConfig.parse(fields) for fields in combined)
-        return self.drafter_spec.steady or any(config.steady for config in inner)
+        options = dict(self.options)
+        combined = (SpeculativeConfig.parse(fields) for fields in options.get("drafters") or ())
+        # That of a cascade drafts for the draft model.
+        beside = None if self.method_name == "cascade" else options.get("drafter")
+        return (
+            self.drafter_spec.steady
+            or any(config.steady for config in combined)
+            or (beside is not None and drafter_spec(beside["method"]).steady)
+        )
 
     @property
     def controller_options(self) -> Config:

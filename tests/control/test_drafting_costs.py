@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 
 from tests.control.worlds import learn, outcome, request_of
 from tokenleap import SamplingParams
 from tokenleap.control import CostCurve
-from tokenleap.control.cost_model import CostModel
+from tokenleap.control.cost_model import LONGEST_REST, CostModel
 from tokenleap.control.estimates import DeeperLevels, DraftingCosts, OutputLengths, reading
 from tokenleap.control.planner import Expected, Plan
 from tokenleap.core.references import Source
@@ -190,10 +191,17 @@ def test_planning_and_learning_count_as_drafting(monkeypatch: pytest.MonkeyPatch
     clock = count(step=0.25 * PASS)  # four readings: a plan's time, all planning's, and learning's
     monkeypatch.setattr("tokenleap.core.clock.now", lambda: next(clock))
     model, request = model_of(), request_of()
+    costs, add = [], model._estimates.drafting.add
+
+    def noted(cost: float, *args: float, **more: Any) -> None:
+        costs.append(cost)
+        add(cost, *args, **more)
+
+    monkeypatch.setattr(model._estimates.drafting, "add", noted)
     for _ in range(2):
         assert model.budgets([request], 1)[0].depth
         learn(model, [outcome(request, [1], 1)], 0.5 * PASS, PASS)
-    assert model._estimates.drafting.level == pytest.approx(0.5 + 4 * 0.25, rel=0.05)
+    assert costs[1] == pytest.approx(0.5 + 4 * 0.25, rel=0.05)
 
 
 @pytest.mark.parametrize(("share", "plans"), [(0.02, 60), (0.1, 20), (0.3, 7)])
@@ -217,6 +225,25 @@ def test_where_planning_takes_long_several_steps_have_the_same_budgets(
         learn(model, [outcome(request, [1] * budget.depth, budget.depth)], 0.0, 1.05 * PASS)
         request.token_ids += [0] * (request.remaining - 8 * (left - 1) - 5)
     assert made == pytest.approx(plans, abs=4)
+
+
+def test_a_plan_during_which_the_machine_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not count for hundreds of steps."""
+    model, request, now, plans = model_of(), request_of(), 0.0, list[int]()
+
+    def best_plan(*args: object) -> Plan:
+        nonlocal now
+        now += 100 * PASS * (len(plans) == 2)
+        plans.append(step)
+        return CostModel._best_plan(model, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tokenleap.core.clock.now", lambda: now)
+    monkeypatch.setattr(model, "_best_plan", best_plan)
+    for step in range(60):  # noqa: B007 - `best_plan` reads it
+        (budget,) = model.budgets([request], 1)
+        drafted = budget.depth
+        learn(model, [outcome(request, [1] * drafted, drafted)], 0.0, (1 + 0.05 * drafted) * PASS)
+    assert max(after - before for before, after in pairwise([*plans, 60])) <= LONGEST_REST + 4
 
 
 def test_probes_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from tests.control.worlds import cheap, cpu, flat, judged, learn, measured, request_of, steep
 from tokenleap.control import CONTROLLERS, Budget, CostCurve, controller_class
-from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
+from tokenleap.control.cost_model import CostModel
 from tokenleap.control.features import agreed, by_match, by_rank, disagreed, is_graft, prior_rate
+from tokenleap.control.lookup_models import HybridModel, LookupModel
 from tokenleap.control.planner import LookupPlan
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome

@@ -19,7 +19,7 @@ from tests.control.worlds import (
     steep,
 )
 from tokenleap.control import CONTROLLERS, CostCurve, controller_class
-from tokenleap.control.cost_model import CostModel, LookupModel
+from tokenleap.control.cost_model import CostModel
 from tokenleap.control.features import (
     LONGEST_MATCH,
     AcceptanceRates,
@@ -28,6 +28,7 @@ from tokenleap.control.features import (
     path_probs,
     prior_rate,
 )
+from tokenleap.control.lookup_models import LookupModel
 from tokenleap.core.tree import Draft, TokenTree, chain
 from tokenleap.decode import Outcome
 from tokenleap.request import Request
@@ -363,3 +364,12 @@ def test_cutting_keeps_nodes_with_their_distributions_and_features() -> None:
     assert branch.tree == chain([ROOT, WRONG, RIGHT])
     assert [distribution.certain for distribution in branch.q] == [WRONG, RIGHT]
     assert branch.features == (by_rank(1), by_rank(1))
+
+
+def test_a_slow_first_lookup_is_forgotten_at_the_next_probe() -> None:
+    slow, fast = (World(cheap, good, lookup_seconds=s * cheap(1)) for s in (20.0, 0.01))
+    model, request = LookupModel(LENGTH, costs=measured(cheap)), request_of()
+    slow.steps(model, 3, request=request)
+    depths = [depth for _, depth in fast.steps(model, 300, request=request)]
+    assert not any(depths[:20])
+    assert sum(depth > 0 for depth in depths[150:]) > 75

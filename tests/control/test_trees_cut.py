@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tests.control.worlds import cheap, cpu, flat, judged, learn, measured, request_of, steep
-from tokenleap.control.cost_model import CostModel, HybridModel
+from tokenleap.control.cost_model import CostModel
 from tokenleap.control.features import by_match
+from tokenleap.control.lookup_models import HybridModel
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.drafters.combine import graft

@@ -24,8 +24,8 @@ from tests.tiny import tiny_model
 from tokenleap import LLM, ConfigError, SamplingParams
 from tokenleap.control import Budget
 from tokenleap.control.base import Fixed
-from tokenleap.control.cost_model import HybridModel
 from tokenleap.control.features import agreed, by_match, by_rank, disagreed
+from tokenleap.control.lookup_models import HybridModel
 from tokenleap.core.acceptance import RULES
 from tokenleap.core.distribution import Distribution
 from tokenleap.core.tree import Draft, TokenTree, chain

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenleap.drafters.suffix import Node, Place, SuffixTrie, Text, successors
+from tests.drafting import request_of
+from tokenleap.control import Budget
+from tokenleap.drafters.options import SuffixOptions
+from tokenleap.drafters.suffix import Node, Place, SuffixDrafter, SuffixTrie, Text, successors
 
 texts = st.lists(st.lists(st.integers(0, 2), max_size=25), max_size=4)
 
@@ -113,3 +116,40 @@ def test_matches_are_the_suffixes_that_occur(
         place = trie.find(tokens, length)
         occurrences = place.count if isinstance(place, Node) else 1
         assert occurrences == known[tuple(tokens[-length:])]
+
+
+@given(listed=texts, depth=st.integers(1, 6), data=st.data())
+def test_tokens_that_are_taken_back_leave_no_trace(
+    listed: list[list[int]], depth: int, data: st.DataObject
+) -> None:
+    """The text grows, is cut, and grows again, beside others that are complete."""
+    trie, cut = SuffixTrie(depth), SuffixTrie(depth)
+    for tokens in listed[1:]:
+        fill(trie, tokens)
+        fill(cut, tokens)
+    whole: list[int] = []
+    text = cut.open()
+    for _ in range(3):
+        more = data.draw(st.lists(st.integers(0, 2), max_size=12))
+        cut.extend(text, more)
+        whole += more
+        length = data.draw(st.integers(0, len(whole)))
+        cut.cut(text, length)
+        del whole[length:]
+        assert counts(cut, depth) == expected_counts([*listed[1:], whole], depth)
+    fill(trie, whole)
+    for string in expected_counts([whole], depth):  # what follows is in the same order, too
+        if len(string) < depth:
+            found = [list(successors(each.find(list(string), len(string)))) for each in (cut, trie)]
+            tokens, others = ([token for token, *_ in each] for each in found)
+            assert tokens == others
+
+
+def test_a_rewound_drafter_drafts_what_a_new_one_does() -> None:
+    drafter, request = SuffixDrafter(SuffixOptions()), request_of([1, 2, 3, 4, 1, 2])
+    drafter.draft(request, Budget(4, 4))
+    request.token_ids = [1, 2, 3, 4, 1, 2, 3, 9]
+    drafter.draft(request, Budget(4, 4))
+    request.token_ids = [1, 2, 3, 4, 1, 2, 3]
+    drafter.rewind(request)
+    assert drafter.draft(request, Budget(4, 4)).tree.tokens == (3, 4, 1, 2, 3)

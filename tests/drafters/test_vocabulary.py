@@ -581,3 +581,13 @@ def test_a_cascade_takes_no_other_tokens(tmp_path: Path) -> None:
         CompatibilityError, match=f"method 'cascade': the draft model has a vocabulary of {size}"
     ):
         LLM(model_for(TARGET), tokenizer=TARGET, speculative_config=config)
+
+
+@pytest.mark.parametrize("vocabulary", ["intersection", "text"])
+def test_beams_whose_tokens_the_draft_model_lacks(vocabulary: str) -> None:
+    params = SamplingParams(temperature=0, beam_width=4, max_tokens=24, ignore_eos=True)
+    (plain,) = LLM(model_for(TARGET), tokenizer=TARGET).generate([PROMPT], params)
+    (output,) = llm_for(vocabulary=vocabulary).generate([PROMPT], params)
+    assert output.token_ids == plain.token_ids
+    assert output.metrics.drafter_failure is None
+    assert output.metrics.num_drafts

@@ -7,6 +7,8 @@ import weakref
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.matrix import (
     BRANCHING,
@@ -22,7 +24,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 from tests.tiny_seq2seq import tiny_seq2seq
 from tokenleap import LLM, CompatibilityError, PromptError, SamplingParams, SpeculativeConfig
 from tokenleap.control.features import AcceptanceRates, by_prediction
-from tokenleap.core.references import References
+from tokenleap.core.references import References, common_prefix
 from tokenleap.drafters.copying import PredictionDrafter
 from tokenleap.drafters.options import LONGEST_PREDICTED
 from tokenleap.engine.jobs import JobSpec
@@ -395,3 +397,18 @@ def test_a_strategy_that_is_dropped_leaves_nothing_behind(*, beams: bool) -> Non
     gc.collect()
     assert [each() for each in known] == [None, None, None]
     assert strategies.kept() == []
+
+
+@given(
+    st.lists(st.integers(0, 1), max_size=600),
+    st.lists(st.integers(0, 1), max_size=600),
+    st.integers(0, 700),
+    st.sampled_from([list, tuple]),
+)
+def test_the_common_prefix(first: list[int], second: list[int], same: int, kind: Any) -> None:
+    one, other = [2] * same + first, kind([2] * same + second)
+    naive = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    assert common_prefix(one, other) == naive

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny import tiny_model
 from tokenleap import LLM, BeamSearchParams, SamplingParams
+from tokenleap.drafters.suffix import SuffixDrafter
 from tokenleap.errors import CompatibilityError, ConfigError
 from tokenleap.outputs import CompletionOutput
 from tokenleap.runtime.attention import KEY_BLOCK
@@ -230,6 +231,15 @@ def test_drafts_that_save_nothing_become_rare() -> None:
     assert result.metrics.num_accepted_tokens == 0, "the seed of the test is unlucky"
     # At the steps 0, 1, 3, 7, 15, 31 and 63.
     assert (result.metrics.target_passes, result.metrics.num_drafts) == (70, 7)
+
+
+def test_abandoned_beams_are_no_earlier_outputs() -> None:
+    llm = LLM(tiny_model(), speculative_config={"method": "suffix", "num_speculative_tokens": 3})
+    params = SamplingParams(temperature=0, beam_width=8, max_tokens=40, ignore_eos=True)
+    llm.generate([[40, 41, 42, 40, 41, 42, 40, 41]], params)
+    drafter = llm.engine._speculation.default.drafter
+    assert isinstance(drafter, SuffixDrafter)
+    assert not drafter._earlier.num_tokens
 
 
 def test_drafts_keep_the_bits_of_the_native_runtime() -> None:

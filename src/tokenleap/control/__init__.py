@@ -14,7 +14,8 @@ from tokenleap.control.base import (
     Heuristic,
     within,
 )
-from tokenleap.control.cost_model import CostModel, HybridModel, LookupModel
+from tokenleap.control.cost_model import CostModel
+from tokenleap.control.lookup_models import HybridModel, LookupModel
 from tokenleap.core.config import registered
 from tokenleap.runtime.costs import CostCurve
 

@@ -387,10 +387,8 @@ class DraftingCosts:
         self.known = True
         if read:
             self._readings.append((cost, levels, read))
-        if caught_up and self.bound:
-            self.level, self.bound = per_level, False
-        elif self.bound:
-            self.level = min(per_level, self.level or per_level)
+        if self.bound:  # the first ones may be outliers, and what seems dear is not tried again
+            self.level, self.bound = min(per_level, self.level or per_level), not caught_up
         elif caught_up or per_level < self.level:
             self.level = smoothed(self.level, per_level)
         self._learn_readings()

@@ -130,7 +130,7 @@ class DraftPerBeam(Proposer):
             for index, text in enumerate(texts)
         ]
         for view in free:
-            self._drafter.release(view)
+            self._end(view)
         self._views[request.key] = views
         return views
 
@@ -144,7 +144,11 @@ class DraftPerBeam(Proposer):
 
     def release(self, request: Request) -> None:
         for view in self._views.pop(request.key, ()):
-            self._drafter.release(view)
+            self._end(view)
+
+    def _end(self, view: Request) -> None:
+        self._drafter.rewind(view)  # so that its text, which is no output, is kept for nobody
+        self._drafter.release(view)
 
 
 class DraftedBeams(Proposer):
@@ -200,8 +204,10 @@ def beam_drafter(drafter: Drafter) -> BeamDrafter:
             "which beams do not have: draft with a text method or a draft model, or with "
             "{'method': 'none'}."
         )
-    if isinstance(drafter, ModelDrafter) and drafter.scorer.token_ids is None:
-        return BeamDrafter(DraftedBeams(drafter.scorer))
+    if isinstance(drafter, ModelDrafter):
+        scorer = drafter.scorer
+        if scorer.token_ids is None and not scorer.translates:
+            return BeamDrafter(DraftedBeams(scorer))
     return BeamDrafter(DraftPerBeam(drafter))
 
 

@@ -10,7 +10,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isnan, nan
 from operator import itemgetter
 from typing import Protocol, TypeAlias
@@ -166,6 +166,8 @@ class _Choice:
     steps: int = 0
     drafting: bool = False
     """Whether the request may draft in the current step."""
+    begun: set[int] = field(default_factory=set)
+    """Drafters that have read the text, which the first draft's time includes."""
 
     def next(self, try_every: int) -> int:
         """The drafter with the best goodput; every `try_every` drafting steps the next in turn."""
@@ -219,8 +221,10 @@ class Switch(Several):
         cost = times.draft + times.verify + times.accept if self._timed else 1.0
         for outcome in outcomes:
             choice = self._choices[outcome.request.key]
-            if choice.drafting:
+            if choice.drafting and choice.current in choice.begun:
                 choice.arms[choice.current].add(len(outcome.accepted.path) + 1, cost)
+            elif choice.drafting:
+                choice.begun.add(choice.current)
             # Until the next draft: plain steps do not count for any drafter.
             choice.drafting = False
             for index, drafter in enumerate(self.inner):
@@ -367,8 +371,8 @@ class _Stage:
 #
 # The lookup is made first, because it takes little time and how it found its tokens tells what they
 # are worth. A `Chooser` then decides which requests get a trained draft. The default controller
-# decides by expected tokens per second (`control.cost_model`), and all other controllers leave it
-# to `MoreTokens`. No choice depends on a sampled token (invariant 2).
+# decides by expected tokens per second (`HybridModel`), and all other controllers leave it to
+# `MoreTokens`. No choice depends on a sampled token (invariant 2).
 #
 # Where a trained draft contains the beginning of the lookup, the rest of the lookup is grafted
 # below.

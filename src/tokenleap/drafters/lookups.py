@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -333,7 +333,9 @@ class RegexDrafter(OneByOne):
     def __init__(self, options: RegexOptions, grammars: Grammars) -> None:
         form = options.expected
         assert not isinstance(form, Mapping), "the validator converts it"
-        self._expected = None if form is None else grammars.compile(form)
+        made = (lambda: None) if form is None else partial(grammars.compile, form)
+        made()  # what is wrong with a form shows now
+        self._expected = PerRequest[Grammar | None](made)
 
     def draft(self, request: Request, budget: Budget) -> Draft:
         grammar = self._grammar(request)
@@ -343,8 +345,8 @@ class RegexDrafter(OneByOne):
         return Draft.deterministic(chain([request.root, *forced]))
 
     def _grammar(self, request: Request) -> Grammar | None:
-        # One grammar serves all requests without their own: it moves to the output it is given.
-        return self._expected if request.sampler.grammar is None else request.sampler.grammar
+        own = request.sampler.grammar
+        return self._expected[request.key] if own is None else own
 
 
 # `random`: tokens drawn uniformly from the vocabulary.

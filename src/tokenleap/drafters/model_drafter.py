@@ -76,6 +76,9 @@ class Scorer(ABC):
     partial: bool = False
     """Whether the drafting model lacks some of the target's tokens. Their logits are -inf."""
 
+    translates: bool = False
+    """Whether its model cannot even read all of the target's tokens."""
+
     token_ids: Tensor | None = None
     """[Vd] the target's ids of the tokens that logits stand for, ascending; None if these are all
     tokens of the target."""

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from tokenleap.control import Budget
 from tokenleap.control.features import by_match
-from tokenleap.core.references import References
+from tokenleap.core.references import References, common_prefix
 from tokenleap.core.sequence import Scope
 from tokenleap.core.tree import Draft, TokenTree
 from tokenleap.decode import Outcome, StepTimes
@@ -118,10 +118,10 @@ class SuffixDrafter(OneByOne):
         self._recalled = PerRequest[TokenTree]()  # this step's draft, if from earlier outputs
 
     def draft(self, request: Request, budget: Budget) -> Draft:
+        self._rewound.discard(request.key)
         if request.key not in self._own:
             own = SuffixTrie(self._depth)
             self._own[request.key] = own, own.open()
-            self._rewound.discard(request.key)
         own, text = self._own[request.key]
         own.extend(text, request.token_ids[len(text.tokens) :])
         self._recalled.pop(request.key, None)
@@ -168,8 +168,10 @@ class SuffixDrafter(OneByOne):
                 outcome.request.metrics.accepted_earlier_tokens += len(outcome.kept_of(tree))
 
     def rewind(self, request: Request) -> None:
-        """Drop the request's trie. Until it drafts again, its output is not kept for others."""
-        self._own.pop(request.key, None)
+        """Cut its text. Until the request drafts again, its output is not kept for others."""
+        if known := self._own.get(request.key):
+            own, text = known
+            own.cut(text, common_prefix(text.tokens, request.token_ids))
         self._rewound.add(request.key)
 
     def release(self, request: Request) -> None:
@@ -360,6 +362,27 @@ class SuffixTrie:
             child.source = text.key
             cursors.append(child)
         text.cursors = cursors
+
+    def cut(self, text: Text, length: int) -> None:
+        """Take back the last tokens of the text that was opened last."""
+        while len(text.tokens) > length:
+            token = text.tokens.pop()
+            text.cursors = list(self._nodes_of_suffixes(text.tokens))
+            for node in text.cursors[: self._max_depth]:
+                node.followed -= 1
+                child = node.children[token]
+                if isinstance(child, Node):
+                    child.count -= 1
+                if not isinstance(child, Node) or not child.count:
+                    del node.children[token]
+
+    def _nodes_of_suffixes(self, tokens: list[int]) -> Iterator[Node]:
+        recent = tokens[-self._max_depth :]
+        for length in range(len(recent) + 1):
+            place = self._descend(recent, length)
+            if not isinstance(place, Node):
+                return
+            yield place
 
     def _node_of_leaf(self, leaf: Leaf, depth: int) -> Node:
         """A node for a leaf of `depth` tokens, whose string is about to occur a second time."""

@@ -182,6 +182,7 @@ class TranslatedModel(OwnModel):
     """
 
     grows = False  # the draft model's most probable tokens may not be shared
+    translates = True
 
     def __init__(self, model: Target, translator: Translator, to_draft: Sequence[int]) -> None:
         super().__init__(model, partial=True)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from tokenleap import models
 from tokenleap.config import SpeculativeConfig
 from tokenleap.control import Controller, Fixed, controller_class
-from tokenleap.control.cost_model import HybridModel, LookupModel
+from tokenleap.control.lookup_models import HybridModel, LookupModel
 from tokenleap.core.acceptance import AcceptanceRule
 from tokenleap.core.acceptance.rules import Coupled
 from tokenleap.core.grammar import Grammars
