@@ -92,9 +92,9 @@ def test_references_save_passes_and_change_nothing(method: str, plain: Plain) ->
     """They are the outputs themselves, after prompts that do not have them."""
     for kind, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
         passes = []
-        for given in (None, [list(tokens) for tokens in plain[kind]]):
+        for quoted in (None, [list(tokens) for tokens in plain[kind]]):
             llm = LLM(tiny_model(), tokenizer=tiny_tokenizer(), speculative_config=quoting(method))
-            tokens, metrics = generated(llm, params, references=given)
+            tokens, metrics = generated(llm, params, references=quoted)
             assert tokens == plain[kind]
             passes.append(sum(each.target_passes for each in metrics))
         if method != "cascade":  # its middle model, which is another one, must agree, too

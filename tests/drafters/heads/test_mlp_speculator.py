@@ -166,7 +166,7 @@ FAULTS: dict[str, Fault] = {
         lambda f: (shards(f) / "b.safetensors").unlink(),
         "b.safetensors does not exist",
     ),
-    "a shard elsewhere": (lambda f: shards(f, x="../a.safetensors"), "not the name of a file"),
+    "a shard elsewhere": (lambda f: shards(f, x="../a.safetensors"), "should match pattern"),
     "no map": (
         lambda f: (shards(f) / "model.safetensors.index.json").write_text("{}"),
         "weight_map",

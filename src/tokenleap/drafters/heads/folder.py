@@ -24,6 +24,7 @@ from torch import Tensor
 from tokenleap.core import files
 from tokenleap.core.files import write_whole
 from tokenleap.errors import CompatibilityError, ModelError
+from tokenleap.models.folder import indexed_files
 from tokenleap.runtime.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -102,21 +103,13 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def read_shards(folder: Path) -> dict[str, Tensor]:
     """The tensors of model.safetensors, or of the files that its index names."""
-    index = folder / f"{WEIGHTS}.index.json"
-    if (folder / WEIGHTS).exists() or not index.exists():
+    index = f"{WEIGHTS}.index.json"
+    if (folder / WEIGHTS).exists() or not (folder / index).exists():
         return read_tensors(folder / WEIGHTS)
-    shards = validated(_Index, read_json(index), index).weight_map.values()
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(shards)):
-        if Path(shard).name != shard:
-            raise ModelError(f"{index}: '{shard}' is not the name of a file of this folder.")
-        tensors |= read_tensors(folder / shard)
+    for file in indexed_files(folder, index, (".safetensors",)):
+        tensors |= read_tensors(file)
     return tensors
-
-
-@dataclass(frozen=True)
-class _Index:
-    weight_map: dict[str, str]
 
 
 def _unpickled(path: Path) -> Any:
