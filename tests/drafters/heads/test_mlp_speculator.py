@@ -164,7 +164,7 @@ FAULTS: dict[str, Fault] = {
     "no weights": (deleted("model.safetensors"), "does not exist"),
     "a shard that is missing": (
         lambda f: (shards(f) / "b.safetensors").unlink(),
-        "b.safetensors does not exist",
+        "lacks 1 of its 2 weight files, b.safetensors",
     ),
     "a shard elsewhere": (lambda f: shards(f, x="../a.safetensors"), "should match pattern"),
     "no map": (
