@@ -120,7 +120,7 @@ def outputs_of(
     strategies = {id(drafter): strategy_of(drafter, rule=rule) for drafter in drafters}
     requests = [request_of(prompt) for prompt in PROMPTS]
     for request in requests:
-        request.trace_all = trace
+        request._trace_all = trace
     for request, drafter in zip(requests, drafters, strict=True):
         scheduler.add(request, strategies[id(drafter)])
     while scheduler.busy:

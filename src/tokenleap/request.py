@@ -28,6 +28,8 @@ from tokenleap.outputs import BeamOutput, CompletionOutput, Metrics, StreamedTok
 from tokenleap.runtime.costs import CostCurve
 from tokenleap.trace import PASS_SIZES, StepTrace, Trace
 
+MAX_TRACED = 2**16
+
 
 class Request(SequenceState):
     """State of one output from its prompt to its end.
@@ -44,7 +46,8 @@ class Request(SequenceState):
         tokenizer: makes text and finds stop strings; with None the text stays empty.
         pieces: the texts of its tokens, which all requests may share; None makes them.
         index: which of the prompt's n outputs this is, from 0.
-        trace_all: record p of every drafted token, also of those that the rule did not reach.
+        trace_all: record p of every drafted token, also of those that the rule did not reach;
+            until there are `MAX_TRACED` of them.
         grammar: the compiled `params.structured_outputs`, for this request alone (it has state).
         source: what the encoder reads; None for a decoder-only model.
         rules: what an encoder-decoder's generation config does to its logits.
@@ -102,7 +105,7 @@ class Request(SequenceState):
             settings = BeamSettings.of(params, self._max_tokens, sampler.stop_ids)
             self.beams = Beams(settings, chain([self.root]))
         self.index = index
-        self.trace_all = trace_all
+        self._trace_all, self._traced = trace_all, 0  # nodes
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.failure: Exception | None = None
@@ -130,6 +133,11 @@ class Request(SequenceState):
         return self.finish_reason is not None
 
     @property
+    def trace_all(self) -> bool:
+        """Whether to record p of every drafted token in this step."""
+        return self._trace_all and self._traced < MAX_TRACED
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be generated. A useful draft is at least one token shorter."""
         return self._max_tokens - len(self._written)
@@ -155,7 +163,7 @@ class Request(SequenceState):
         other.failure = other.finish_reason = None
         other._eos = frozenset()
         other._max_tokens, other._too_long = max_model_len - len(self.token_ids), False
-        other.trace_all = False
+        other._trace_all = False
         other._written, other._fresh = Written(other.params, None, self._pieces), deque()
         return other
 
@@ -208,6 +216,7 @@ class Request(SequenceState):
                     break
         finally:  # after an error, without the token that has no text
             step.committed = len(streamed)
+            self._traced += len(draft.tree)
             self.metrics.count(step)
             self._written.trace.steps.append(step)
             self._publish(streamed)

@@ -109,6 +109,16 @@ def test_many_tokens_without_a_whole_character(monkeypatch: pytest.MonkeyPatch) 
     assert decoded < 40 * len(ids)
 
 
+def test_a_stop_string_after_many_tokens_without_a_whole_character() -> None:
+    detokenizer = Detokenizer(TOKENIZER, [" STOP"])
+    for token in [TOKENIZER.encode("€")[0]] * 400:
+        detokenizer.add(token)
+    for token in TOKENIZER.encode(" STOP"):
+        assert detokenizer.stopped_at is None
+        detokenizer.add(token)
+    assert detokenizer.stopped_at == " STOP"
+
+
 @pytest.mark.parametrize("token", [0, 5])
 def test_without_a_tokenizer_there_is_no_text(token: int) -> None:
     detokenizer = Detokenizer(None)

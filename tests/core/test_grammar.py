@@ -13,7 +13,7 @@ import torch
 from tests.matrix import LOSSLESS, SPECULATIVE, fits, speculative_config
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
-from tokenleap.core.grammar import Grammars
+from tokenleap.core.grammar import Grammar, Grammars
 
 EOS = 95
 SCHEMA = {
@@ -283,3 +283,56 @@ def test_a_request_that_reaches_a_limit_ends_with_an_error(model: Any, method: s
     (output,) = failed.value.outputs
     assert output.finish_reason == "error"
     assert set(output.text) == {"a"}
+
+
+class Stubborn:
+    """A matcher that fails once it has consumed a five."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.consumed = list[int]()
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self.consumed += tokens
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        del self.consumed[len(self.consumed) - count :]
+
+    def is_error(self) -> bool:
+        return 5 in self.consumed
+
+    def get_error(self) -> str:
+        return "too many items"
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xff"
+
+
+def test_an_output_that_the_matcher_fails_for_is_not_tried_again() -> None:
+    Stubborn.made = 0
+    grammar = Grammar(Stubborn, 8)
+    for output in ([1, 5], [1, 5], [1, 5, 2]):
+        with pytest.raises(RequestError, match="structured_outputs: too many items"):
+            grammar.allowed(output)
+    assert Stubborn.made == 2
+    assert grammar.allowed([1, 2]) is not None  # it was a draft
+
+
+def test_a_grammar_that_takes_long_ends_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.0
+
+    def now() -> float:
+        nonlocal seconds
+        seconds += 0.3
+        return seconds
+
+    monkeypatch.setattr("time.thread_time", now)
+    grammar = Grammar(Stubborn, 8)
+    assert grammar.allowed([1]) is not None  # 0.6 seconds
+    for _ in range(2):
+        with pytest.raises(RequestError, match="finding what may come next takes too long"):
+            grammar.allowed([1, 2])
+    assert seconds == pytest.approx(8 * 0.3)  # and nothing is asked again

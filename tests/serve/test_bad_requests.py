@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.serve.support import CONTEXT, MODEL, Served
 from tokenleap import SpeculativeConfig
@@ -372,6 +374,21 @@ def test_other_paths_and_methods(server: Served) -> None:
     assert server.http.get("/v1/models/other").status_code == 404
 
 
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES, st.integers(0, 4))
+def test_large_answers_are_written_alike(value: Any, levels: int) -> None:
+    assert running._large_json(value, levels) == running._json(value)
+
+
 def test_log_probabilities_of_prompts_are_bounded(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +397,7 @@ def test_log_probabilities_of_prompts_are_bounded(
     error = server.refused(COMPLETIONS, **fields, prompt_logprobs=3)
     assert "at most 30 for all prompts together on this server, got 40" in error["message"]
     server.refused(COMPLETIONS, **fields, echo=True, logprobs=3)
+    server.refused(COMPLETIONS, **fields, prompt_logprobs=1, n=2)
     assert server.post(COMPLETIONS, **fields, prompt_logprobs=2).status_code == 200
 
 
@@ -418,3 +436,9 @@ def test_the_engine_still_serves(server: Served) -> None:
     assert server.complete()["choices"][0]["text"]
     assert server.state.open_sequences == 0
     assert server.http.get("/v1/models").json()["data"][0]["id"] == MODEL
+
+
+def test_strict_is_no_number(server: Served) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": 1e300}
+    error = server.refused(RESPONSES, input="hello", text={"format": form})
+    assert "strict must be true or false" in error["message"]

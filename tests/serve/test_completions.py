@@ -129,6 +129,13 @@ def test_echo_has_what_was_read(server: Served) -> None:
         assert len(choice["logprobs"]["tokens"]) == 3
 
 
+def test_echo_with_log_probabilities_and_a_form(server: Served) -> None:
+    fields = {"guided_json": {"type": "boolean"}, "echo": True, "logprobs": 1, "max_tokens": 9}
+    choice = server.complete("hello", **fields)["choices"][0]
+    assert choice["text"] in ("hellotrue", "hellofalse")
+    assert choice["logprobs"]["token_logprobs"][1] is not None
+
+
 def test_echo_of_a_prompt_that_was_not_cut(server: Served) -> None:
     text = f"{tiny_parts()[1].eos_token} hello"
     for most in (None, -1, 50):

@@ -6,8 +6,9 @@ borders.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -55,11 +56,8 @@ class _Beginning:
     """How much of a stop string a text ends in, in linear time (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, stop: str) -> None:
-        self._stop = stop
+        self._stop, self._shorter = stop, _borders(stop)
         self._size = 0  # characters of the longest prefix that the text ends in
-        self._shorter = [0]  # for each prefix, the longest shorter one that it ends in
-        for char in stop[1:]:
-            self._shorter.append(self._longer(self._shorter[-1], char))
 
     def after(self, text: str) -> int:
         """Length of the longest prefix but the whole that the text ends in, with this added."""
@@ -67,13 +65,23 @@ class _Beginning:
             return 0
         for char in text:
             size = self._shorter[-1] if self._size == len(self._stop) else self._size
-            self._size = self._longer(size, char)
+            self._size = _longer(self._stop, self._shorter, size, char)
         return self._shorter[-1] if self._size == len(self._stop) else self._size
 
-    def _longer(self, size: int, char: str) -> int:
-        while size and self._stop[size] != char:
-            size = self._shorter[size - 1]
-        return size + (self._stop[size] == char)
+
+@lru_cache(maxsize=256)  # a request's outputs share them
+def _borders(stop: str) -> array[int]:
+    """For each prefix, the length of the longest shorter one that it ends in."""
+    found = array("I", [0])
+    for char in stop[1:]:
+        found.append(_longer(stop, found, found[-1], char))
+    return found
+
+
+def _longer(stop: str, shorter: Sequence[int], size: int, char: str) -> int:
+    while size and stop[size] != char:
+        size = shorter[size - 1]
+    return size + (stop[size] == char)
 
 
 class Pieces:
@@ -146,7 +154,7 @@ class Detokenizer:
             return ""
         self._token_ids.append(token)
         unread = len(self._token_ids) - self._read
-        if unread >= self._next_try:
+        if unread >= self._next_try or not self._piece([token]).endswith(_INCOMPLETE):
             before = self._before
             after = self._decode(self._token_ids[self._start :])
             self._next_try = unread + unread // _LONG_UNREAD

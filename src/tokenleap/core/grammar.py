@@ -11,8 +11,9 @@ need. They also know which tokens are forced; the drafter `regex` proposes those
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +88,13 @@ class Grammars:
         )
 
 
+_FREE_SECONDS, _SECONDS_A_CALL = 1.0, 0.01
+"""Seconds of CPU that a grammar may take for one output: so many in all, and so many more for each
+query. All requests wait for it; ordinary forms take less than a millisecond a query."""
+
+_PIECE = 16  # tokens consumed at once
+
+
 class Grammar:
     """The grammar of one request, for any continuation of its prompt.
 
@@ -98,6 +106,8 @@ class Grammar:
         self._matcher = new()
         self._vocab_size = vocab_size
         self._tokens: list[int] = []  # output tokens the matcher has consumed
+        self._failed: tuple[list[int], str] | None = None  # the last output that it fails for
+        self._seconds, self._calls = 0.0, 0
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor | None:
         """The tokens that may come next, [V] bool; None if the output so far is not allowed.
@@ -106,8 +116,7 @@ class Grammar:
         """
         if not self._move_to(output_ids):
             return None
-        content = self._matcher.compute_bitmask()
-        self._check()
+        content = self._asked(output_ids, self._matcher.compute_bitmask)
         bits = np.frombuffer(content, dtype=np.uint8)
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         return torch.from_numpy(mask.view(np.bool_))
@@ -116,30 +125,44 @@ class Grammar:
         """The tokens that must come next; empty if there is a choice."""
         if not self._move_to(output_ids):
             return []
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        self._check()
+        tokens: list[int] = self._asked(output_ids, self._matcher.compute_ff_tokens)
         return tokens
 
     def _move_to(self, output_ids: Sequence[int]) -> bool:
         """Roll back to the common prefix and advance; returns whether all tokens are allowed."""
         output = list(output_ids)
+        if self._failed is not None and output[: len(self._failed[0])] == self._failed[0]:
+            raise RequestError(self._failed[1], by_parameters=True)
         agreed = len(self._tokens)
         if output[:agreed] != self._tokens:
             agreed = common_prefix(self._tokens, output)
             self._matcher.rollback(len(self._tokens) - agreed)
-        rest = output[agreed:]
-        consumed = self._matcher.try_consume_tokens(rest) if rest else 0
-        self._check()
-        self._tokens = output[: agreed + consumed]
-        return consumed == len(rest)
+            self._tokens = output[:agreed]
+        while rest := output[agreed : agreed + _PIECE]:
+            consumed = self._asked(output, partial(self._matcher.try_consume_tokens, rest))
+            agreed += consumed
+            self._tokens = output[:agreed]
+            if consumed < len(rest):
+                return False
+        return True
 
-    def _check(self) -> None:
-        """Raise the matcher's error and start again with a new one: an error is for ever.
+    def _asked(self, output: Sequence[int], query: Callable[[], Any]) -> Any:
+        """The answer of the matcher.
 
-        The error may belong to a draft that is rejected, and not to the output.
+        An error ends a matcher for ever, so a new one begins: the error may belong to a draft that
+        is rejected, and not to the output.
         """
-        if not self._matcher.is_error():
-            return
-        reason = first_line(self._matcher)
-        self._matcher, self._tokens = self._new(), []
-        raise RequestError(f"structured_outputs: {reason}", by_parameters=True)
+        began = time.thread_time()
+        answer = query()
+        self._seconds += time.thread_time() - began
+        self._calls += 1
+        if self._matcher.is_error():
+            reason = first_line(self._matcher)
+            self._matcher, self._tokens = self._new(), []
+            self._failed = list(output), f"structured_outputs: {reason}"
+        elif self._seconds > _FREE_SECONDS + _SECONDS_A_CALL * self._calls:
+            reason = "it is too complex: finding what may come next takes too long"
+            self._failed = [], f"structured_outputs: {reason}"
+        else:
+            return answer
+        raise RequestError(self._failed[1], by_parameters=True)

@@ -381,10 +381,10 @@ class CallFinder:
         """The calls that a JSON text describes; empty if it is anything else."""
         try:
             value = json.loads(text)
+            listed = value if isinstance(value, list) else [value]
+            calls = [self._call(each) for each in listed]
         except (ValueError, RecursionError):
             return []
-        listed = value if isinstance(value, list) else [value]
-        calls = [self._call(each) for each in listed]
         return [call for call in calls if call] if calls and all(calls) else []
 
     def _call(self, value: Any) -> Call | None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tokenleap.core.detokenizer import Detokenizer
 from tokenleap.core.distribution import TokenLogprobs
-from tokenleap.core.params import SamplingParams
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.errors import RequestError, told
 from tokenleap.models.pooling import shortened
@@ -65,7 +64,7 @@ class _Completion(Choices[CompletionBody]):
         _check(body)
         super().__init__(body, state, len(self._prompts) * (body.n or 1))
         self._lengths: dict[int, int] = {}  # of the text of each choice that was sent
-        self._echoes: dict[int, tuple[list[int], list[str]]] = {}  # of each prompt
+        self._echoes: dict[str | tuple[int, ...], tuple[list[int], list[str]]] = {}
 
     def prepare(self) -> list[JobSpec]:
         body, defaults = self.body, self.state.llm.llm.engine.sampling_defaults
@@ -79,9 +78,7 @@ class _Completion(Choices[CompletionBody]):
             form=form_of(body, body.response_format),
         )
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
-            params = SamplingParams.model_validate(
-                {**params.model_dump(exclude_unset=True), "prompt_logprobs": body.logprobs}
-            )
+            params = params.model_copy(update={"prompt_logprobs": body.logprobs})
         config, trace = body.speculative_config, body.wants_trace
         return [JobSpec(self._ids(each), params, config, trace=trace) for each in self._prompts]
 
@@ -95,10 +92,17 @@ class _Completion(Choices[CompletionBody]):
             return prompt
         return text_ids(prompt, llm.tokenizer, add_special_tokens=special, limit=limit)
 
+    @property
+    def _of_prompts(self) -> bool:
+        """Whether the answer has what belongs to prompts, too."""
+        return bool(self.body.echo) or self.body.prompt_logprobs is not None
+
+    def is_small(self, results: Sequence[RequestOutput]) -> bool:
+        return super().is_small(results) and not self._of_prompts
+
     def is_large(self, prompt: int, chunk: StreamChunk) -> bool:
-        of_prompt = self.body.echo or self.body.prompt_logprobs is not None
         begins = self._place(prompt, chunk.index) not in self._lengths
-        return super().is_large(prompt, chunk) or (of_prompt and begins)
+        return super().is_large(prompt, chunk) or (self._of_prompts and begins)
 
     def _place(self, prompt: int, index: int) -> int:
         """The number of a choice among those of all prompts."""
@@ -142,9 +146,11 @@ class _Completion(Choices[CompletionBody]):
 
     def _echoed(self, prompt: int) -> tuple[list[int], list[str]]:
         """Ids of the prompt, and texts that make its text together; made once for all outputs."""
-        if prompt not in self._echoes:
-            self._echoes[prompt] = self._echo(prompt)
-        return self._echoes[prompt]
+        given = self._prompts[prompt]
+        key = given if isinstance(given, str) else tuple(given)  # of prompts that are alike
+        if key not in self._echoes:
+            self._echoes[key] = self._echo(prompt)
+        return self._echoes[key]
 
     def _echo(self, prompt: int) -> tuple[list[int], list[str]]:
         request = self.run.requests[prompt].job.requests[0]
@@ -153,10 +159,12 @@ class _Completion(Choices[CompletionBody]):
         if not isinstance(given, str):
             return ids, _texts_of(ids, tokenizer, skip_special_tokens=False)
         # The text may have special tokens itself, or the tokenizer has put them in.
-        without, whole = (_texts_of(ids, tokenizer, skip_special_tokens=s) for s in (True, False))
-        for texts in (without, whole):
-            if "".join(texts) == given:
-                return ids, texts
+        without = _texts_of(ids, tokenizer, skip_special_tokens=True)
+        if "".join(without) == given:
+            return ids, without
+        whole = _texts_of(ids, tokenizer, skip_special_tokens=False)
+        if "".join(whole) == given:
+            return ids, whole
         if most is not None and (most < 0 or len(ids) >= most):  # only its end was read
             return ids, without
         return ids, _cut(given, whole)

@@ -499,6 +499,8 @@ def _of_format(given: Mapping[str, Any], param: str) -> dict[str, Any] | None:
             raise invalid(param, f"{param}: json_schema needs an object under 'schema'.")
         if unknown := set(rest) - {"name", "description", "schema", "strict"}:
             raise invalid(param, f"{param}: json_schema has no field '{min(unknown)}'.")
+        if not isinstance(rest.get("strict"), bool | None):
+            raise invalid(param, f"{param}: strict must be true or false.")
         return {"json": rest["schema"]}
     if kind not in ("text", "json_object") or rest:
         raise invalid(

@@ -273,7 +273,7 @@ def _check_prompt_logprobs(specs: Sequence[JobSpec]) -> None:
     for spec in specs:
         params = spec.params
         if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
-            found += len(spec.prompt) * (params.prompt_logprobs + 1)
+            found += len(spec.prompt) * (params.prompt_logprobs + 1) * params.n
     if found > MAX_PROMPT_LOGPROBS:
         raise invalid(
             "prompt_logprobs",
@@ -547,9 +547,16 @@ class Answer(ABC, Generic[AnyBody]):
     def whole(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response when all outputs have ended; made off the loop."""
 
+    def is_small(self, results: Sequence[RequestOutput]) -> bool:
+        """Whether the response is written in no time; it need not wait for those of others."""
+        return False
+
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
         """The response in pieces."""
+
+
+_SMALL = 512  # tokens of an answer
 
 
 class Choices(Answer[Sampled]):
@@ -588,6 +595,10 @@ class Choices(Answer[Sampled]):
         ]
         return {**self.head, "choices": choices, "usage": self.run.usage()}
 
+    def is_small(self, results: Sequence[RequestOutput]) -> bool:
+        tokens = sum(len(output.token_ids) for result in results for output in result.outputs)
+        return tokens <= _SMALL and self.body.tokenleap is None
+
     def begun(self) -> Iterator[bytes]:
         """Chunks before the first output's."""
         yield from ()
@@ -608,15 +619,21 @@ class Choices(Answer[Sampled]):
             yield begun
         async for prompt, chunk in self.run.chunks():
             usage = {"usage": self.run.usage()} if options.continuous_usage_stats else {}
-            make = partial(self._event, prompt, chunk, usage)
             large = self.is_large(prompt, chunk)
+            make = partial(self._event, prompt, chunk, usage, _large_json if large else _json)
             yield await self.state.llm.off_loop(make) if large else make()
         if options.include_usage:
             yield data({**self.head, "choices": [], "usage": self.run.usage()})
         yield DONE
 
-    def _event(self, prompt: int, chunk: StreamChunk, usage: Mapping[str, Any]) -> bytes:
-        return data({**self.chunk(prompt, chunk), **usage})
+    def _event(
+        self,
+        prompt: int,
+        chunk: StreamChunk,
+        usage: Mapping[str, Any],
+        write: Callable[[Any], str],
+    ) -> bytes:
+        return _data(write({**self.chunk(prompt, chunk), **usage}))
 
     def end(
         self,
@@ -677,8 +694,10 @@ async def answered(
 
     async def whole() -> bytes:
         results = await run.results()
+        if made.is_small(results):
+            return as_json(made.whole(results))
         client = state.client_of(request)
-        return await state.llm.off_loop(lambda: _whole_json(made.whole(results)), client)
+        return await state.llm.off_loop(lambda: _encoded(_large_json(made.whole(results))), client)
 
     try:
         content = await while_connected(request, whole())
@@ -696,27 +715,39 @@ DONE = b"data: [DONE]\n\n"
 """The end of a stream of completions."""
 
 
+_LEVELS = 6
+"""A response, its choices, a choice, its log-probabilities or trace, their items, and an item."""
+
+
 def as_json(value: Any) -> bytes:
-    return _json(value).encode(errors="replace")
+    return _encoded(_json(value))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="replace")
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _whole_json(value: Mapping[str, Any]) -> bytes:
-    """An object with long lists: each item is written alone, so that other threads run between."""
-    written = {
-        name: f"[{','.join(map(_json, each))}]" if isinstance(each, list) else _json(each)
-        for name, each in value.items()
-    }
-    members = (f"{_json(name)}:{each}" for name, each in written.items())
-    return f"{{{','.join(members)}}}".encode(errors="replace")
+def _large_json(value: Any, levels: int = _LEVELS) -> str:
+    """The same in pieces: what is deep inside is written alone, and other threads run between."""
+    if levels and isinstance(value, list):
+        return f"[{','.join(_large_json(each, levels - 1) for each in value)}]"
+    if levels and isinstance(value, dict):
+        members = (f"{_json(k)}:{_large_json(each, levels - 1)}" for k, each in value.items())
+        return f"{{{','.join(members)}}}"
+    return _json(value)
 
 
 def data(value: Mapping[str, Any]) -> bytes:
     """An event without a name."""
-    return b"data: " + as_json(value) + b"\n\n"
+    return _data(_json(value))
+
+
+def _data(text: str) -> bytes:
+    return b"data: " + _encoded(text) + b"\n\n"
 
 
 def event(value: Mapping[str, Any]) -> bytes:
