@@ -89,8 +89,11 @@ def test_other_json_lines_and_plain_text(tmp_path: Path) -> None:
     lines = write(tmp_path, "mine.jsonl", {"prompt": "a"}, '"b"', "", {"question": "c"})
     assert [p.text for p in read_prompts(lines)] == ["a", "b", "c"]
     assert [p.kind for p in read_prompts(lines)] == ["mine"] * 3
-    text = write(tmp_path, "mine.txt", "one prompt", "", " another ")
-    assert [p.text for p in read_prompts(text)] == ["one prompt", "another"]
+    text = write(tmp_path, "mine.txt", "one prompt", "", " another ", "one\u2028of two\x0clines")
+    texts = ["one prompt", "another", "one\u2028of two\x0clines"]
+    assert [p.text for p in read_prompts(text)] == texts
+    text.rename(tmp_path / "mine.jsonl").write_text('{"prompt": "a\u2028b"}\n')
+    assert [p.text for p in read_prompts(tmp_path / "mine.jsonl")] == ["a\u2028b"]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,38 @@ def test_what_cannot_be_read_is_1(run: Run, tiny: Path, tmp_path: Path) -> None:
     )
 
 
+def test_outputs_that_would_destroy_what_is_read(run: Run, tiny: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("hello")
+    for command in (
+        ("ngrams", "build", text, "--output", text, "-m", tiny),
+        ("datastore", "build", text, "--output", tmp_path / "." / "text.txt", "-m", tiny),
+        ("tune-layers", text, "-o", text, "-m", tiny),
+        ("trace", text, "--svg", text),
+    ):
+        assert "is read: name another file to write" in run.refused(*command)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hi"}\n')
+    foreign = ("generate", "--prompts-file", prompts, "-m", tiny, "--output", text, "--resume")
+    assert "does not end in a JSON object" in run.refused(*foreign, code=1)
+    assert text.read_text() == "hello"
+
+
+def test_where_nothing_can_be_written(run: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("hello")
+    arguments = ("ngrams", "build", tmp_path / "text.txt", "-m", tiny, "--output", "/proc/x")
+    assert "/proc/x cannot be written: " in run.refused(*arguments)
+
+
+def test_out_of_memory_is_one_line(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("tokenleap.llm.LLM.generate", full)
+    monkeypatch.setattr("tokenleap.llm.LLM.stream", full)
+    assert "error: out of memory" in run.refused("generate", "hi", "-m", tiny, code=1)
+
+
 @pytest.mark.parametrize(
     "command", ["plan --measure --prompts", "tree", "bench", "tune-layers -o layers.json"]
 )

@@ -90,11 +90,13 @@ def test_a_folder_that_is_not_there(run: Run, tiny: Path, tmp_path: Path) -> Non
 
 
 def test_the_folder_of_the_head_itself(run: Run, tiny: Path, head: Path) -> None:
-    before = contents(head)[0]
-    assert "is the head itself: give another folder" in run.refused(
-        "export", head, "--out", head / ".." / "head", "-m", tiny, code=1
-    )
-    assert contents(head)[0] == before
+    """Nor is a model overwritten."""
+    for to in (head, tiny):
+        before = {path: path.read_bytes() for path in to.iterdir() if path.is_file()}
+        assert "has a model already: give another folder" in run.refused(
+            "export", head, "--out", to / ".." / to.name, "-m", tiny, code=1
+        )
+        assert {path: path.read_bytes() for path in to.iterdir() if path.is_file()} == before
 
 
 def test_a_head_of_another_kind(run: Run, tiny: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tokenleap.training.conversations import ConversationFile
 from tokenleap.training.features import bytes_per_token
 from tokenleap.training.method import training_method
 from tokenleap.training.report import Speeds
-from tokenleap.training.run import DrafterSeries
+from tokenleap.training.run import DrafterSeries, TrainingFolder
 
 QUICK = ["--tokens", 200, "--held-out-tokens", 60, "--set", "batch_tokens=128"]
 SHORT = ["--set", "epochs=2", "--set", "evaluate_every=2"]
@@ -134,6 +134,12 @@ def test_json_and_running_it_again(run: Run, tiny: Path, tmp_path: Path) -> None
     assert (out / "training/features/train/hidden").stat().st_mtime_ns == features
 
 
+def test_two_processes_do_not_train_in_one_folder(run: Run, tiny: Path, tmp_path: Path) -> None:
+    with TrainingFolder(tmp_path / "head").held():
+        result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head", *QUICK, *SHORT)
+    assert f"another process trains in {tmp_path / 'head'}" in error_of(result)
+
+
 def test_own_data(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
     """Heads with few levels are served with chains that are longer than they can draft."""
     text = tmp_path / "some.txt"
@@ -146,6 +152,9 @@ def test_own_data(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:
     assert report["held_out"]["conversations"] >= 1
     assert len(report["best"]["mean_lengths"]) == 2
     assert report["served"]["by_position"][2:] == [0, 0]
+    text.write_text("ef gh " * 40)
+    again = run("train", "medusa", "-m", tiny, "-o", tmp_path / "head", *arguments, *few)
+    assert "has a training with another 'data'" in error_of(again)
 
 
 def test_prompts_that_must_stay_unseen(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:

@@ -162,6 +162,16 @@ def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    (tmp_path / f".made.{ended.pid}").mkdir()
+    (tmp_path / f".made.tokenleap-{ended.pid}").mkdir()
+    (tmp_path / ".made.2023").mkdir()  # somebody's
     convert_pickles(tmp_path / "a.bin", tmp_path / "made")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "made"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".made.2023", "a.bin", "made"]
+
+
+def test_only_what_belongs_to_a_file_is_copied(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(1)}, tmp_path / "a.bin")
+    for name in ("passwords.txt", "bank.json", "tokenizer.json", "notes.model"):
+        (tmp_path / name).write_text("{}")
+    convert_pickles(tmp_path / "a.bin", tmp_path / "made")
+    made = sorted(path.name for path in (tmp_path / "made").iterdir())
+    assert made == ["model.safetensors", "notes.model", "tokenizer.json"]

@@ -99,6 +99,14 @@ def test_its_size_is_known_beforehand(
     assert sum(each.stat().st_size for each in files) == tokens * bytes_per_token(len(layers), 64)
 
 
+def test_tokens_of_another_model_are_refused(target: Target, tmp_path: Path) -> None:
+    """Native code would read outside its tables."""
+    for token in (VOCAB_SIZE, 999_999_999, -1):
+        talk = Conversation((1, token, 2), ((1, 3),), seed=0)
+        with pytest.raises(DataError, match="token ids outside the vocabulary"):
+            list(compute_features(target, [talk], LAYERS, tmp_path / "cache"))
+
+
 def test_without_hidden_states(target: Target, tmp_path: Path) -> None:
     """Everything else is as it is with them."""
     found, whole = (

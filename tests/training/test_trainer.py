@@ -592,3 +592,9 @@ def test_all_right_and_all_wrong() -> None:
         counts.add(torch.full_like(valid, right), valid)
         assert [counts.mean_length(n + 1) for n in range(LEVELS)] == lengths
     assert Acceptance(2).mean_length(2) == 0
+
+
+def test_copies_of_checkpoints_are_none(tmp_path: Path) -> None:
+    for name in ("checkpoint-2.bak", "checkpoint-", "checkpoint-7", "checkpoint-12-old"):
+        (tmp_path / name).mkdir()
+    assert [each.name for each in checkpoints_in(tmp_path)] == ["checkpoint-7", "checkpoint-12-old"]

@@ -98,7 +98,7 @@ _Row: TypeAlias = tuple[str, str, Any]
 
 
 def _rows_of_lines(file: Path) -> list[_Row]:
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").split("\n")  # a text may have other line ends
     return [
         (place := f"{file}, line {number}", str(number), _fields(file, line, place))
         for number, line in enumerate(lines, start=1)

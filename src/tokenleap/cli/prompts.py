@@ -343,7 +343,10 @@ class LineResults:
             if not isinstance(outputs, list) or not all(isinstance(x, dict) for x in outputs):
                 raise TokenleapError(f"{self.path}: line {number} is not a JSON object")
             records.append(record)
-        file.mend()
+        try:
+            file.mend()
+        except ValueError as error:
+            raise TokenleapError(f"{error}: choose another --output") from None
         return records
 
 

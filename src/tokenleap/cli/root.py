@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TextIO
 
 import typer
@@ -79,6 +80,14 @@ class _Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    from tokenleap.runtime.kv_slab import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
 class RootGroup(_Group):
     """The top command: turns every known exception into an exit code and one line."""
 
@@ -90,6 +99,11 @@ class RootGroup(_Group):
         except (typer.TyperException, TokenleapError, OSError) as error:
             code = _exit_code(error)
             say(_line(error, own_rank()))
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            code = 1
+            say("error: out of memory: close other programs, or take a smaller model or batch")
         if code == INTERRUPTED:
             say("interrupted")
         for stream in (sys.stdout, sys.stderr):
@@ -366,12 +380,21 @@ def in_flags(message: str) -> str:
 # Writing a result file completely or not at all; for every command with an --output file.
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a path that cannot be written to, before the work begins."""
+def check_writable(path: Path, *inputs: Path) -> None:
+    """Refuse a path that cannot be written to, or that is read, before the work begins."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a file")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} to write {path.name} to")
+    if path.exists() and any(each.exists() and path.samefile(each) for each in inputs):
+        raise UsageError(f"{path} is read: name another file to write")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device
+    try:
+        with TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -85,7 +85,7 @@ def write(
     model of the target's own text drafts what the target writes most often,
     at next to no cost.
     """
-    check_writable(output)
+    check_writable(output, *(data or ()))
     llm = open_llm(target, None, max_num_seqs=16)
     from tokenleap.training.collect import ngrams_of_target
 
@@ -148,7 +148,7 @@ def _reading(
     files: Sequence[Path], output: Path, model: str, doing: str, speed: str
 ) -> Iterator[tuple[Sequence[Path], PreTrainedTokenizerBase, Callable[[int], None]]]:
     """Arguments of a function that reads text files, with a progress bar."""
-    check_writable(output)
+    check_writable(output, *files)
     total = sum(file.stat().st_size for file in files)
     tokenizer = open_tokenizer(model)
     from tokenleap.models.store import progress

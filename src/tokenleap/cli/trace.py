@@ -78,7 +78,7 @@ def trace(
         raise UsageError("only --timeline and --svg take several traces: give one file")
     recorded = Trace.load(files[0])
     if page is not None:
-        check_writable(page)
+        check_writable(page, *files)
         write_whole(page, html(recorded, files[0].stem))
         if not json_output:
             say(f"Written to {page}.")
@@ -97,7 +97,7 @@ def _timelines(files: Sequence[Path], svg: Path | None, *, shown: bool) -> None:
 
     if svg is not None:
         need_matplotlib("--svg")
-        check_writable(svg)
+        check_writable(svg, *files)
     found = [timeline_of(file.stem, Trace.load(file)) for file in files]
     if shown:
         show_timelines(found)

@@ -455,7 +455,7 @@ def tune_layers(
     decoding, and saves the fastest (Zhang et al., "Draft & Verify").
     Ctrl-C saves the fastest of those that were run.
     """
-    check_writable(output)
+    check_writable(output, prompts)
     texts = read_texts(prompts)
     with working("Starting", quiet=json_output):
         params = search.params()

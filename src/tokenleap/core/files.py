@@ -24,9 +24,9 @@ _MAX_BYTES = 1 << 30
 def read_json(path: Path) -> Any:
     """The JSON value that a file holds; of one with the project's first name, in its new one."""
     with path.open("rb") as file:
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise ValueError("it is larger than 1 GiB")
+        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+            raise ValueError("it is larger than 1 GiB")
+        content = file.read()
     value = parsed_json(content)
     return renamed(value) if isinstance(value, dict) else value
 
@@ -85,7 +85,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.touch()
     try:
-        mode = beside.stat().st_mode
+        mode = (path if path.exists() else beside).stat().st_mode
         write(beside)
         beside.chmod(mode)
         beside.replace(path)
@@ -120,10 +120,16 @@ class JsonLines:
                     yield line
 
     def mend(self) -> None:
-        """Remove half a line at the end."""
+        """Remove half a line at the end.
+
+        Raises:
+            ValueError: it is none of an object, so it is not the end of such a file.
+        """
         if not self.path.exists():
             return
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
+            if not data.startswith(b"{", whole):
+                raise ValueError(f"{self.path} does not end in a JSON object")
             os.truncate(self.path, whole)

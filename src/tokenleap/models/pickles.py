@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ _INDEX = "pytorch_model.bin.index.json"
 
 _FORBIDS = ("files", "system calls")
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG")  # and no tokens
+_MAKING = ".tokenleap-"
+"""In the name of a folder that a process is making; its number follows."""
+_BESIDE_FILE = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.model", "*.spm", "*.jinja"),
+)
+"""What belongs to a single file of weights: other files may be anybody's."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SECONDS, _SECONDS_PER_GB, _MEGABYTES = 60, 100, 1024  # of CPU and memory, beside the file's
 
@@ -56,11 +64,12 @@ def convert_pickles(source: Path, output: Path) -> list[str]:
         _remove_leftovers(output)
         if (free := shutil.disk_usage(parent).free) < needed:
             raise _full(parent, needed, free)
-        making = parent / f".{output.name}.{os.getpid()}"
+        making = parent / f".{output.name}{_MAKING}{os.getpid()}"
         making.mkdir()
         try:
             forbidden = _run(targets, making, tied, needed)
-            _finish(folder, targets, making)
+            beside = BESIDE_WEIGHTS if source.is_dir() else _BESIDE_FILE
+            _finish(folder, targets, making, beside)
             making.rename(output.absolute())
         finally:
             shutil.rmtree(making, ignore_errors=True)
@@ -167,7 +176,7 @@ def _names(targets: Mapping[Path, str]) -> str:
     return str(first.parent if rest else first)
 
 
-def _finish(folder: Path, targets: Mapping[Path, str], making: Path) -> None:
+def _finish(folder: Path, targets: Mapping[Path, str], making: Path, beside: Sequence[str]) -> None:
     """Check the files that were made, and add the index, configuration and tokenizer."""
     mode = making.stat().st_mode & 0o666  # safetensors' files are readable by their owner only
     index: dict[str, str] = {}
@@ -184,7 +193,7 @@ def _finish(folder: Path, targets: Mapping[Path, str], making: Path) -> None:
         total = sum((making / name).stat().st_size for name in targets.values())
         content = {"metadata": {"total_size": total}, "weight_map": index}
         (making / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
-    for pattern in BESIDE_WEIGHTS:
+    for pattern in beside:
         for path in folder.glob(pattern):
             if path.is_file() and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, making / path.name)
@@ -195,8 +204,8 @@ def _finish(folder: Path, targets: Mapping[Path, str], making: Path) -> None:
 
 def _remove_leftovers(output: Path) -> None:
     """Remove what killed processes have left of the same folder."""
-    for path in output.absolute().parent.glob(f".{glob.escape(output.name)}.*"):
-        number = path.name.rpartition(".")[2]
+    for path in output.absolute().parent.glob(f".{glob.escape(output.name)}{_MAKING}*"):
+        number = path.name.rpartition(_MAKING)[2]
         if number.isdecimal() and path.is_dir() and not psutil.pid_exists(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 

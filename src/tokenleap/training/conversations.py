@@ -72,6 +72,8 @@ def _fields(conversation: Conversation) -> dict[str, Any]:
 def _conversation(line: bytes, where: str) -> Conversation:
     try:
         fields = parsed_json(line)
+        if not fields["answers"]:
+            raise ValueError("it has no answers")
         return Conversation(
             tuple(fields["tokens"]),
             tuple((int(start), int(stop)) for start, stop in fields["answers"]),

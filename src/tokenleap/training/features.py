@@ -225,6 +225,7 @@ def compute_features(
     encoder: bool = False,
 ) -> Iterator[int]:
     """Fill a cache; a complete one for these conversations and layers stays as it is."""
+    _check_ids(conversations, target)
     index: dict[str, Any] = {
         "layers": list(layers),
         "hidden_size": target.hidden_size,
@@ -254,6 +255,19 @@ def compute_features(
     for array in arrays.values():
         array.flush()
     write_whole(folder / INDEX, lambda path: path.write_text(text))
+
+
+def _check_ids(conversations: Sequence[Conversation], target: Target) -> None:
+    """Refuse what native code would read outside its tables."""
+    readers = target.source_network
+    sources = 0 if readers is None else readers.source_vocab_size
+    for each in conversations:
+        for tokens, size in ((each.tokens, target.vocab_size), (each.source, sources)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+                raise DataError(
+                    f"a conversation has token ids outside the vocabulary of {size}: it was "
+                    "written by another model; delete the training's folder."
+                )
 
 
 def _is_complete(folder: Path, index: str) -> bool:

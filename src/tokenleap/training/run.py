@@ -5,9 +5,11 @@ Every part continues where it stopped. The command line calls it (`cli/train.py`
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 
 from tokenleap.core.files import read_json, validated, write_whole
 from tokenleap.core.params import SamplingParams
@@ -104,6 +107,7 @@ class _Job:
             data[name] = [str(file) for file in data[name]]
         if not data["parallel"]:
             del data["parallel"]
+        data["content"] = _content_of([*self.data.files, *self.data.unseen, *self.data.parallel])
         return {
             "method": self.method.name,
             "options": self.method.model_dump(mode="json"),
@@ -113,6 +117,18 @@ class _Job:
             "data": data,
             "settings": self.settings.model_dump(mode="json"),
         }
+
+
+def _content_of(files: Iterable[Path]) -> str:
+    """Tells whether a file of the same name has another content."""
+    found = hashlib.sha256()
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+    return found.hexdigest()[:16]
 
 
 class TrainingRun:
@@ -190,6 +206,10 @@ class TrainingRun:
         If several processes train (`accelerate launch`), one of them writes and computes while the
         others wait for it, and measures at the end; the others return None.
         """
+        with self._folder.held() if self.is_main_process else nullcontext():
+            return self._run()
+
+    def _run(self) -> TrainingReport | None:
         llm, method = self._job.llm, self._job.method
         with self._job.processes.main_process_first():
             training, held_out = self._prepare()
@@ -557,6 +577,16 @@ class TrainingFolder:
                 )
         elif (self.out / "config.json").exists():
             raise ConfigError(f"{self.out} already has a drafter: choose another folder.")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from training in the same folder."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self.work / ".lock", timeout=0):
+                yield
+        except Timeout:
+            raise ConfigError(f"another process trains in {self.out}.") from None
 
     def claim(self, wanted: dict[str, Any]) -> None:
         text = json.dumps(wanted, indent=2) + "\n"

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -452,7 +453,7 @@ class Averages:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, partial(save_file, tensors))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise TrainingError(f"{path} cannot be written: {in_one_line(error)}.") from None
         for old in self._files()[: -self._number]:
             old.unlink()
@@ -535,6 +536,7 @@ def _passes(accepted: Sequence[int], length: int) -> int:
 
 
 _PREFIX, _OLD = "checkpoint-", "-old"
+_NAME = re.compile(rf"{_PREFIX}\d+({_OLD})?")
 _STATE = "state.safetensors"
 
 
@@ -712,7 +714,7 @@ def _replace(new: Path, place: Path) -> None:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints, the last one at the end."""
-    found = folder.glob(f"{_PREFIX}*")
+    found = (each for each in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(each.name))
     return sorted(found, key=_age)
 
 

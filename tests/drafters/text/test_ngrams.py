@@ -134,6 +134,7 @@ def test_arrays_that_do_not_fit_together(tmp_path: Path, file: Path, name: str) 
         {**whole, name: whole[name] + 100}
         if name.endswith(("starts", "tokens"))
         else {**whole, name: whole[name] * 0},
+        {**whole, "unigrams": whole["unigrams"] + 2**62},  # their sum overflows
     ]
     for tensors in damaged:
         save_file(tensors, tmp_path / "bad", metadata)

@@ -368,8 +368,8 @@ def export_head(
         embedding: [V, E] the target's.
         rows: [V, E] of the target's output layer.
     """
-    if to.exists() and to.resolve() == source.resolve():
-        raise ModelError(f"{to} is the head itself: give another folder.")
+    if (to / CONFIG).exists():
+        raise ModelError(f"{to} has a model already: give another folder.")
     file = EagleFolder.read(source, *_METHODS).for_target(layers)
     net = file.net(embedding, rows)
     check_layers(source, file.verifier, layers)

@@ -289,6 +289,9 @@ class NgramTables:
         return NgramTables(**arrays, fingerprint=metadata.get("fingerprint"))
 
 
+_MOST_COUNTED = 2**53  # tokens of a corpus: relative frequencies are exact up to here
+
+
 def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
     """Check that all lookups stay inside the arrays, and all tokens inside the vocabulary."""
     fits = all(
@@ -299,6 +302,7 @@ def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
         fits
         and len(tensors["unigrams"]) > 0
         and int(tensors["unigrams"].min()) >= 0
+        and int(tensors["unigrams"].max()) <= _MOST_COUNTED // len(tensors["unigrams"])
         and int(tensors["unigrams"].sum()) > 0
         and _delimits(tensors, "bigram", len(tensors["unigrams"]))
         and _delimits(tensors, "trigram", len(tensors["bigram_tokens"]))
