@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -225,8 +224,8 @@ class Trace:
         except (KeyError, ValueError) as error:
             raise TokenleapError(f"damaged trace: {in_one_line(error).rstrip('.')}.") from error
         times = (trace.encode_seconds, trace.prefill_seconds, *trace.pass_seconds.values())
-        if not all(map(math.isfinite, times)):
-            raise TokenleapError("damaged trace: a time is not finite.")
+        if not all(0 <= each < _LONGEST for each in times):
+            raise TokenleapError("damaged trace: a time is negative, too long, or not finite.")
         return trace
 
     @staticmethod
@@ -246,6 +245,9 @@ class Trace:
             raise TokenleapError(f"{path}: {error}") from error
 
 
+_MOST_NODES, _MOST_LEVELS, _LONGEST = 4096, 512, 1e6  # the last one in seconds
+
+
 def _check_tree(step: StepTrace) -> None:
     size = len(step.drafted)
     if not len(step.parents) == len(step.q) == len(step.p) == size:
@@ -254,6 +256,14 @@ def _check_tree(step: StepTrace) -> None:
         raise ValueError("a parent does not come before its child")
     if not all(0 <= index < size for index in (*step.accepted, *step.rejected)):
         raise ValueError("accepted or rejected tokens that were not drafted")
+    above = [-1, *step.accepted]
+    if [step.parents[index] for index in step.accepted] != above[: len(step.accepted)]:
+        raise ValueError("accepted tokens that are no path")
+    if size > _MOST_NODES or max(step.depths, default=0) > _MOST_LEVELS:
+        raise ValueError(f"a draft of {size} tokens: more than {_MOST_NODES}, or too deep")
+    times = (step.draft_seconds, step.verify_seconds, step.accept_seconds)
+    if not all(0 <= each < _LONGEST for each in times):
+        raise ValueError("a time that is negative, too long, or not finite")
     if len(step.candidates) not in (0, size + 1) or len(step.sources) not in (0, size):
         raise ValueError("candidates or sources that do not belong to the drafted tokens")
 

@@ -236,6 +236,14 @@ def test_empty_trace(run: Run, tmp_path: Path) -> None:
         ({"parents": [-1, 7, 0, 0]}, "a parent does not come before its child"),
         ({"q": [1.0]}, "differ in length"),
         ({"accepted": [9]}, "were not drafted"),
+        ({"accepted": [0, 0, 0, 0]}, "accepted tokens that are no path"),
+        ({"draft_seconds": float("inf")}, "a time that is negative, too long, or not finite"),
+        ({"verify_seconds": 1e300}, "a time that is negative, too long, or not finite"),
+        (
+            {name: [0] * 600 for name in ("drafted", "q", "p")}
+            | {"parents": list(range(-1, 599)), "accepted": [], "rejected": []},
+            "a draft of 600 tokens: more than 4096, or too deep",
+        ),
         ({"sources": ["model"]}, "do not belong to the drafted tokens"),
         ({"candidates": [[[1, 0.5, 0.5, None]]]}, "do not belong to the drafted tokens"),
         ({"candidates": [[[1, 0.5]]] * 5}, "damaged trace"),

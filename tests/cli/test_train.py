@@ -137,7 +137,7 @@ def test_json_and_running_it_again(run: Run, tiny: Path, tmp_path: Path) -> None
 def test_two_processes_do_not_train_in_one_folder(run: Run, tiny: Path, tmp_path: Path) -> None:
     with TrainingFolder(tmp_path / "head").held():
         result = run("train", "eagle", "-m", tiny, "-o", tmp_path / "head", *QUICK, *SHORT)
-    assert f"another process trains in {tmp_path / 'head'}" in error_of(result)
+    assert f"another process trains in {tmp_path / 'head'}" in result.stderr
 
 
 def test_own_data(run: Run, tiny: Path, tmp_path: Path, prompts: Path) -> None:

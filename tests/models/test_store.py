@@ -287,6 +287,11 @@ def test_a_manifest_with_wrong_values(change: dict[str, Any]) -> None:
     manifest = writable(folder / "manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
     assert store.find("tiny") is None
+    (damaged,) = cached()
+    assert (damaged.name, damaged.kind) == ("tiny", store.DAMAGED)
+    assert damaged.size_bytes > 0
+    assert store.check("tiny") == ["manifest.json"]
+    store.remove("tiny")
     assert cached() == []
 
 

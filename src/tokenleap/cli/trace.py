@@ -465,7 +465,7 @@ def _step_parts(step: StepTrace) -> Iterator[tuple[str, float, int]]:
 def show_timelines(timelines: Sequence[Timeline]) -> None:
     """Print the timelines with one scale, in lines of the terminal's width."""
     console = display()
-    width = min(console.width, 120) - _margin(timelines)
+    width = max(1, min(console.width, 120) - _margin(timelines))
     cell = _cell_seconds(timelines, width)
     console.print(_legend(timelines))
     console.print(plain(f"one cell: {1000 * cell:.3g} ms; at the left, seconds", "note"))

@@ -73,6 +73,10 @@ class CachedModel:
     runs: str | None = None
 
 
+DAMAGED = "damaged"
+"""The kind of a model whose manifest cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Manifest:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -213,6 +217,9 @@ def cached() -> list[CachedModel]:
             runs = manifest.notes.get("runs")
             found = CachedModel(folder.name, folder, size, manifest.source, manifest.kind, runs)
             models.append(found)
+        elif folder.is_dir():
+            size = sum(each.stat().st_size for each in folder.iterdir() if each.is_file())
+            models.append(CachedModel(folder.name, folder, size, "unknown", DAMAGED))
     return models
 
 
