@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.core.test_detokenizer import TOKENIZER
 from tests.matrix import PROMPTS, SPECULATIVE, tiny_llm
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tokenleap import LLM, ConfigError, ModelError, Origin, PromptError, SamplingParams
 from tokenleap.engine.jobs import JobSpec
 from tokenleap.llm import Prompt
@@ -554,3 +554,26 @@ def test_metrics_of_known_numbers() -> None:
 
 def test_vocabulary_of_the_fixture() -> None:
     assert VOCAB_SIZE != BYTES  # the draft models of `tiny_llm` follow the target's size
+
+
+def test_the_end_of_the_sequence_is_no_text() -> None:
+    """Like a stop token, and as in vLLM."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model()
+    (token,) = tokenizer.encode("x")
+    model.generation_config.eos_token_id = token
+    llm = LLM(model, tokenizer=tokenizer)
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 9, "skip_special_tokens": False}
+    bias = {token: 1000.0}
+    (hidden,) = llm.generate([[1, 2]], SamplingParams(logit_bias=bias, **fields))
+    assert (hidden.outputs[0].text, hidden.outputs[0].finish_reason) == ("", "stop")
+    shown = SamplingParams(logit_bias=bias, include_stop_str_in_output=True, **fields)
+    assert llm.generate([[1, 2]], shown)[0].outputs[0].text == "x"
+    (ignored,) = llm.generate([[1, 2]], SamplingParams(logit_bias=bias, ignore_eos=True, **fields))
+    assert ignored.outputs[0].text == "x" * 9
+
+
+def test_dynamic_rotary_frequencies_below_their_context() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    llm = LLM(tiny_model(rope_parameters=rope, max_position_embeddings=64))
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=3))[0].outputs[0].token_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -116,7 +116,7 @@ class Request(SequenceState):
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._pieces = pieces or Pieces(tokenizer)
-        self._written = Written(params, tokenizer, self._pieces)
+        self._written = Written(params, tokenizer, self._pieces, self._eos)
         self._fresh: deque[StreamedToken] = deque()  # one thread takes while another publishes
         # All outputs of a prompt would have the same.
         scored = params.prompt_logprobs is not None and index == 0
@@ -401,6 +401,7 @@ class Written:
     Args:
         params: its sampling parameters.
         tokenizer: makes text and finds stop strings; with None the text stays empty.
+        eos: tokens that end it; like `stop_token_ids`, they are no text of it.
 
     Attributes:
         tokens: the tokens so far.
@@ -408,8 +409,14 @@ class Written:
     """
 
     def __init__(
-        self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None, pieces: Pieces
+        self,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase | None,
+        pieces: Pieces,
+        eos: Collection[int] = (),
     ) -> None:
+        shown = params.include_stop_str_in_output
+        self._hidden = frozenset(() if shown else (*eos, *params.stop_token_ids))
         self.tokens: list[StreamedToken] = []
         self.trace = Trace()
         self._params, self._pieces = params, pieces
@@ -443,9 +450,9 @@ class Written:
             token: the token; `add` is called with it.
             may_stop: whether it may end the output.
         """
-        params = self._params
-        hidden = token in params.stop_token_ids and not params.include_stop_str_in_output
-        return "" if may_stop and hidden else self._detokenizer.add(token, may_stop=may_stop)
+        if may_stop and token in self._hidden:
+            return ""
+        return self._detokenizer.add(token, may_stop=may_stop)
 
     def rest(self) -> str:
         """The text that was held back, of an output that has ended."""
@@ -466,8 +473,9 @@ class Written:
         """The text of a whole output; empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
+        shown = tokens[:-1] if tokens and tokens[-1] in self._hidden else tokens
         skip = self._params.skip_special_tokens
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip))
+        return str(self._tokenizer.decode(list(shown), skip_special_tokens=skip))
 
     def piece(self, token: int) -> str | None:
         """A token's own text; None without a tokenizer."""

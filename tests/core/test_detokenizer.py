@@ -84,6 +84,31 @@ def test_stop_strings_do_not_count_before_the_output_may_end() -> None:
     assert detokenizer.text == "xabxx"
 
 
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 6])
+def test_a_stop_string_may_begin_before_the_output_may_end(first: int) -> None:
+    """As in vLLM, unless it ends before: its last character is what stops the output."""
+    detokenizer = Detokenizer(TOKENIZER, ["ab"])
+    for number, token in enumerate(TOKENIZER.encode("xxabyyab"), 1):
+        detokenizer.add(token, may_stop=number >= first)
+        if detokenizer.stopped_at is not None:
+            break
+    assert detokenizer.text == ("xx" if first <= 4 else "xxabyy")
+
+
+def test_spaces_after_special_tokens_that_are_skipped() -> None:
+    """The words after one are not the beginning of a text."""
+    words = [("<unk>", 0.0), ("</s>", 0.0), ("▁cute", -1.0), ("▁dog", -2.0), ("▁the", -3.0)]
+    backend = Tokenizer(models.Unigram(words, unk_id=0))
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["</s>", "<extra_id_0>", "<extra_id_1>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+    names = ["<extra_id_0>", "▁cute", "▁dog", "<extra_id_1>", "▁the", "</s>", "▁dog"]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()
+    assert text == tokenizer.decode(ids, skip_special_tokens=True) == "cute dog the dog"
+
+
 def test_an_unfinished_character_shows_at_the_end() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     assert detokenizer.add(TOKENIZER.encode("€")[0]) == ""

@@ -102,10 +102,11 @@ def test_bias_and_allowed_tokens() -> None:
 
 def test_no_end_before_min_tokens() -> None:
     logits = torch.zeros(V)
-    params = SamplingParams(min_tokens=2, stop_token_ids=[7])
-    for length in range(4):
-        distribution = dense(params, logits, [1] * length, [1])
-        assert (float(distribution[0]) == 0 and float(distribution[7]) == 0) == (length < 2)
+    for ignores in (False, True):
+        params = SamplingParams(min_tokens=2, stop_token_ids=[7], ignore_eos=ignores)
+        for length in range(4):
+            distribution = dense(params, logits, [1] * length, [1])
+            assert (float(distribution[0]) == 0 and float(distribution[7]) == 0) == (length < 2)
 
 
 def test_temperature_0_is_one_hot_after_penalties() -> None:

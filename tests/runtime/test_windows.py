@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, MistralConfig, PreTrainedModel
 
 from tests.tiny import CONTEXT, VOCAB_SIZE, needs_packed, passes_of, reference_greedy
 from tests.windowed import OWN_ATTENTION, WINDOW, WINDOWED, windowed_config, windowed_model
@@ -249,3 +249,8 @@ def test_every_network_can_be_narrowed() -> None:
     model = windowed_model("mistral")
     for kind in ("module", "lean", "native"):
         assert isinstance(network_of(model, kind), WindowedNetwork)
+
+
+def test_fields_that_nothing_reads_are_no_windows() -> None:
+    assert not windows_by_kind(LlamaConfig(sliding_window=4, attention_chunk_size=8))
+    assert windows_by_kind(MistralConfig(sliding_window=4))

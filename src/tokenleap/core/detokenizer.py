@@ -140,7 +140,7 @@ class Detokenizer:
         self._returned = 0  # number of characters already returned
         self._beginnings = [_Beginning(each) for each in self._stop if each]
         self._begun = 0  # these have read the text before this character
-        self._searched = 0  # stop strings are searched from this character on
+        self._searched = 0  # stop strings end after this character
         self.stopped_at: str | None = None
 
     @property
@@ -160,7 +160,10 @@ class Detokenizer:
             self._next_try = unread + unread // _LONG_UNREAD
             if not after.endswith(_INCOMPLETE):
                 self._extend(after[len(before) :], may_stop)
-                self._start, self._read = self._read, len(self._token_ids)
+                # What follows tokens without text must not look like the beginning of a text.
+                if len(after) > len(before) or self._read - self._start > _LONG_UNREAD:
+                    self._start = self._read
+                self._read = len(self._token_ids)
                 self._before = self._piece(self._token_ids[self._start :])
                 self._next_try = 0
         return self._release(self._held_back())
@@ -195,7 +198,8 @@ class Detokenizer:
             return
         hits = []
         for stop in self._stop:
-            position = self._text.find(stop, max(self._searched, start - len(stop) + 1))
+            first = max(self._searched, start) - len(stop) + 1
+            position = self._text.find(stop, max(0, first))
             if position >= 0:
                 hits.append((position, stop))
         if hits:

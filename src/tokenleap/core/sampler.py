@@ -60,6 +60,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.stop_ids = () if params.ignore_eos else tuple(eos_token_ids)
         self.stop_ids = (*self.stop_ids, *params.stop_token_ids)
+        self._not_before = [*eos_token_ids, *params.stop_token_ids]  # `min_tokens`
         for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             check_token_ids(field, getattr(params, field) or (), vocab_size)
         allowed = params.allowed_token_ids
@@ -68,7 +69,7 @@ class Sampler:
                 f"allowed_token_ids: {len(allowed)} ids, and the vocabulary has {vocab_size}: give "
                 "each once."
             )
-        if allowed is not None and params.min_tokens and set(allowed) <= set(self.stop_ids):
+        if allowed is not None and params.min_tokens and set(allowed) <= set(self._not_before):
             raise ConfigError(
                 "allowed_token_ids: only tokens that end the output are allowed, and min_tokens "
                 f"forbids them before token {params.min_tokens}."
@@ -146,8 +147,8 @@ class Sampler:
         logits = logits.clone()
         if self._bias is not None:
             logits += self._bias.to(logits)
-        if len(output_ids) < self.params.min_tokens and self.stop_ids:
-            logits[list(self.stop_ids)] = -torch.inf
+        if len(output_ids) < self.params.min_tokens and self._not_before:
+            logits[self._not_before] = -torch.inf
         if self.grammar is not None:
             allowed = self.grammar.allowed(output_ids)
             # None: a drafted token on the path is forbidden. It cannot be accepted, so the

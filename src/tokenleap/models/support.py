@@ -120,6 +120,8 @@ def _check_rope(name: str, config: PreTrainedConfig, max_model_len: int) -> None
     by_kind = [rope for rope in parameters.values() if isinstance(rope, Mapping)]  # as Gemma 3
     for rope in by_kind or [parameters]:
         own = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "dynamic":
+            own = own or config.max_position_embeddings
         if rope.get("rope_type") in ("dynamic", "longrope") and not (own and max_model_len <= own):
             advice = f"; set max_model_len={own} or less to use it" if own else ""
             raise CompatibilityError(

@@ -56,7 +56,8 @@ def windows_by_kind(config: PreTrainedConfig) -> Mapping[str, Window]:
     A model without `layer_types` has the same window in all layers, or none.
     """
     kinds = getattr(config, "layer_types", None)
-    sizes = {kind: getattr(config, field, None) for kind, field in _SIZES.items()}
+    own = type(config)().to_dict()  # other fields of a file are left over, and nothing reads them
+    sizes = {kind: getattr(config, f, None) for kind, f in _SIZES.items() if f in own}
     return {
         kind: Window(size, kind == _CHUNKED)
         for kind, size in sizes.items()

@@ -131,6 +131,9 @@ class Target(Passes):
         return vocabulary_weights(self.reload()) if found is None and self.reload else found
 
 
+_FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+
+
 def final_norm(model: Any) -> nn.Module | None:
     """The norm between the last layer and the output layer, or None if it is not known.
 
@@ -139,9 +142,12 @@ def final_norm(model: Any) -> nn.Module | None:
     """
     if model.config.is_encoder_decoder:
         return describe(model).final_norm
-    decoder: nn.Module = model.get_decoder()
+    decoder: Any = model.get_decoder()
+    if getattr(decoder, "project_out", None) is not None:  # OPT: the output layer reads that
+        return None
+    named = next((getattr(decoder, n) for n in _FINAL_NORMS if hasattr(decoder, n)), None)
     norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
-    return norms[-1] if norms else None
+    return named if isinstance(named, nn.Module) else norms[-1] if norms else None
 
 
 def logits_bias(model: Any) -> Tensor | None:
