@@ -103,7 +103,7 @@ def test_spaces_after_special_tokens_that_are_skipped() -> None:
     backend.add_special_tokens(["</s>", "<extra_id_0>", "<extra_id_1>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
     names = ["<extra_id_0>", "▁cute", "▁dog", "<extra_id_1>", "▁the", "</s>", "▁dog"]
-    ids = tokenizer.convert_tokens_to_ids(names)
+    ids: Any = tokenizer.convert_tokens_to_ids(names)
     detokenizer = Detokenizer(tokenizer)
     text = "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()
     assert text == tokenizer.decode(ids, skip_special_tokens=True) == "cute dog the dog"

@@ -252,5 +252,6 @@ def test_every_network_can_be_narrowed() -> None:
 
 
 def test_fields_that_nothing_reads_are_no_windows() -> None:
-    assert not windows_by_kind(LlamaConfig(sliding_window=4, attention_chunk_size=8))
+    left_over: Any = {"sliding_window": 4, "attention_chunk_size": 8}
+    assert not windows_by_kind(LlamaConfig(**left_over))
     assert windows_by_kind(MistralConfig(sliding_window=4))
