@@ -130,8 +130,8 @@ class SamplingParams(Config):
     unless `include_stop_str_in_output` is set.
     """
     stop_token_ids: TokenIds = ()
-    """Stop after these tokens. They stay in `token_ids`, and in the text only if
-    `include_stop_str_in_output` is set.
+    """Stop after these tokens. They stay in `token_ids`, and in the text, like the end of the
+    sequence, only if `include_stop_str_in_output` is set.
     """
     ignore_eos: bool = False
     """Continue past the end-of-sequence token."""
