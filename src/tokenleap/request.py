@@ -29,6 +29,7 @@ from tokenleap.runtime.costs import CostCurve
 from tokenleap.trace import PASS_SIZES, StepTrace, Trace
 
 MAX_TRACED = 2**16
+_BEHIND = 6  # last tokens of a prompt that decide how the text after it begins
 
 
 class Request(SequenceState):
@@ -116,7 +117,8 @@ class Request(SequenceState):
         self.admitted_at = 0.0
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._pieces = pieces or Pieces(tokenizer)
-        self._written = Written(params, tokenizer, self._pieces, self._eos)
+        behind = prompt_ids[-_BEHIND:] if source is None else ()
+        self._written = Written(params, tokenizer, self._pieces, self._eos, behind)
         self._fresh: deque[StreamedToken] = deque()  # one thread takes while another publishes
         # All outputs of a prompt would have the same.
         scored = params.prompt_logprobs is not None and index == 0
@@ -402,6 +404,7 @@ class Written:
         params: its sampling parameters.
         tokenizer: makes text and finds stop strings; with None the text stays empty.
         eos: tokens that end it; like `stop_token_ids`, they are no text of it.
+        behind: the last tokens of the text before it (see `Detokenizer`).
 
     Attributes:
         tokens: the tokens so far.
@@ -414,7 +417,9 @@ class Written:
         tokenizer: PreTrainedTokenizerBase | None,
         pieces: Pieces,
         eos: Collection[int] = (),
+        behind: Sequence[int] = (),
     ) -> None:
+        self._behind = behind
         shown = params.include_stop_str_in_output
         self._hidden = frozenset(() if shown else (*eos, *params.stop_token_ids))
         self.tokens: list[StreamedToken] = []
@@ -426,6 +431,7 @@ class Written:
             params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            behind=behind,
         )
 
     def __len__(self) -> int:
@@ -475,7 +481,8 @@ class Written:
             return ""
         shown = tokens[:-1] if tokens and tokens[-1] in self._hidden else tokens
         skip = self._params.skip_special_tokens
-        return str(self._tokenizer.decode(list(shown), skip_special_tokens=skip))
+        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=skip, behind=self._behind)
+        return "".join(map(detokenizer.add, shown)) + detokenizer.finish()
 
     def piece(self, token: int) -> str | None:
         """A token's own text; None without a tokenizer."""

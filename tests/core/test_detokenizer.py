@@ -107,6 +107,15 @@ def test_spaces_after_special_tokens_that_are_skipped() -> None:
     detokenizer = Detokenizer(tokenizer)
     text = "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()
     assert text == tokenizer.decode(ids, skip_special_tokens=True) == "cute dog the dog"
+    behind = Detokenizer(tokenizer, behind=ids[:2])  # nor is what follows a prompt
+    assert behind.add(ids[2]) == " dog"
+    assert behind.text == " dog"
+
+
+@given(texts, texts)
+def test_a_text_that_is_continued(first: str, second: str) -> None:
+    detokenizer = Detokenizer(TOKENIZER, behind=TOKENIZER.encode(first)[-6:])
+    assert "".join(feed(detokenizer, second)) == second
 
 
 def test_an_unfinished_character_shows_at_the_end() -> None:

@@ -115,6 +115,10 @@ class Detokenizer:
     """Turns the tokens of one output into text, piece by piece; without a tokenizer, into none.
 
     Unfinished characters and what may begin a stop string are held back: returned text is final.
+
+    Args:
+        behind: the last tokens of the text that this one continues. Without them, some tokenizers
+            leave out the space at its beginning.
     """
 
     def __init__(
@@ -124,16 +128,20 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        behind: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._decode_ids = None if tokenizer is None else _decoder(tokenizer)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
-        self._token_ids: list[int] = []
+        self._token_ids = [] if tokenizer is None else list(behind)
+        self._before = self._decode(self._token_ids) if self._token_ids else ""
+        if self._before.endswith(_INCOMPLETE):
+            self._token_ids, self._before = [], ""
         self._start = 0  # tokens before this index no longer influence the text that follows
-        self._read = 0  # tokens before this index have been turned into text
-        self._before = ""  # text of the tokens from _start to _read
+        self._read = len(self._token_ids)  # tokens before this index have been turned into text
+        # `_before` is the text of the tokens from _start to _read.
         self._next_try = 0  # with fewer unread tokens, decoding is not tried again
         self._pieces = _pieces_of(tokenizer, skip_special_tokens)
         self._text = ""  # all text decoded so far
