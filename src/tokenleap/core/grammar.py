@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenleap.core.peers import ALONE, Peers
 from tokenleap.core.references import common_prefix
 from tokenleap.core.structured import StructuredOutputsParams, checked_source, library
 from tokenleap.core.trial import first_line, matcher_of, on_stack
@@ -44,8 +45,9 @@ class Grammars:
         tokenizer: PreTrainedTokenizerBase | None,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        peers: Peers = ALONE,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._peers = tokenizer, peers
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._indexing = threading.Lock()
@@ -56,7 +58,7 @@ class Grammars:
             matcher = self._matcher(checked_source(outputs))
         except ConfigError as error:
             raise ConfigError(f"structured_outputs: {error}") from None
-        return Grammar(matcher.deep_copy, self._vocab_size)
+        return Grammar(matcher.deep_copy, self._vocab_size, self._peers.agreed)
 
     def _compiled(self, grammar: str) -> Any:
         """A matcher that knows its first mask, and is only copied from then on."""
@@ -101,8 +103,10 @@ class Grammar:
     The matcher keeps its state after a query. The next one rolls back to the common prefix.
     """
 
-    def __init__(self, new: Callable[[], Any], vocab_size: int) -> None:
-        self._new = new
+    def __init__(
+        self, new: Callable[[], Any], vocab_size: int, agreed: Callable[[float], float] = float
+    ) -> None:
+        self._new, self._agreed = new, agreed
         self._matcher = new()
         self._vocab_size = vocab_size
         self._tokens: list[int] = []  # output tokens the matcher has consumed
@@ -160,7 +164,7 @@ class Grammar:
             reason = first_line(self._matcher)
             self._matcher, self._tokens = self._new(), []
             self._failed = list(output), f"structured_outputs: {reason}"
-        elif self._seconds > _FREE_SECONDS + _SECONDS_A_CALL * self._calls:
+        elif self._agreed(self._seconds) > _FREE_SECONDS + _SECONDS_A_CALL * self._calls:
             reason = "it is too complex: finding what may come next takes too long"
             self._failed = [], f"structured_outputs: {reason}"
         else:

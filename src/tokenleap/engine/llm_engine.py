@@ -131,7 +131,9 @@ class LLMEngine:
         chose_drafter = config is not None
         if config is None:
             config = default_config(loaded.name, self.target)
-        grammars = Grammars(self.tokenizer, self.target.vocab_size, loaded.eos_token_ids)
+        grammars = Grammars(
+            self.tokenizer, self.target.vocab_size, loaded.eos_token_ids, self.target.peers
+        )
         self._closed = False
         own = weakref.proxy(self)  # without a cycle, memory is free as soon as the `LLM` is dropped
         self.worker = Worker(lambda: own.advance(), lambda: own._scheduler.busy)
