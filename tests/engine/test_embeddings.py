@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig
 
 from tests.cli.conftest import ascii_tokenizer, save_tiny
 from tests.engine.serving import assert_empty
 from tokenleap import LLM, CompatibilityError, ModelError, SamplingParams
+from tokenleap.runtime.target import final_norm
 
 MODES = ("cls_token", "max_tokens", "mean_tokens", "weightedmean_tokens", "lasttoken")
 
@@ -115,3 +116,17 @@ def test_a_text_beyond_the_models_own_limit_is_refused(tmp_path: Path) -> None:
     assert vector.shape == (64,)
     with pytest.raises(ValueError, match="6 tokens, which leaves no room"):
         llm.engine.embed([[1, 2, 3, 4, 5, 6]])
+
+
+def test_which_norm_comes_before_the_output_layer() -> None:
+    """Not the last one that a module has, and none where a projection follows."""
+    made: Any = AutoModelForCausalLM.from_config
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 96, "max_position_embeddings": 64}
+    projected = OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=32)
+    assert final_norm(made(projected)) is None
+    sizes |= {"intermediate_size": 128, "num_key_value_heads": 1, "head_dim": 32}
+    sizes |= {"global_head_dim": 32, "layer_types": ["full_attention"], "num_kv_shared_layers": 0}
+    several = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+    norm: Any = final_norm(made(AutoConfig.for_model("gemma4_text", **sizes, **several)))
+    assert norm.weight.shape == (64,)
