@@ -221,11 +221,10 @@ class Trace:
             trace = validated(Trace, {**value, **needed})
             for step in trace.steps:
                 _check_tree(step)
+                _check_times(step.draft_seconds, step.verify_seconds, step.accept_seconds)
+            _check_times(trace.encode_seconds, trace.prefill_seconds, *trace.pass_seconds.values())
         except (KeyError, ValueError) as error:
             raise TokenleapError(f"damaged trace: {in_one_line(error).rstrip('.')}.") from error
-        times = (trace.encode_seconds, trace.prefill_seconds, *trace.pass_seconds.values())
-        if not all(0 <= each < _LONGEST for each in times):
-            raise TokenleapError("damaged trace: a time is negative, too long, or not finite.")
         return trace
 
     @staticmethod
@@ -261,11 +260,13 @@ def _check_tree(step: StepTrace) -> None:
         raise ValueError("accepted tokens that are no path")
     if size > _MOST_NODES or max(step.depths, default=0) > _MOST_LEVELS:
         raise ValueError(f"a draft of {size} tokens: more than {_MOST_NODES}, or too deep")
-    times = (step.draft_seconds, step.verify_seconds, step.accept_seconds)
-    if not all(0 <= each < _LONGEST for each in times):
-        raise ValueError("a time that is negative, too long, or not finite")
     if len(step.candidates) not in (0, size + 1) or len(step.sources) not in (0, size):
         raise ValueError("candidates or sources that do not belong to the drafted tokens")
+
+
+def _check_times(*seconds: float) -> None:
+    if not all(0 <= each < _LONGEST for each in seconds):
+        raise ValueError("a time that is negative, too long, or not finite")
 
 
 def record(

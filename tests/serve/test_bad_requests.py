@@ -386,7 +386,7 @@ VALUES = st.recursive(
 
 @given(VALUES, st.integers(0, 4))
 def test_large_answers_are_written_alike(value: Any, levels: int) -> None:
-    assert running._large_json(value, levels) == running._json(value)
+    assert running._json(value, levels) == running._json(value)
 
 
 def test_log_probabilities_of_prompts_are_bounded(

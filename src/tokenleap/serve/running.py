@@ -620,20 +620,16 @@ class Choices(Answer[Sampled]):
         async for prompt, chunk in self.run.chunks():
             usage = {"usage": self.run.usage()} if options.continuous_usage_stats else {}
             large = self.is_large(prompt, chunk)
-            make = partial(self._event, prompt, chunk, usage, _large_json if large else _json)
+            make = partial(self._event, prompt, chunk, usage, large=large)
             yield await self.state.llm.off_loop(make) if large else make()
         if options.include_usage:
             yield data({**self.head, "choices": [], "usage": self.run.usage()})
         yield DONE
 
     def _event(
-        self,
-        prompt: int,
-        chunk: StreamChunk,
-        usage: Mapping[str, Any],
-        write: Callable[[Any], str],
+        self, prompt: int, chunk: StreamChunk, usage: Mapping[str, Any], *, large: bool
     ) -> bytes:
-        return _data(write({**self.chunk(prompt, chunk), **usage}))
+        return data({**self.chunk(prompt, chunk), **usage}, large=large)
 
     def end(
         self,
@@ -697,7 +693,7 @@ async def answered(
         if made.is_small(results):
             return as_json(made.whole(results))
         client = state.client_of(request)
-        return await state.llm.off_loop(lambda: _encoded(_large_json(made.whole(results))), client)
+        return await state.llm.off_loop(lambda: as_json(made.whole(results), large=True), client)
 
     try:
         content = await while_connected(request, whole())
@@ -719,35 +715,23 @@ _LEVELS = 6
 """A response, its choices, a choice, its log-probabilities or trace, their items, and an item."""
 
 
-def as_json(value: Any) -> bytes:
-    return _encoded(_json(value))
+def as_json(value: Any, *, large: bool = False) -> bytes:
+    return _json(value, _LEVELS if large else 0).encode(errors="replace")
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode(errors="replace")
-
-
-def _json(value: Any) -> str:
+def _json(value: Any, levels: int = 0) -> str:
+    """In pieces: what is deeper inside is written alone, and other threads run between."""
+    if levels and isinstance(value, list):
+        return f"[{','.join(_json(each, levels - 1) for each in value)}]"
+    if levels and isinstance(value, dict):
+        members = (f"{_json(k)}:{_json(each, levels - 1)}" for k, each in value.items())
+        return f"{{{','.join(members)}}}"
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _large_json(value: Any, levels: int = _LEVELS) -> str:
-    """The same in pieces: what is deep inside is written alone, and other threads run between."""
-    if levels and isinstance(value, list):
-        return f"[{','.join(_large_json(each, levels - 1) for each in value)}]"
-    if levels and isinstance(value, dict):
-        members = (f"{_json(k)}:{_large_json(each, levels - 1)}" for k, each in value.items())
-        return f"{{{','.join(members)}}}"
-    return _json(value)
-
-
-def data(value: Mapping[str, Any]) -> bytes:
+def data(value: Mapping[str, Any], *, large: bool = False) -> bytes:
     """An event without a name."""
-    return _data(_json(value))
-
-
-def _data(text: str) -> bytes:
-    return b"data: " + _encoded(text) + b"\n\n"
+    return b"data: " + as_json(value, large=large) + b"\n\n"
 
 
 def event(value: Mapping[str, Any]) -> bytes:
